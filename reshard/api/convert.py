@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,15 +15,16 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from reshard.api.convert_job import ConvertJob, Journal
-from reshard.api.convert_workers import dealt, write_files, write_in_processes
+from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
+from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.formats.table import FormatName
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
+from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, Span, phase
 from reshard.storage.base import Storage
 from reshard.stored.checksums import Checking
@@ -74,6 +76,7 @@ def convert(
     max_shard_bytes: int = 5_000_000_000,
     check: bool = True,
     workers: int = 1,
+    executor: Executor | None = None,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
     overwrite: bool = False,
@@ -105,6 +108,8 @@ def convert(
         max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
         check: False takes a damaged source as it is; fingerprints of what is written are its own then.
         workers: processes on this machine that write files at the same time.
+        executor: writes the files instead, one a task: workers of Dask, Ray or MPI, for example, who open source and
+            target by themselves. A task that is lost is given out again.
         process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
         alone: this process converts by itself, in a running job too, and waits for nobody.
         overwrite: replace a checkpoint or file that is at `target`, once the new one is whole; else it is an error.
@@ -126,12 +131,12 @@ def convert(
         job = ConvertJob(
             source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
         )
-        _check(source, target, workers)
+        _check(group, source, target, workers, executor)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
             group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         with phase("open"):
             state = job.state()
-        written = _run(job, state, group, workers, overwrite=overwrite, resume=resume, progress=progress)
+        written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
     report = _report(job, state, *written, phases)
     if report.unchecked and group.rank == 0:
         _log.info("%s was converted, %s", report.source, report.unchecked)
@@ -160,7 +165,15 @@ def _report(
 
 
 def _run(
-    job: ConvertJob, state: Checkpoint, group: Group, workers: int, *, overwrite: bool, resume: bool, progress: bool
+    job: ConvertJob,
+    state: Checkpoint,
+    group: Group,
+    workers: int,
+    executor: Executor | None,
+    *,
+    overwrite: bool,
+    resume: bool,
+    progress: bool,
 ) -> tuple[FormatWriter, tuple[str, ...], int]:
     """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
     nobody knows whether they are what was saved."""
@@ -175,16 +188,18 @@ def _run(
             _check_vacant(job, job.writer(state, "0" * 24), storage, overwrite)
             job_id = journal.begin(resume=resume, is_shared=job.writing.is_one_file)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
+        journal.holder = group.share(journal.holder, kind=WriterLease)
         writer = job.writer(state, job_id)
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
             group.barrier()  # nobody writes before there is a claim
-            resumed = _write(job, writer, journal, group, state.contents.checking, workers, progress)
+            with engine(executor, workers) as hands:
+                resumed = _write(job, writer, journal, group, state.contents.checking, hands, progress)
             unchecked = 0
             if group.rank == 0:
                 done = journal.records(file.name for file in writer.files)
                 if state.contents.checking.enabled:
                     writer.compare_fingerprints(done)
-                unchecked = sum(row.facts["unchecked_bytes"] for row in done.values())
+                unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
                 with phase("publish"):
                     writer.finish(storage, done)
                     journal.end()
@@ -211,38 +226,39 @@ def _write(
     journal: Journal,
     group: Group,
     checking: Checking,
-    workers: int,
+    executor: Executor | None,
     progress: bool,
 ) -> tuple[str, ...]:
     """This rank's share of the files that are not finished; returns all that were."""
+    recorded = journal.recorded()
     mine = dealt(writer.files, group.world_size)[group.rank]
-    kept = {file.name for file in mine if journal.finished(file.name) is not None}
-    todo = [file for file in mine if file.name not in kept]
-    heard = group.merge(pack_flags([file.name in kept for file in writer.files]), either, "files that are finished")
+    mine.sort(key=lambda file: file.name not in recorded)
+    nbytes, kept = {file.name: file.nbytes for file in mine}, set[str]()
     with (
         group.together("write"),
         Progress(show=progress and group.rank == 0, check=group.check) as bar,
-        bar.phase("convert", total_bytes=sum(file.nbytes for file in mine)) as step,
+        bar.phase("convert", total_bytes=sum(nbytes.values())) as step,
     ):
-        step.advance(sum(file.nbytes for file in mine if file.name in kept))
 
-        if workers > 1 and len(todo) > 1:
-            hands = [hand for hand in dealt(todo, workers) if hand]
-            digest = journal.folder.partition("-")[2]
-            write_in_processes(job, writer.job_id, digest, hands, step.advance)
-        else:
-            write_files(writer, journal, todo, checking, step.advance)
-    flags = unpack_flags(heard, len(writer.files))
-    return tuple(sorted(file.name for file, is_finished in zip(writer.files, flags) if is_finished))
+        def on_done(name: str, is_kept: bool) -> None:
+            if is_kept and name in recorded:
+                kept.add(name)
+            if is_kept or executor is not None:
+                step.advance(nbytes[name])
+
+        assert journal.holder is not None
+        work = ConvertWork(job.absolute(), writer.job_id, journal.digest, journal.holder)
+        here = FileTasks(writer, journal, checking, on_bytes=step.advance, last=next(reversed(nbytes), ""))
+        run_tasks(work, nbytes, executor, on_done, here=here, on_stop=journal.give_up)
+    flags = [file.name in kept for file in writer.files]
+    heard = unpack_flags(group.merge(pack_flags(flags), either, "files that were finished"), len(flags))
+    return tuple(sorted(file.name for file, is_finished in zip(writer.files, heard) if is_finished))
 
 
-def _check(source: Any, target: Any, workers: int) -> None:
-    if workers < 1:
-        raise CheckpointError(f"workers must be >= 1, got {workers}")
-    if workers > 1 and (isinstance(source, (Checkpoint, Storage)) or isinstance(target, Storage)):
-        raise CheckpointError("worker processes open source and target themselves: give both by path or URL")
-    if workers > 1 and "memory://" in f"{source} {target}":
-        raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
+def _check(group: Group, source: Any, target: Any, workers: int, executor: Executor | None) -> None:
+    check_executor(executor, workers, source, target)
+    if executor is not None and group.world_size > 1:
+        raise CheckpointError("one process drives an executor: call convert on one rank, with alone=True")
 
 
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:

@@ -1,15 +1,15 @@
-"""What is to be converted, as a value that worker processes get; and what of it is done already."""
+"""What is to be converted, as a value that workers get; the files of it, a task each; and what is done already."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
+from reshard.api.shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
     CheckpointNotFoundError,
@@ -34,13 +35,14 @@ from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
 from reshard.native import commit
 from reshard.ranks import liveness
-from reshard.ranks.liveness import WriterLease
+from reshard.ranks.liveness import KeptLease, WriterLease
 from reshard.storage.base import Storage, temporary_name
 from reshard.storage.opening import open_storage
-from reshard.stored.streaming import FormatWriter, Target, WrittenFile
+from reshard.stored.checksums import Checking
+from reshard.stored.streaming import FilePlan, FormatWriter, Target, WrittenFile
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["ConvertJob", "Journal", "is_job", "remove_dead_jobs"]
+__all__ = ["ConvertJob", "ConvertWork", "FileTasks", "Journal", "dealt", "is_job", "remove_dead_jobs"]
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,16 @@ class ConvertJob:
         name = path.rstrip("/").rpartition("/")[2]
         return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
 
+    def absolute(self) -> ConvertJob:
+        """The same for processes with another working directory."""
+        return replace(self, source=absolute(self.source), target=absolute(self.target))
+
     def digest(self, state: Checkpoint) -> str:
         """The same for equal work on an unchanged source, so that interrupted work is found again."""
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
-        facts += [self.max_shard_bytes, self.check, str(self.target), onto, list(state.objects), _identity(state.url)]
+        facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
+        facts += [list(state.objects), files_of(absolute(state.url))]
         seen = xxhash.xxh3_128(repr(facts).encode())
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
@@ -162,16 +169,6 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
             f"{len(wrong)} tensors of the checkpoint and of the layout to write for do not agree, such as "
             f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
         )
-
-
-def _identity(url: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the source's files: a source that was changed is another one."""
-    root = Path(url.removeprefix("file://"))
-    try:
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
-        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    except OSError as error:
-        raise StorageError(f"cannot look at the files of {url}: {error.strerror or error}") from error
 
 
 def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
@@ -229,6 +226,95 @@ def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> d
     return {path: kind for path, kind in known.items() if path in above}
 
 
+# The files, each a task: written from the source, and recorded in the journal.
+
+
+_ASK_S = 2.0
+"""So often a task under way asks whether it is still wanted."""
+
+
+def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
+    """The files in `count` hands of about equal bytes: a function of the plan alone."""
+    hands: list[list[FilePlan]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
+        least = min(range(count), key=lambda i: (loads[i], i))
+        hands[least].append(file)
+        loads[least] += file.nbytes + 1
+    return hands
+
+
+@dataclass(frozen=True)
+class ConvertWork:
+    """A conversion under way, whose tasks are the names of its files."""
+
+    job: ConvertJob
+    job_id: str
+    digest: str
+    holder: WriterLease
+
+    def begin(self) -> FileTasks:
+        """Open the source, and find the target. Raises StorageError where these are not the driver's."""
+        journal = Journal(self.job.storage(), self.digest)
+        journal.holder = self.holder
+        journal.check()
+        state = self.job.state()
+        if self.job.digest(state) != self.digest:
+            raise StorageError(
+                f"{state.url} is not what the driver sees there: all workers must see the same files, unchanged"
+            )
+        return FileTasks(self.job.writer(state, self.job_id), journal, state.contents.checking)
+
+
+class FileTasks:
+    """Writes one file after another. After the file `last`, whatever was not compared with its checksums is."""
+
+    def __init__(
+        self,
+        writer: FormatWriter,
+        journal: Journal,
+        checking: Checking,
+        *,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        last: str | None = None,
+    ) -> None:
+        self._writer, self._journal, self._checking = writer, journal, checking
+        self._on_bytes, self._last = on_bytes, last
+        self._files = {file.name: file for file in writer.files}
+        self._unchecked, self._next_ask = checking.bytes_unchecked, 0.0
+
+    def __call__(self, name: str) -> bool:
+        """Write a file and record it; returns whether it was there already, of an earlier try."""
+        self._ask()
+        if self._journal.is_finished(name):
+            return True
+        done = self._writer.write(self._journal.storage, self._files[name], self._on_piece)
+        done = msgspec.structs.replace(done, facts={**done.facts, "unchecked_bytes": self._newly_unchecked(name)})
+        try:
+            self._journal.check()
+        except StorageError:
+            if not self._journal.is_continued():  # nobody would look for it
+                self._journal.storage.delete(done.name)
+            raise
+        self._journal.add(name, done)
+        return False
+
+    def _newly_unchecked(self, name: str) -> int:
+        if self._last in (None, name):
+            self._checking.finish(self._files[name].nbytes if self._last is None else None)
+        before, self._unchecked = self._unchecked, self._checking.bytes_unchecked
+        return self._unchecked - before
+
+    def _on_piece(self, nbytes: int) -> None:
+        self._on_bytes(nbytes)
+        if time.monotonic() > self._next_ask:
+            self._ask()
+
+    def _ask(self) -> None:
+        self._journal.check()
+        self._next_ask = time.monotonic() + _ASK_S
+
+
 # What of an interrupted conversion is done: one small record a file, in a folder of the target that
 # goes at the end.
 #
@@ -253,8 +339,12 @@ class Journal:
 
     def __init__(self, storage: Storage, digest: str) -> None:
         self.storage = storage
+        self.digest = digest
         self.folder = f"convert-{digest}"
+        self.holder: WriterLease | None = None
+        """Whose claim it is, if that is known here."""
         self._job_id = ""
+        self._lease: KeptLease | None = None
 
     def begin(self, *, resume: bool, is_shared: bool = False) -> str:
         """Claim the target until `leave`, and remove what dead jobs left there.
@@ -264,12 +354,13 @@ class Journal:
         Args:
             is_shared: several jobs may write into the target at once, each a file of its own.
 
-        Raises StorageError if another job is seen to be running here.
+        Raises StorageError if another job is running here: of a process that cannot be seen from here it is waited for
+        that it says so.
         """
         names = self.storage.list()
         for folder, claim, job_id in _jobs(self.storage, names):
             is_mine = folder == self.folder
-            if claim is not None and claim.is_running(job_id) and (is_mine or not is_shared):
+            if claim is not None and (is_mine or not is_shared) and self._is_running(folder, claim, job_id):
                 raise StorageError(
                     f"{claim} is converting to {self.storage.url} just now: wait until it has ended, or choose another "
                     "folder"
@@ -277,22 +368,55 @@ class Journal:
             if is_mine and resume:
                 self._job_id = job_id
         remove_dead_jobs(self.storage, names, spare=self.folder if self._job_id else "")
-        if self._job_id:
-            liveness.take_lease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
-            return self._job_id
-        _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
-        self._job_id = commit.new_save_id().replace("-", "")
-        liveness.take_lease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
-        self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
+        is_new = not self._job_id
+        if is_new:
+            _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+            self._job_id = commit.new_save_id().replace("-", "")
+        self._lease = KeptLease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
+        self.holder = self._lease.holder
+        if is_new:
+            self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
         return self._job_id
+
+    def _is_running(self, folder: str, claim: WriterLease, job_id: str) -> bool:
+        if claim.is_seen() or claim.has_left:
+            return claim.is_running(job_id)
+        return liveness.is_kept(self.storage, f"{folder}/{_CLAIM}", claim)
+
+    def check(self) -> None:
+        """Raises StorageError if the claim, as it is seen here, is not that of the job's driver any more."""
+        if self.holder is None:
+            return
+        found = self._claim()
+        if found is None or not found.is_of(self.holder):
+            now = "nobody is" if found is None or found.has_left else f"{found} is now"
+            raise StorageError(
+                f"{self.holder} is not converting to {self.storage.url} any more, {now}: all who take part must see "
+                "that folder, and the same one"
+            )
+
+    def is_continued(self) -> bool:
+        """Whether somebody is at this job, if not who was."""
+        found = self._claim()
+        return found is not None and not found.has_left
+
+    def _claim(self) -> WriterLease | None:
+        return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
+
+    def give_up(self) -> None:
+        """Whoever writes for this job is to stop, and anybody may continue it."""
+        if self._lease is not None:
+            self._lease.give_up()
 
     def leave(self) -> None:
         """Nobody writes any more: the job is done, or may be continued or removed by whoever comes."""
-        liveness.release_lease(self._job_id)
+        if self._lease is not None:
+            self._lease.stop()
 
     def tidy(self) -> None:
         """After a failure, when nobody writes any more: files that are whole stay for the next try, and nothing else.
         Of a job that has finished none nothing stays."""
+        self.give_up()
         names = self.storage.list()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
         whole = tuple(msgspec.json.decode(self.storage.read(name), type=WrittenFile).name for name in records)
@@ -307,33 +431,37 @@ class Journal:
         """This file is whole and durable."""
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
 
-    def finished(self, file: str) -> WrittenFile | None:
-        """The record of a file, if it has one, and the file still has that length and checksum; else None."""
+    def recorded(self) -> set[str]:
+        """The files that have a record, not checked."""
+        records = [name for name in self.storage.list(f"{self.folder}/") if name.endswith(".json")]
+        return {name.removeprefix(f"{self.folder}/").removesuffix(".json").replace("~", "/") for name in records}
+
+    def is_finished(self, file: str) -> bool:
+        """Whether a file has a record, and still has the length and checksum that this says."""
         try:
             done = msgspec.json.decode(self.storage.read(f"{self.folder}/{_flat(file)}.json"), type=WrittenFile)
             nbytes = self.storage.size(done.name)
         except CheckpointNotFoundError:
-            return None
-        if nbytes != done.nbytes or self._digest(done.name, nbytes) != done.digest:
-            return None
-        return done
+            return False
+        return nbytes == done.nbytes and self._digest(done.name, nbytes) == done.digest
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
-        """The records of all files, not checked. Raises StorageError if one is missing."""
-        out = {}
+        """The records of all files. Raises StorageError if one is missing, or its file is not as long as it was."""
+        out, seen = {}, self.storage.list()
         for file in files:
-            try:
-                data = self.storage.read(f"{self.folder}/{_flat(file)}.json")
-            except CheckpointNotFoundError:
+            name = f"{self.folder}/{_flat(file)}.json"
+            done = msgspec.json.decode(self.storage.read(name), type=WrittenFile) if name in seen else None
+            if done is None or seen.get(done.name) != done.nbytes:
                 raise StorageError(
                     f"{file} was written by another process, but is not seen in {self.storage.url}: the folder must be "
                     "the same, shared one for all"
-                ) from None
-            out[file] = msgspec.json.decode(data, type=WrittenFile)
+                )
+            out[file] = done
         return out
 
     def end(self) -> None:
         """All is published: the records go."""
+        self.leave()
         _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
 
     def _digest(self, name: str, nbytes: int) -> str:

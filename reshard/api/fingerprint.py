@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,6 +17,8 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
+from reshard.api.shares import Opening, Share, shares
+from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.live.fingerprint_sums import PUBLIC, Key
@@ -45,6 +50,7 @@ def fingerprint(
     rank: int | None = None,
     exchange: Exchange | None = None,
     key: Key = PUBLIC,
+    executor: Executor | None = None,
 ) -> dict[str, str]:
     """The fingerprint of every tensor of a (nested) state dict, or of a checkpoint, by its dotted
     key.
@@ -66,6 +72,7 @@ def fingerprint(
         exchange: how bytes reach the other ranks; default: `reshard.ranks.group.Group`; `alone`
             asks no other rank.
         key: see `Key`.
+        executor: reads a checkpoint, given by its path, in tasks, as for `reshard.convert`.
 
     Raises:
         ReplicaDriftError: replicas differ; names the tensors and the ranks, on all ranks.
@@ -74,13 +81,14 @@ def fingerprint(
         CheckpointError: neither a state dict nor a checkpoint was given, or layouts for a
             checkpoint.
     """
+    if executor is not None:
+        check_executor(executor, 1, state_dict)
     if isinstance(state_dict, str | os.PathLike | Storage):
         state_dict = open_checkpoint(state_dict)
     if isinstance(state_dict, Checkpoint):
         if layouts is not None or rank is not None or exchange is not None:
             raise CheckpointError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
-        names = dict.fromkeys((*state_dict, *state_dict.aliases))
-        return {name: _read(state_dict[name], key).digest() for name in names}
+        return _of_checkpoint(state_dict, key, executor)
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if exchange is not None:
@@ -103,14 +111,51 @@ def _check_state(state_dict: object) -> None:
         )
 
 
-def _read(tensor: LazyTensor, key: Key) -> Fingerprinter:
-    """The fingerprint of a stored tensor, read in windows."""
-    digest = Fingerprinter(tensor.dtype, tensor.shape, key=key)
+@dataclass(frozen=True)
+class FingerprintWork:
+    """Sums over parts of the tensors of a checkpoint."""
+
+    checkpoint: Opening
+    key: Key
+
+    def begin(self) -> Callable[[Share], list[bytes]]:
+        """Opens the checkpoint."""
+        return functools.partial(_sums, self.checkpoint.open(), self.key)
+
+
+def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) -> dict[str, str]:
+    tensors = {name: checkpoint[name] for name in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    totals = dict.fromkeys(tensors, Partial())
+
+    def on_done(share: Share, sums: list[bytes]) -> None:
+        for (name, _), found in zip(share, sums):
+            totals[name] += Partial.from_bytes(found)
+
+    work = FingerprintWork(Opening.of(checkpoint), key) if executor is not None else None
+    asked = shares((name, tensor.shape, tensor.dtype.itemsize) for name, tensor in tensors.items())
+    run_tasks(work, asked, executor, on_done, here=functools.partial(_sums, checkpoint, key))
+    return {name: totals[name].digest(tensor.dtype, tensor.shape, key=key) for name, tensor in tensors.items()}
+
+
+def _sums(checkpoint: Checkpoint, key: Key, share: Share) -> list[bytes]:
+    """What each box of a share adds to the fingerprint of its tensor."""
+    regions = [Region(checkpoint[name].stored, box) for name, box in share]
+    with Feed(regions) as feed:
+        return [_sum_up(feed, region, key).to_bytes() for region in regions]
+
+
+def _sum_up(feed: Feed, region: Region, key: Key) -> Partial:
+    digest = Fingerprinter(region.stored.spec.dtype, region.stored.spec.shape, key=key)
+    for piece in feed.take(region):
+        digest.add_bytes(piece.data, piece.box)
+    return digest.partial
+
+
+def _read(tensor: LazyTensor, key: Key) -> Partial:
+    """The sum over a stored tensor, read in windows."""
     region = Region.whole(tensor.stored)
     with Feed([region]) as feed:
-        for piece in feed.take(region):
-            digest.add_bytes(piece.data, piece.box)
-    return digest
+        return _sum_up(feed, region, key)
 
 
 def holdings(
@@ -145,7 +190,7 @@ def holdings(
         if not held[fqn]:
             found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
     for fqn, stored in lazy.items():
-        shape, read = tuple(stored.shape), _read(stored, key).partial.to_bytes()
+        shape, read = tuple(stored.shape), _read(stored, key).to_bytes()
         found.append(Holding(fqn, stored.stored.spec.dtype, shape, _place(Part.of_box(Box.full(shape))), read))
     return found
 

@@ -6,8 +6,9 @@ Both work tensor by tensor, in pieces of bounded size, with no model, GPU or pro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch.distributed as dist
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
-from planners.plans.save import SavePlan
+from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
+from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
-from reshard.live.fingerprints import Fingerprinter, comparable, float64_is_exact
+from reshard.live.fingerprints import Fingerprinter, Partial, comparable, float64_is_exact
 from reshard.live.garbage import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
@@ -46,7 +48,15 @@ WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
 
 
-def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool = False) -> Report:
+def verify(
+    path: Any,
+    against: Any = None,
+    deep: bool = True,
+    *,
+    workers: int = 1,
+    executor: Executor | None = None,
+    progress: bool = False,
+) -> Report:
     """Is the checkpoint at `path` whole, consistent and undamaged?
 
         reshard.verify("run/step-1000").raise_if_failed()
@@ -61,16 +71,19 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
         against: another checkpoint or a state dict of whole tensors that must hold the same, and of a checkpoint what
             its saved fingerprints say: both are read and compared as by `compare`; without `deep`, by saved
             fingerprints where both have them.
+        workers: processes on this machine that read at the same time.
+        executor: reads in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
         progress: show a progress bar where somebody looks on.
 
     Returns a report whose findings name the file or tensor; `covered` says for how many bytes a changed bit would have
     been found, which is none in formats without checksums, such as safetensors. Raises only if there is no checkpoint
     at all, or none of a known format: damage is a finding.
     """
+    check_executor(executor, workers, path, *([against] if against is not None else []))
     try:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     except (FileNotFoundError, CheckpointError) as error:
-        if type(error).__name__ != "DamagedCheckpointError":
+        if type(error) is not DamagedCheckpointError:
             raise
         return Report(str(path), (Finding(str(error)),), 0)
     try:
@@ -81,37 +94,54 @@ def verify(path: Any, against: Any = None, deep: bool = True, *, progress: bool 
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
-        findings += _plan_findings(native.plan)
-        findings += map(Finding, filter(None, [index_problem(native)]))
+        findings += _plan_findings(native)
     covered = None if findings else Coverage(sum(t.nbytes for t in checkpoint.values()), 0, 0)
-    if deep and covered is not None:
-        with Progress(show=progress) as bar, bar.phase("verify", total_bytes=covered.total_bytes) as step:
-            if native is not None:
-                with bar.phase("checksums", total_bytes=sum(f.nbytes for f in native.files.values())) as blocks:
-                    findings += _block_findings(native, blocks)
-            else:
-                findings += map(Finding, changed_records(checkpoint.contents.files))
-            if not findings:
-                findings += _read_findings(checkpoint, against, step)
+    with engine(executor, workers) as hands:
+        if deep and covered is not None:
+            findings += _deep_findings(checkpoint, against, covered.total_bytes, hands, progress)
             if not findings:
                 covered = _covered(checkpoint, covered.total_bytes)
-    if against is not None and covered is not None and not findings:
-        other = _compared(checkpoint, against, by_fingerprint=not deep, progress=progress)
+        other = None
+        if against is not None and covered is not None and not findings:
+            other = _compared(checkpoint, against, not deep, hands, progress)
+    if other is not None and covered is not None:
         findings += other.findings
-        if other.covered is not None:
-            read, checked = other.covered.read_bytes, other.covered.checked_bytes
-            covered = replace(
-                covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked)
-            )
-            if covered.is_full and covered.leaves_open == NO_CHECKSUMS:
-                covered = replace(covered, leaves_open="")
+        covered = _also_compared(covered, other.covered)
     return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
 
 
-def _compared(checkpoint: Checkpoint, against: Any, *, by_fingerprint: bool, progress: bool) -> Report:
+def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
+    """How far a look reaches with a comparison behind it."""
+    if other is None:
+        return covered
+    read, checked = other.read_bytes, other.checked_bytes
+    both = replace(covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked))
+    return replace(both, leaves_open="") if both.is_full and both.leaves_open == NO_CHECKSUMS else both
+
+
+def _deep_findings(
+    checkpoint: Checkpoint, against: Any, total_bytes: int, executor: Executor | None, progress: bool
+) -> list[Finding]:
+    """What reading every byte brings to light."""
+    opening = Opening.of(checkpoint) if executor is not None else None
+    native = checkpoint.contents.details(NativeFacts)
+    sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
+    sizes = {name: record.nbytes for name, record in native.files.items()} if native is not None else sizes
+    with Progress(show=progress) as bar, bar.phase("verify", total_bytes=total_bytes) as step:
+        with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
+            findings = _block_findings(checkpoint, opening, sizes, executor, blocks)
+        if not findings:  # which makes it needless to compare blocks of ours again
+            opening = None if opening is None else replace(opening, check=native is None)
+            findings = _read_findings(checkpoint, against, opening, executor, step)
+    return findings
+
+
+def _compared(
+    checkpoint: Checkpoint, against: Any, by_fingerprint: bool, executor: Executor | None, progress: bool
+) -> Report:
     """`compare`, where damage is a finding."""
     try:
-        return compare(checkpoint, against, by_fingerprint=by_fingerprint, progress=progress)
+        return _compare(checkpoint, against, 0.0, 0.0, by_fingerprint, None, executor, progress)
     except DamagedCheckpointError as error:
         return Report("", (Finding(str(error)),), 0)
 
@@ -135,52 +165,146 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     return Coverage(total_bytes, total_bytes, checked, metadata_checked, checkpoint.contents.checking.leaves_open)
 
 
-def _plan_findings(plan: SavePlan) -> list[Finding]:
-    return [*prove(plan.layout).findings, *prove(plan).findings]
+def _plan_findings(native: NativeFacts) -> list[Finding]:
+    plan, problem = native.plan, index_problem(native)
+    return [*prove(plan.layout).findings, *prove(plan).findings, *([Finding(problem)] if problem else [])]
 
 
-def _block_findings(native: NativeFacts, step: Phase) -> Iterator[Finding]:
-    """Every block of every data file against its checksum, whether a tensor uses it, or read it before, or not."""
-    for name, record in native.files.items():
+@dataclass(frozen=True)
+class BlockWork:
+    """Files of a checkpoint against the checksums of their blocks, a part of a file a task."""
+
+    checkpoint: Opening
+
+    def begin(self) -> Callable[[_FileRange], list[str]]:
+        """Opens the checkpoint."""
+        return _Blocks(self.checkpoint.open()).problems
+
+
+_FileRange = tuple[str, int, int]
+"""Name, first byte, and one past the last."""
+
+
+class _Blocks:
+    """Every block, whether a tensor uses it, or read it before, or not."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._native = checkpoint.contents.details(NativeFacts)
+        self._files = {source.name: source for source in checkpoint.contents.files} if self._native is None else {}
+        self._sums: dict[str, BlockChecksums] = {}
+
+    def problems(self, asked: _FileRange) -> list[str]:
+        """What is wrong with a part of a file; of foreign archives, with all of it."""
+        if self._native is None:
+            return list(changed_records([self._files[asked[0]]]))
         try:
-            source = native.source(name)
-            source.check(0, record.nbytes)
-            sums = BlockChecksums(
-                record.nbytes, record.block_bytes_or(native.manifest.block_bytes), partial(native.sums, name)
-            )
-            bad = []
-            for start, stop in sums.pending(0, record.nbytes):
-                if not sums.is_right((start, stop), [source.raw(start, stop - start)]):
-                    bad.append((start, stop))
-                step.advance(stop - start)
-            source.checksums = sums
+            return self._changed(self._native, *asked)
         except CheckpointError as error:
-            yield Finding(str(error))
-            continue
-        for start, stop in bad:
-            yield Finding(f"{source.label}: bytes [{start}, {stop}) were changed since they were written")
+            return [str(error)]
+
+    def _changed(self, native: NativeFacts, name: str, start: int, stop: int) -> list[str]:
+        source, record = native.source(name), native.files[name]
+        source.check(0, record.nbytes)
+        if name not in self._sums:
+            block_bytes = record.block_bytes_or(native.manifest.block_bytes)
+            self._sums[name] = BlockChecksums(record.nbytes, block_bytes, partial(native.sums, name))
+        sums = self._sums[name]
+        bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
+        source.checksums = sums
+        return [f"{source.label}: bytes [{a}, {b}) were changed since they were written" for a, b in bad]
 
 
-def _read_findings(checkpoint: Checkpoint, other: Any, step: Phase) -> Iterator[Finding]:
+def _block_findings(
+    checkpoint: Checkpoint, opening: Opening | None, sizes: Mapping[str, int], executor: Executor | None, step: Phase
+) -> list[Finding]:
+    """Of our own files in parts, which end where blocks do; of others whole."""
+    native = checkpoint.contents.details(NativeFacts)
+    asked = [
+        (name, start, min(start + size, nbytes))
+        for name, nbytes in sizes.items()
+        for size in [SHARE_BYTES // _block_bytes(native, name) * _block_bytes(native, name) if native else nbytes]
+        for start in range(0, nbytes, max(size, 1)) or [0]
+    ]
+    found: dict[_FileRange, list[str]] = {}
+
+    def on_done(part: _FileRange, problems: list[str]) -> None:
+        found[part] = problems
+        step.advance(part[2] - part[1])
+
+    work = BlockWork(opening) if opening is not None else None
+    run_tasks(work, asked, executor, on_done, here=_Blocks(checkpoint).problems)
+    return [Finding(text) for text in dict.fromkeys(text for part in asked for text in found[part])]
+
+
+def _block_bytes(native: NativeFacts, name: str) -> int:
+    return native.files[name].block_bytes_or(native.manifest.block_bytes)
+
+
+@dataclass(frozen=True)
+class ReadWork:
+    """Reading parts of the tensors of a checkpoint, and summing up what has a fingerprint to be compared with."""
+
+    checkpoint: Opening
+    also: frozenset[str]
+
+    def begin(self) -> Callable[[Share], list[bytes | str]]:
+        """Opens the checkpoint."""
+        checkpoint = self.checkpoint.open()
+        return partial(_sums_or_errors, checkpoint, {*(checkpoint.fingerprints or {}), *self.also})
+
+
+def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Share) -> list[bytes | str]:
+    """For each box the sum over it, or what is wrong."""
+    found: list[bytes | str] = []
+    for name, box in share:
+        tensor = checkpoint[name]
+        try:
+            digest = Fingerprinter(tensor.dtype, tensor.shape)
+            for part in windows(box.sizes, tensor.dtype.itemsize, WINDOW_BYTES):
+                piece = _slice(tensor, part.shift(box.offsets))
+                if name in summed:
+                    digest.add(piece, part.shift(box.offsets))
+            found.append(digest.partial.to_bytes())
+        except (CheckpointError, LayoutError) as error:
+            found.append(str(error))
+    return found
+
+
+def _read_findings(
+    checkpoint: Checkpoint, other: Any, opening: Opening | None, executor: Executor | None, step: Phase
+) -> list[Finding]:
     """Every tensor read, and its fingerprint compared with the one that was saved, and the one of the checkpoint that
     must hold the same, where there are any."""
     prints = checkpoint.fingerprints or {}
     theirs = (other.fingerprints or {}) if isinstance(other, Checkpoint) else {}
+    totals, wrong = dict.fromkeys(checkpoint, Partial()), dict[str, str]()
+
+    def on_done(share: Share, found: list[bytes | str]) -> None:
+        for (name, box), one in zip(share, found):
+            step.advance(box.numel * checkpoint[name].dtype.itemsize)
+            if isinstance(one, str):
+                wrong.setdefault(name, one)
+            else:
+                totals[name] += Partial.from_bytes(one)
+
+    also = frozenset(theirs.keys() - prints.keys())
+    work = ReadWork(opening, also) if opening is not None else None
+    here = partial(_sums_or_errors, checkpoint, {*prints, *theirs})
+    asked = shares((name, tensor.shape, tensor.dtype.itemsize) for name, tensor in checkpoint.items())
+    run_tasks(work, asked, executor, on_done, here=here)
+    findings = []
     for name, tensor in checkpoint.items():
+        if name in wrong:
+            findings.append(Finding(wrong[name], name))
+            continue
         said = {"was saved": prints.get(name), f"is that of {getattr(other, 'url', '')}": theirs.get(name)}
-        expected = {who: digest for who, digest in said.items() if digest is not None}
-        try:
-            digest = Fingerprinter(tensor.dtype, tensor.shape)
-            for box in windows(tuple(tensor.shape), tensor.dtype.itemsize, WINDOW_BYTES):
-                piece = _slice(tensor, box)
-                step.advance(piece.nbytes)
-                if expected:
-                    digest.add(piece, box)
-            for who, wanted in expected.items():
-                if comparable(wanted, digest.digest()) and digest.digest() != wanted:
-                    yield Finding(f"its fingerprint is {digest.digest()}, but {wanted} {who}", name)
-        except (CheckpointError, LayoutError) as error:
-            yield Finding(str(error), name)
+        for who, wanted in said.items():
+            if wanted is None:
+                continue
+            digest = totals[name].digest(tensor.dtype, tensor.shape)
+            if comparable(wanted, digest) and digest != wanted:
+                findings.append(Finding(f"its fingerprint is {digest}, but {wanted} {who}", name))
+    return findings
 
 
 def compare(
@@ -191,6 +315,8 @@ def compare(
     atol: float = 0.0,
     by_fingerprint: bool = False,
     labels: tuple[str, str] | None = None,
+    workers: int = 1,
+    executor: Executor | None = None,
     progress: bool = False,
 ) -> Report:
     """Do two checkpoints, or a checkpoint and a state dict, hold the same?
@@ -204,29 +330,52 @@ def compare(
         by_fingerprint: the quick answer: where both sides were saved with fingerprints and these are equal, values are
             taken for equal and not read, so that damage since the save is not found. Not with a tolerance.
         labels: what findings call the two; default: their paths.
+        workers: processes on this machine that compare at the same time.
+        executor: compares in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
         progress: show a progress bar where somebody looks on.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order;
     and what cannot be read. Its `covered` says how many bytes of `a` were read and compared with those of `b`, and not
     by fingerprints alone.
     """
+    check_executor(executor, workers, a, b)
+    with engine(executor, workers) as hands:
+        return _compare(a, b, rtol, atol, by_fingerprint, labels, hands, progress)
+
+
+def _compare(
+    a: Any,
+    b: Any,
+    rtol: float,
+    atol: float,
+    by_fingerprint: bool,
+    labels: tuple[str, str] | None,
+    executor: Executor | None,
+    progress: bool,
+) -> Report:
     with gc_paused():
         left, right = _Side(a), _Side(b)
     if labels is not None:
         left.label, right.label = labels
     findings = [*_only_findings(left, right, left.tensors, right.tensors)]
     common = [name for name in left.tensors if name in right.tensors]
+    exact = not rtol and not atol
+    known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
     total = sum(_nbytes(x) for x in left.tensors.values())
-    read = 0
     with Progress(show=progress) as bar, bar.phase("compare", total_bytes=total) as step:
-        for name in common:
-            found, nbytes = _tensor_findings(name, left, right, rtol, atol, by_fingerprint)
-            findings += found
-            read += nbytes
-            step.advance(_nbytes(left.tensors[name]))
+        step.advance(sum(_nbytes(left.tensors[name]) for name in common if known[name] is not None))
+        unknown = [name for name in common if known[name] is None]
+        found = _differences(left, right, unknown, (rtol, atol), executor, step)
+    for name in common:
+        text = known[name] or ""
+        element = None
+        if name in found:
+            text, element = found[name].text(math.prod(left.tensors[name].shape))
+        findings += [Finding(text, name, None, element)] if text else []
+    read = sum(_nbytes(left.tensors[name]) for name in unknown if not found[name].error)
     findings += _object_findings(left, right)
     findings += _own_findings(left, right)
-    within = f" within rtol={rtol}, atol={atol}" if rtol or atol else " bit by bit"
+    within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
         f"names, shapes, dtypes and objects; of {total} bytes of values on each side {read} read and compared{within}"
     )
@@ -239,24 +388,89 @@ def _nbytes(tensor: Any) -> int:
     return int(math.prod(tensor.shape) * tensor.dtype.itemsize)
 
 
-def _tensor_findings(
-    name: str, left: _Side, right: _Side, rtol: float, atol: float, by_fingerprint: bool
-) -> tuple[list[Finding], int]:
-    """How a tensor of both sides differs, and how many bytes of the left one were read for it."""
+def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bool) -> str | None:
+    """How a tensor of both sides differs, or "" if it does not, as far as that is known before it is read; else
+    None."""
     x, y = left.tensors[name], right.tensors[name]
-    exact = not rtol and not atol
     if tuple(x.shape) != tuple(y.shape):
-        return [Finding(f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}", name)], 0
+        return f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}"
     if x.dtype != y.dtype and exact:
-        dtypes = f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}"
-        return [Finding(dtypes, name)], 0
+        return f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}"
     p, q = left.fingerprints.get(name), right.fingerprints.get(name)
-    if exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q:
-        return [], 0
-    try:
-        return _difference(name, x, y, rtol, atol), _nbytes(x)
-    except CheckpointError as error:
-        return [Finding(str(error), name)], 0
+    is_same = exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q
+    return "" if is_same else None
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How two tensors differ in some boxes."""
+
+    count: int = 0
+    first: tuple[tuple[int, ...], Any, Any] | None = None
+    """The first element that differs, and what it is on both sides."""
+    error: str = ""
+
+    def __add__(self, other: _Difference) -> _Difference:
+        """`other` is of boxes behind these."""
+        return _Difference(self.count + other.count, self.first or other.first, self.error or other.error)
+
+    def text(self, numel: int) -> tuple[str, tuple[int, ...] | None]:
+        """In words, if there is one, and where."""
+        if self.error or self.first is None:
+            return self.error, None
+        element, x, y = self.first
+        return f"{self.count} of {numel} elements differ; the first is {x} and {y}", element
+
+
+@dataclass(frozen=True)
+class CompareWork:
+    """Parts of the tensors of two checkpoints, compared."""
+
+    a: Opening
+    b: Opening
+    tolerance: tuple[float, float]
+
+    def begin(self) -> Callable[[Share], list[_Difference]]:
+        """Opens both."""
+        return partial(_compare_share, _Side(self.a.open()), _Side(self.b.open()), self.tolerance)
+
+
+def _differences(
+    left: _Side,
+    right: _Side,
+    names: Sequence[str],
+    tolerance: tuple[float, float],
+    executor: Executor | None,
+    step: Phase,
+) -> dict[str, _Difference]:
+    """By name, of tensors that have to be read."""
+    sizes = {name: max(side.tensors[name].dtype.itemsize for side in (left, right)) for name in names}
+    asked = list(shares((name, left.tensors[name].shape, sizes[name]) for name in names))
+    answers: dict[Share, list[_Difference]] = {}
+
+    def on_done(share: Share, found: list[_Difference]) -> None:
+        answers[share] = found
+        step.advance(sum(box.numel * left.tensors[name].dtype.itemsize for name, box in share))
+
+    work = None
+    if executor is not None and left.checkpoint is not None and right.checkpoint is not None:
+        work = CompareWork(Opening.of(left.checkpoint), Opening.of(right.checkpoint), tolerance)
+    run_tasks(work, asked, executor, on_done, here=partial(_compare_share, left, right, tolerance))
+    totals = dict.fromkeys(names, _Difference())
+    for share in asked:
+        for (name, _), found in zip(share, answers[share]):
+            totals[name] += found
+    return totals
+
+
+def _compare_share(left: _Side, right: _Side, tolerance: tuple[float, float], share: Share) -> list[_Difference]:
+    found = []
+    for name, box in share:
+        try:
+            found.append(_difference(left.tensors[name], right.tensors[name], box, *tolerance))
+        except CheckpointError as error:
+            found.append(_Difference(error=str(error)))
+    return found
 
 
 class _Side:
@@ -264,6 +478,7 @@ class _Side:
 
     def __init__(self, source: Any) -> None:
         self.fingerprints: Mapping[str, str] = {}
+        self.checkpoint: Checkpoint | None = None
         self.tensors: Mapping[str, Any]
         self.objects: Mapping[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
@@ -284,7 +499,7 @@ class _Side:
             self.is_one_rank_s = True
             self.objects = {k: v for k, v in values.items() if k not in self.tensors and k not in self.own}
             return
-        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        self.checkpoint = checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         self.label = checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
@@ -351,24 +566,21 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _difference(name: str, x: Any, y: Any, rtol: float, atol: float) -> list[Finding]:
-    count, first = 0, None
+def _difference(x: Any, y: Any, within: Box, rtol: float, atol: float) -> _Difference:
+    total = _Difference()
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
-    for box in windows(tuple(x.shape), itemsize, WINDOW_BYTES):
+    for part in windows(within.sizes, itemsize, WINDOW_BYTES):
+        box = part.shift(within.offsets)
         differs = _differing(_slice(x, box), _slice(y, box), rtol, atol)
-        found = int(differs.sum())
-        if found and first is None:
+        count = int(differs.sum())
+        if count and total.first is None:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
             first = (element, _slice(x, at).reshape(-1)[0].item(), _slice(y, at).reshape(-1)[0].item())
-        count += found
-    if first is None:
-        return []
-    total = math.prod(x.shape)
-    return [
-        Finding(f"{count} of {total} elements differ; the first is {first[1]} and {first[2]}", name, None, first[0])
-    ]
+            total += _Difference(first=first)
+        total += _Difference(count)
+    return total
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:

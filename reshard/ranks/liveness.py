@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from reshard.errors import CheckpointNotFoundError
+from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.storage.base import Storage
 
 __all__ = [
-    "Gone", "PeerWatch", "WriterLease", "is_gone", "machine", "may_be_alive", "read_lease",
-    "release_lease", "start_of", "take_lease",
+    "Gone", "KeptLease", "PeerWatch", "WriterLease", "is_gone", "is_kept", "machine", "may_be_alive",
+    "read_lease", "release_lease", "start_of", "take_lease",
 ]  # fmt: skip
+
+
+_log = logging.getLogger("reshard")
 
 
 # The ranks of one machine stand in a ring, in the order in which they came, and each watches one
@@ -131,6 +136,11 @@ def start_of(pid: int) -> str:
 _FOREIGN_AGE_S = 86_400.0
 """After so long a process that cannot be seen from here is taken for dead."""
 
+BEAT_S = 5.0
+"""So often a claim that is kept is published anew."""
+WATCH_S = 12.0
+"""A claim that is not, for so long, is that of a process that is gone."""
+
 _running: set[str] = set()
 """What this process is writing."""
 
@@ -145,6 +155,8 @@ class WriterLease(msgspec.Struct, frozen=True):
     unix_s: float
     machine: str = ""
     """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
+    has_left: bool = False
+    """It has given the work up, though the process may live on."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -153,20 +165,28 @@ class WriterLease(msgspec.Struct, frozen=True):
         """Whether it can be known from here if the process exists."""
         return bool(self.machine) and self.machine == machine()
 
+    def is_of(self, other: WriterLease) -> bool:
+        """Whether it is the same process's, and neither has given the work up."""
+        is_same = (self.pid, self.process_start, self.machine, self.host) == (
+            other.pid, other.process_start, other.machine, other.host,
+        )  # fmt: skip
+        return is_same and not self.has_left and not other.has_left
+
     def is_running(self, work: str) -> bool:
         """Whether the process is seen from here to exist and, if it is this one, to be at that work."""
-        if not self.is_seen() or (self.pid == os.getpid() and work not in _running):
+        if self.has_left or not self.is_seen() or (self.pid == os.getpid() and work not in _running):
             return False
         return not is_gone(self.pid, self.process_start)
 
 
-def take_lease(storage: Storage, name: str, work: str) -> None:
+def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
     """Publish under `name` that this process does that work, until `release_lease`. `work` is a text that nobody else
     has."""
     _running.add(work)
     pid = os.getpid()
     mine = WriterLease(socket.gethostname(), pid, start_of(pid), time.time(), machine())
     storage.publish(name, msgspec.json.encode(mine))
+    return mine
 
 
 def release_lease(work: str) -> None:
@@ -186,4 +206,56 @@ def may_be_alive(found: WriterLease | None, work: str) -> bool:
     """Whether somebody may still do the work."""
     if found is None:
         return False
-    return found.is_running(work) if found.is_seen() else time.time() - found.unix_s < _FOREIGN_AGE_S
+    if found.has_left or found.is_seen():
+        return found.is_running(work)
+    return time.time() - found.unix_s < _FOREIGN_AGE_S
+
+
+class KeptLease:
+    """This process's claim, published anew every `BEAT_S` seconds: who cannot see the process sees that."""
+
+    def __init__(self, storage: Storage, name: str, work: str) -> None:
+        self._storage, self._name, self._work = storage, name, work
+        self.holder = take_lease(storage, name, work)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                found = read_lease(self._storage, self._name)
+                if found is None or not found.is_of(self.holder):  # who tells it to others tells this process, too
+                    return
+                self._say(has_left=False)
+            except ReshardError as error:
+                _log.warning("%s of %s could not be published anew: %s", self._name, self._storage.url, error)
+
+    def _say(self, *, has_left: bool) -> None:
+        said = msgspec.structs.replace(self.holder, unix_s=time.time(), has_left=has_left)
+        self._storage.publish(self._name, msgspec.json.encode(said))
+
+    def stop(self) -> None:
+        """Publish it no more. The claim stays as it is, and the work is done no more."""
+        self._ended.set()
+        self._thread.join()
+        release_lease(self._work)
+
+    def give_up(self) -> None:
+        """Say that the work is given up, so that others stop who do a part of it, and anybody may go on with it."""
+        self.stop()
+        self._say(has_left=True)
+
+
+def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:
+    """Whether the claim, of a process that cannot be seen from here, is published anew within `WATCH_S` seconds."""
+    _log.info("waiting %.0f s to see whether %s is still at work in %s", WATCH_S, found, storage.url)
+    stop = time.monotonic() + WATCH_S
+    while time.monotonic() < stop:
+        time.sleep(BEAT_S / 4)
+        now = read_lease(storage, name)
+        if now is None or now.has_left:
+            return False
+        if now != found:
+            return True
+    return False

@@ -274,11 +274,20 @@ class _LocalWriter(Writer):
             _sync_folder(self._path.parent)
 
     def _abort(self) -> None:
+        is_ours = self._file < 0 or self._is_named()
         try:
             with self._storage._errors("write", self._name):
                 self._close()
         finally:
-            self._storage.delete(self._name)
+            if is_ours:
+                self._storage.delete(self._name)
+
+    def _is_named(self) -> bool:
+        """Whether the name still is this file's: somebody who took us for dead may write another one of it."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except OSError:
+            return False
 
     def _close(self) -> None:
         file, self._file = self._file, -1

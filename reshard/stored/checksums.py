@@ -86,11 +86,15 @@ class Checking:
         """A `FileSource` of which something was read and not compared so far."""
         self._unfinished[id(source)] = source
 
-    def finish(self) -> None:
-        """Compare all that was read so far and not compared, whatever it costs. Raises DamagedCheckpointError."""
-        while self._unfinished:
-            _, source = self._unfinished.popitem()
-            source.finish_comparing()
+    def finish(self, wanted_bytes: int | None = None) -> None:
+        """Compare all that was read so far and not compared, whatever it costs, or, with `wanted_bytes`, what may be
+        read in order to check so many. Raises DamagedCheckpointError."""
+        unfinished, self._unfinished = self._unfinished, {}
+        for key, source in unfinished.items():
+            if wanted_bytes is None or may_check(source.owed_bytes, wanted_bytes):
+                source.finish_comparing()
+            else:
+                self._unfinished[key] = source
 
     def words(self, unchecked: int, total: int) -> str:
         """What was left unchecked of a reading of `total` bytes of elements; empty where nothing was."""

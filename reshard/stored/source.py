@@ -265,6 +265,11 @@ class FileSource(Source):
         settled = sums.settle()
         self.checking.add(checked=settled, unchecked=-settled)
 
+    @property
+    def owed_bytes(self) -> int:
+        """How much `finish_comparing` would read."""
+        return sum(stop - start for start, stop in self.checksums.owed()) if self.checksums is not None else 0
+
     def finish_comparing(self) -> None:
         """Compare what was read of so far, and not compared. Raises DamagedCheckpointError."""
         sums = self.checksums

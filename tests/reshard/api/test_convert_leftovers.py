@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.api import convert, convert_workers
-from reshard.api.convert_job import Journal
+from reshard.api import convert
+from reshard.api.convert_job import FileTasks, Journal
+from reshard.api.tasks import run_tasks
 from reshard.errors import DeadlineError, StorageError
 from tests import gloo
 from tests.same import same
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
 STATE = {f"w{i}": torch.full((40, 25), float(i)) for i in range(6)}
-GONE = {"pid": 2**22 + 1, "process_start": "1"}
+GONE = {"pid": 2**22 + 1, "process_start": "1", "has_left": False}
 ELSEWHERE = {**GONE, "machine": "another boot pid:[1]"}
 
 
@@ -52,14 +53,22 @@ def written_bytes(folder: Path) -> int:
 
 def interrupted(format: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **claim: Any) -> None:
     """A conversion that stopped after some files, with a claim like ours but for what is in `claim`."""
-    real = convert_workers.write_files
+    real, written = FileTasks.__call__, 0
 
-    def stopping(writer: Any, journal: Any, files: Any, *others: Any) -> None:
-        real(writer, journal, files[: max(1, len(files) // 2)], *others)
+    def stopping(self: FileTasks, name: str) -> bool:
+        nonlocal written
+        if written == max(1, len(self._files) // 2):
+            raise KeyboardInterrupt
+        written += 1
+        return real(self, name)
+
+    def stopping_after(*args: Any, **kwargs: Any) -> None:
+        run_tasks(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.api.convert.write_files", stopping)
+        patch.setattr(FileTasks, "__call__", stopping)
+        patch.setattr("reshard.api.convert.run_tasks", stopping_after)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert(source, target, format=format, max_shard_bytes=8000)
     folder = target.parent if format == "torch_save" else target
@@ -92,7 +101,7 @@ def test_the_next_conversion_to_the_target_removes_it(
     ("claim", "dead"),
     [
         (GONE, True),
-        ({"process_start": "1"}, True),
+        ({"process_start": "1", "has_left": False}, True),
         (ELSEWHERE, False),
         ({**ELSEWHERE, "unix_s": 0}, True),
         ({**GONE, "machine": ""}, False),
@@ -115,11 +124,11 @@ def test_pruning_removes_what_dead_processes_left(
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruning, and another conversion to the same folder, while one is between two of its files."""
-    target, real, seen = target_of(format, tmp_path), convert_workers.write_files, []
+    target, real, seen = target_of(format, tmp_path), FileTasks.__call__, []
 
-    def watched(writer: Any, journal: Any, files: Any, *others: Any) -> None:
-        real(writer, journal, files[:1], *others)
-        monkeypatch.setattr("reshard.api.convert.write_files", real)
+    def watched(self: FileTasks, name: str) -> bool:
+        found = real(self, name)
+        monkeypatch.setattr(FileTasks, "__call__", real)
         reshard.prune(tmp_path, keep_last=1)
         for select in (None, "w1"):
             if format == "torch_save" and select is not None:  # another file in the same folder is not in the way
@@ -128,9 +137,9 @@ def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monk
             with pytest.raises(StorageError, match=r"process \d+ on .* is converting to .* just now"):
                 reshard.convert(source, target, format=format, select=select, max_shard_bytes=8000, overwrite=True)
         seen.append(True)
-        real(writer, journal, files[1:], *others)
+        return found
 
-    monkeypatch.setattr("reshard.api.convert.write_files", watched)
+    monkeypatch.setattr(FileTasks, "__call__", watched)
     reshard.convert(source, target, format=format, max_shard_bytes=8000)
 
     assert seen

@@ -1,0 +1,90 @@
+"""Reading a checkpoint in shares of bounded size, a task each, by workers who open it themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from planners.geometry.box import Box
+from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.errors import StorageError
+from reshard.stored.streaming import windows
+
+__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "shares"]
+
+
+SHARE_BYTES = 256 << 20
+"""What a task reads of tensors, of each side; a window at a time."""
+_SHARE_TENSORS = 2000
+
+Share = tuple[tuple[str, Box], ...]
+"""Boxes of tensors, by name."""
+
+
+def shares(tensors: Iterable[tuple[str, Sequence[int], int]]) -> Iterator[Share]:
+    """All elements of tensors, given by name, shape and bytes of an element, in order: of large ones parts, row-major,
+    of small ones many together."""
+    share: list[tuple[str, Box]] = []
+    room = SHARE_BYTES
+    for name, shape, itemsize in tensors:
+        for box in windows(tuple(shape), itemsize, SHARE_BYTES):
+            nbytes = box.numel * itemsize
+            if share and (nbytes > room or len(share) == _SHARE_TENSORS):
+                yield tuple(share)
+                share, room = [], SHARE_BYTES
+            share.append((name, box))
+            room -= nbytes
+    if share:
+        yield tuple(share)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A checkpoint as a driver sees it, for workers to open."""
+
+    path: str
+    seen: str
+    check: bool = True
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Opening:
+        """How workers open what this process has opened by its path."""
+        path = absolute(checkpoint.url)
+        return cls(path, _digest(checkpoint, path))
+
+    def open(self) -> Checkpoint:
+        """Raises StorageError where it is another one, and what `reshard.open` raises."""
+        checkpoint = open_checkpoint(self.path, check=self.check)
+        if _digest(checkpoint, self.path) != self.seen:
+            raise StorageError(
+                f"{self.path} is not what the driver sees there: all workers must see the same files, unchanged"
+            )
+        return checkpoint
+
+
+def _digest(checkpoint: Checkpoint, path: str) -> str:
+    seen = xxhash.xxh3_128(repr((checkpoint.format, list(checkpoint.objects), files_of(path))).encode())
+    for tensor in checkpoint.values():
+        seen.update(repr(tensor.stored.spec).encode())
+    return str(seen.hexdigest())
+
+
+def absolute(path: Any) -> Any:
+    """A path that means the same in any working directory."""
+    is_local = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
+    return os.path.abspath(path) if is_local else path
+
+
+def files_of(url: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a checkpoint's files on a disk: one that was changed is another one."""
+    root = Path(url.removeprefix("file://"))
+    try:
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
+        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    except OSError as error:
+        raise StorageError(f"cannot look at the files of {url}: {error.strerror or error}") from error

@@ -1,0 +1,422 @@
+"""Offline work in tasks, done by whatever `concurrent.futures.Executor` people have.
+
+    run_tasks(work, tasks, executor, on_done)
+
+`work` is what all tasks have in common, a picklable value. Each worker opens it once, and is then handed one task after
+another. A task is small, and may be done twice. The result of all does not depend on who did which.
+
+What a task raises ends the work: it comes back as a value, with the worker's name. So whatever a future raises itself
+is the engine's, and that task is lost and given out again, at most `TRIES` times.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import xxhash
+
+from reshard.errors import CheckpointError, ReshardError
+from reshard.native.release import __version__
+
+__all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
+
+
+_log = logging.getLogger("reshard")
+
+T = TypeVar("T")
+R = TypeVar("R")
+T_in = TypeVar("T_in", contravariant=True)
+R_out = TypeVar("R_out", covariant=True)
+
+TRIES = 4
+"""How often a task is given out."""
+IN_FLIGHT = 256
+"""How many tasks an executor has at a time that does not say how many workers there are."""
+STOP_S = 10.0
+"""How long tasks under way are waited for when the work is given up."""
+_PROBE_S = 0.2
+_VERSION = "reshard.native.release:__version__"
+
+
+class Work(Protocol[T_in, R_out]):
+    """What all tasks have in common. Picklable."""
+
+    def begin(self) -> Callable[[T_in], R_out]:
+        """Open what the tasks need, in the process and thread that will do them.
+
+        Raises a ReshardError where that is not what the driver sees.
+        """
+
+
+@dataclass(frozen=True)
+class _Order:
+    version: str
+    key: str
+    work: bytes
+    task: Any = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    worker: str
+    result: Any = None
+    error: Exception | None = None
+
+
+class _Open(threading.local):
+    """The work that this thread did last: others of the process may be at other tasks of it."""
+
+    key = ""
+    hand: Callable[[Any], Any]
+
+
+_open = _Open()
+
+
+def _begin(order: _Order) -> Callable[[Any], Any]:
+    if order.version != __version__:
+        raise CheckpointError(
+            f"reshard {__version__} is here, but {order.version} at the driver: install the same version for all"
+        )
+    try:
+        work: Work[Any, Any] = pickle.loads(order.work)  # from the driver, which may run what it likes here
+    except (AttributeError, ImportError) as error:
+        raise CheckpointError(
+            f"what is to be done cannot be unpacked: {error}: define it in a module that workers can import"
+        ) from error
+    return work.begin()
+
+
+def _perform(order: _Order) -> _Answer:
+    """Do one task; at a worker."""
+    worker = f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        if _open.key != order.key:
+            _open.key, _open.hand = "", _begin(order)
+            _open.key = order.key
+        return _Answer(worker, _open.hand(order.task))
+    except Exception as error:
+        return _Answer(worker, error=_sendable(error))
+
+
+def _look(order: _Order) -> _Answer:
+    """Whether the work can be begun; at a worker."""
+    worker, started = f"process {os.getpid()} on {socket.gethostname()}", time.monotonic()
+    try:
+        _begin(order)
+    except Exception as error:
+        return _Answer(worker, error=_sendable(error))
+    time.sleep(max(0.0, _PROBE_S - (time.monotonic() - started)))  # so that the next one asks another worker
+    return _Answer(worker)
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error that the driver can unpickle."""
+    try:
+        if isinstance(error, ReshardError) and type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error.with_traceback(None)
+    except Exception:  # whatever its own pickling does
+        pass
+    made = CheckpointError(f"{type(error).__name__}: {error}")
+    made.add_note("".join(traceback.format_exception(error)))
+    return made
+
+
+def run_tasks(
+    work: Work[T, R] | None,
+    tasks: Iterable[T],
+    executor: Executor | None,
+    on_done: Callable[[T, R], None],
+    *,
+    here: Callable[[T], R] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Do all tasks, by the executor or, without one, one after another in this process; tell `on_done` of each.
+
+    Args:
+        work: None where there is no executor, and something that does a task `here`, in this process.
+        on_stop: called when the work is given up, before tasks under way are waited for.
+
+    Raises what a task raises, and CheckpointError if the executor does not do them.
+    """
+    if executor is None:
+        hand = here if here is not None else work.begin()  # type: ignore[union-attr]
+        for task in tasks:
+            on_done(task, hand(task))
+        return
+    waiting = deque(tasks)
+    if waiting:
+        driver = _Driver(executor, _packed(work), len(waiting))
+        try:
+            driver.meet()
+            driver.run(waiting, on_done)
+        except BaseException:
+            on_stop()
+            driver.stop()
+            raise
+
+
+def _packed(work: object) -> bytes:
+    try:
+        return pickle.dumps(work)
+    except Exception as error:  # whatever a value's own pickling does
+        raise CheckpointError(
+            f"what is to be done cannot be sent to workers: {error}: functions and classes in it must be those of a "
+            "module, and no lambdas"
+        ) from error
+
+
+class _Driver:
+    """Gives out the tasks of one work."""
+
+    def __init__(self, executor: Executor, packed: bytes, count: int) -> None:
+        self._executor, self._count, self._done = executor, count, 0
+        self._order = (__version__, xxhash.xxh3_128_hexdigest(packed), packed)
+        self._pending: dict[Future[_Answer], Any] = {}
+        self._renews = isinstance(executor, Processes)
+
+    def meet(self) -> None:
+        """Raises CheckpointError unless all workers have this version, and see what the driver sees."""
+        if self._renews:  # of this machine, and of this environment
+            return
+        self._compare_versions()
+        for worker, answer in self._ask(_look, _Order(*self._order)):
+            if isinstance(answer, Exception):
+                raise CheckpointError(f"worker {worker} does not answer: {_words(answer)}") from answer
+            self._result(answer, "" if worker == answer.worker else worker)
+
+    def _compare_versions(self) -> None:
+        """By a function of Python's own, which workers without this library can be asked for."""
+        for worker, found in self._ask(pkgutil.resolve_name, _VERSION):
+            if isinstance(found, ImportError | AttributeError):
+                raise CheckpointError(f"worker {worker} cannot import reshard: {found}") from found
+            if isinstance(found, Exception):
+                raise CheckpointError(f"worker {worker} does not answer: {_words(found)}") from found
+            if found != __version__:
+                raise CheckpointError(
+                    f"worker {worker} has reshard {found}, the driver {__version__}: install the same version for all"
+                )
+
+    def _ask(self, question: Callable[[Any], Any], about: object) -> Iterator[tuple[str, Any]]:
+        """The answers of all workers, as far as the executor knows them, or why there is none."""
+        ask_each = _ask_each(self._executor)
+        if ask_each is not None:
+            yield from sorted(ask_each(question, about).items())
+            return
+        count = getattr(self._executor, "num_workers", 1)  # mpi4py knows
+        asked = [self._submit(question, about) for _ in range(max(1, count))]
+        for future in asked:
+            try:
+                answer = future.result()
+            except (Exception, CancelledError) as error:
+                answer = error
+            yield getattr(answer, "worker", "of the executor"), answer
+
+    def run(self, waiting: deque[Any], on_done: Callable[[Any, Any], None]) -> None:
+        """Until all are done."""
+        tries: Counter[int] = Counter()
+        numbered = deque(enumerate(waiting))
+        most = getattr(self._executor, "num_workers", IN_FLIGHT // 2) * 2
+        while numbered or self._pending:
+            while numbered and len(self._pending) < most:
+                number, task = numbered.popleft()
+                tries[number] += 1
+                self._pending[self._submit(_perform, _Order(*self._order, task))] = number, task
+            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
+                number, task = self._pending.pop(future)
+                try:
+                    answer = future.result()
+                except (Exception, CancelledError) as error:
+                    self._lost(error, tries[number])
+                    numbered.appendleft((number, task))
+                    continue
+                result = self._result(answer)
+                self._done += 1
+                on_done(task, result)
+
+    def _submit(self, what: Callable[[Any], Any], about: object) -> Future[Any]:
+        try:
+            return self._executor.submit(what, about)
+        except BrokenExecutor as error:
+            raise self._broken(error) from error
+        except Exception as error:  # engines have kinds of their own
+            raise CheckpointError(
+                f"the executor takes no tasks: {_words(error)}: it may be shut down or closed. {self._so_far}"
+            ) from error
+
+    def _lost(self, error: BaseException, tries: int) -> None:
+        """A task did not come back. Raises CheckpointError if it is not worth another try."""
+        if isinstance(error, BrokenExecutor) and not self._renews:
+            raise self._broken(error) from error
+        if isinstance(error, pickle.PicklingError):
+            raise CheckpointError(f"a task cannot be sent to workers: {error}") from error
+        if tries >= TRIES:
+            raise CheckpointError(
+                f"a task was lost {tries} times, the last time by {_words(error)}: does it end its worker, by taking "
+                f"too much memory? {self._so_far}"
+            ) from error
+        _log.warning("a task was lost, and is given out again: %s", _words(error))
+
+    def _broken(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"the executor is broken: {_words(error)}. {self._so_far}; with a new executor, the same call goes on"
+        )
+
+    @property
+    def _so_far(self) -> str:
+        return f"{self._done} of {self._count} tasks are done"
+
+    def _result(self, answer: _Answer, worker: str = "") -> Any:
+        """What was done. Raises what was raised, naming the worker, if it is none of our own."""
+        error = answer.error
+        if error is None:
+            return answer.result
+        if not self._renews and len(error.args) == 1:
+            error.args = (f"{error} (at worker {worker or answer.worker})",)
+        raise error
+
+    def stop(self) -> None:
+        """Have tasks that are not begun not begun, and wait a while for the others."""
+        if isinstance(self._executor, Processes):
+            self._executor.kill()
+        running = [future for future in self._pending if not future.cancel()]
+        wait(running, timeout=STOP_S)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
+    """What asks each worker of the executor once, and gives answers or errors by the workers' names."""
+    client: Any = getattr(executor, "_client", None)  # of dask.distributed's executor
+    if hasattr(client, "scheduler_info"):
+        return lambda function, about: client.run(function, about, on_error="return")
+    return getattr(executor, "ask_each", None)
+
+
+def check_executor(executor: Executor | None, workers: int, *opened_by_workers: object) -> None:
+    """Raises CheckpointError for what no worker could open, and for workers of two kinds."""
+    if workers < 1:
+        raise CheckpointError(f"workers must be >= 1, got {workers}")
+    if executor is None and workers == 1:
+        return
+    if executor is not None and workers > 1:
+        raise CheckpointError("an executor has workers of its own: give it, or workers")
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise CheckpointError(
+            f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}: of dask.distributed, "
+            "client.get_executor()"
+        )
+    for path in opened_by_workers:
+        if not isinstance(path, str | os.PathLike):
+            raise CheckpointError(
+                f"workers open what they read and write themselves: give it by path or URL, not as "
+                f"{type(path).__name__}"
+            )
+        if workers > 1 and os.fspath(path).startswith("memory://"):
+            raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
+
+
+@contextmanager
+def engine(executor: Executor | None, workers: int = 1) -> Iterator[Executor | None]:
+    """The executor, or one of `workers` processes until the block ends; None for one process, this one."""
+    if executor is not None or workers == 1:
+        yield executor
+        return
+    with Processes(workers) as processes:
+        yield processes
+
+
+class Processes(Executor):
+    """Processes of this machine. Where one dies, all are replaced, and what they were at has to be submitted again."""
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise CheckpointError(f"wanted 1 process or more, got {count}")
+        self.num_workers = count
+        self._made: tuple[ProcessPoolExecutor, Connection] | None = None
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Have a process call the function, which is sent to it by its name."""
+        for _ in range(TRIES):
+            with suppress(BrokenProcessPool):
+                return self._pool().submit(fn, *args, **kwargs)
+            self.shutdown()
+        return self._pool().submit(fn, *args, **kwargs)
+
+    def _pool(self) -> ProcessPoolExecutor:
+        if self._made is None:
+            theirs, ours = multiprocessing.Pipe(duplex=False)
+            context = _Context()
+            pool = ProcessPoolExecutor(self.num_workers, context, initializer=_follow, initargs=(theirs,))
+            self._made = pool, ours
+        return self._made[0]
+
+    def kill(self) -> None:
+        """End all at once, and what they are at."""
+        if self._made is not None:
+            self._made[1].close()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let them end."""
+        if self._made is not None:
+            made, self._made = self._made, None
+            made[0].shutdown(wait, cancel_futures=cancel_futures)
+            made[1].close()
+
+
+class _QuietProcess(SpawnProcess):
+    """A process that does not run the program's main module again, which may lack a guard, or be none that can be."""
+
+    def start(self) -> None:
+        """As always, but that nobody knows a main module meanwhile."""
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Context(SpawnContext):
+    Process: ClassVar[type[SpawnProcess]] = _QuietProcess
+
+
+def _follow(line: Connection) -> None:
+    """End at once when the driver is gone, or says so; Ctrl-C is for the driver."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end() -> None:
+        with suppress(OSError, EOFError):
+            line.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

@@ -1,0 +1,273 @@
+"""Work in tasks: the same bytes by whatever executor, whoever dies meanwhile, or one clear error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.api import tasks
+from reshard.api.tasks import Processes, run_tasks
+from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError
+from reshard.ranks import liveness
+from tests.deadly import Deadly
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks") / "source"
+    reshard.save({f"w{i}": torch.randn(1 << 18) for i in range(60)}, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wanted(source: Path) -> dict[str, bytes]:
+    target = source.parent / "wanted"
+    reshard.convert(source, target, format="safetensors", max_shard_bytes=MIB)
+    return files_in(target)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def spawned(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "threads": lambda: ThreadPoolExecutor(3),
+    "processes": lambda: spawned(2),
+}
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_the_same_bytes_by_any_executor(kind: str, source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
+    with EXECUTORS[kind]() as executor:
+        report = reshard.convert(source, tmp_path / "c", format="safetensors", max_shard_bytes=MIB, executor=executor)
+    assert files_in(tmp_path / "c") == wanted
+    assert report.resumed == ()
+
+
+class Interrupting(ThreadPoolExecutor):
+    """Presses Ctrl-C when it is given its n-th task."""
+
+    left = 8
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_relative_paths_are_the_drivers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for going on with what was begun by absolute ones."""
+    monkeypatch.setattr(tasks, "IN_FLIGHT", 2)
+    with Interrupting(1) as executor, pytest.raises(KeyboardInterrupt):
+        reshard.convert(source, tmp_path / "c", max_shard_bytes=MIB, executor=executor)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+    monkeypatch.chdir(source.parent)
+    report = reshard.convert("source", os.path.relpath(tmp_path / "c"), max_shard_bytes=MIB)
+    assert report.resumed
+    assert reshard.verify(tmp_path / "c", source).ok
+
+
+def test_a_worker_that_dies(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
+    """By a signal that nobody can answer, some while after the first file is there."""
+    target = tmp_path / "c"
+    options: dict[str, Any] = {"format": "safetensors", "max_shard_bytes": MIB}
+    with Processes(2) as executor:
+        thread = threading.Thread(target=lambda: reshard.convert(source, target, executor=executor, **options))
+        thread.start()
+        while not target.exists() or not list(target.glob("convert-*/*.json")):
+            assert thread.is_alive()
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.03))
+        for child in multiprocessing.active_children():
+            if child.pid is not None and thread.is_alive():
+                os.kill(child.pid, signal.SIGKILL)
+                break
+        thread.join()
+    assert files_in(target) == wanted
+
+
+def test_a_task_that_ends_its_worker_is_tried_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[str] = []
+    with Processes(1) as executor:
+        with pytest.raises(CheckpointError, match=r"a task was lost 4 times.*BrokenProcessPool.*of 2 tasks are done"):
+            run_tasks(Deadly(), ["die", "live"], executor, lambda task, pid: done.append(task))
+        assert sum("given out again" in record.message for record in caplog.records) >= tasks.TRIES - 1
+        run_tasks(Deadly(), ["live"] * 3, executor, lambda task, pid: done.append(task))
+    assert done[-3:] == ["live"] * 3
+
+
+class DyingAfter(ProcessPoolExecutor):
+    """A user's own pool, one of whose processes dies while the n-th task is given out."""
+
+    left = 10
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.left -= 1
+        if not self.left:
+            child = multiprocessing.active_children()[0]
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_a_broken_executor_is_one_error_and_the_call_goes_on(
+    source: Path, wanted: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "IN_FLIGHT", 2)
+    options: dict[str, Any] = {"format": "safetensors", "max_shard_bytes": MIB}
+    context = multiprocessing.get_context("spawn")
+    with DyingAfter(2, context) as executor, pytest.raises(CheckpointError) as caught:
+        reshard.convert(source, tmp_path / "c", executor=executor, **options)
+    assert "the executor is broken" in str(caught.value)
+    assert "of 60 tasks are done; with a new executor, the same call goes on" in str(caught.value)
+
+    with spawned(2) as executor:
+        report = reshard.convert(source, tmp_path / "c", executor=executor, **options)
+    assert report.resumed
+    assert files_in(tmp_path / "c") == wanted
+
+
+class Lambdas(dict[str, str]):
+    """What nobody can pickle."""
+
+    def __init__(self, **names: str) -> None:
+        super().__init__(names)
+        self.why = lambda: names
+
+
+def test_bad_executors(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one clear error, and nothing is written."""
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()
+    with ThreadPoolExecutor(1) as threads, spawned(1) as processes:
+        bad: list[tuple[str, dict[str, Any]]] = [
+            ("takes no tasks: RuntimeError: cannot schedule new futures after shutdown", {"executor": ended}),
+            ("sent to workers: .*lambda", {"executor": threads, "mapping": Lambdas(a="w0")}),
+            ("must be a concurrent.futures.Executor, got int", {"executor": 3}),
+            ("has workers of its own", {"executor": threads, "workers": 2}),
+        ]
+        for message, options in bad:
+            with pytest.raises(CheckpointError, match=message):
+                reshard.convert(source, tmp_path / "c", **options)
+        with pytest.raises(CheckpointError, match="not as Checkpoint"):
+            reshard.convert(reshard.open(source), tmp_path / "c", executor=threads)
+
+        reshard.convert(source, "memory://unseen", max_shard_bytes=MIB)
+        with pytest.raises(CheckpointError, match=r"memory://unseen.*\(at worker process \d+ on"):
+            reshard.convert("memory://unseen", tmp_path / "c", executor=processes)
+        with pytest.raises(StorageError, match=r"must see that folder.*\(at worker process \d+ on"):
+            reshard.convert(source, "memory://elsewhere", executor=processes)
+        assert not reshard.storage.open_storage("memory://elsewhere").list()
+
+        monkeypatch.setattr("reshard.native.release.__version__", "0.0.7")
+        with pytest.raises(CheckpointError, match=f"has reshard 0.0.7, the driver {tasks.__version__}"):
+            reshard.convert(source, tmp_path / "c", executor=threads)
+    assert not files_in(tmp_path / "c")
+
+
+def test_what_a_task_raises_is_raised_with_its_kind_and_worker(source: Path, tmp_path: Path) -> None:
+    reshard.convert(source, tmp_path / "damaged", max_shard_bytes=MIB)
+    file = sorted((tmp_path / "damaged").rglob("*.safetensors"))[3]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with spawned(2) as executor, pytest.raises(DamagedCheckpointError, match=r"were changed .*at worker process"):
+        reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, executor=executor)
+    with pytest.raises(DamagedCheckpointError, match="were changed"):
+        reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, workers=2)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "BEAT_S", 0.05)
+    monkeypatch.setattr(liveness, "WATCH_S", 0.5)
+
+
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process is on another machine."""
+    monkeypatch.setattr(liveness, "machine", lambda: "another one")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_second_driver_on_another_machine_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    class Meanwhile(ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if not refused:
+                with monkeypatch.context() as patch:
+                    unseen(patch)
+                    with pytest.raises(StorageError) as caught:
+                        reshard.convert(source, tmp_path / "c", max_shard_bytes=MIB)
+                refused.append(str(caught.value))
+            return super().submit(fn, *args, **kwargs)
+
+    with Meanwhile(2) as executor:
+        reshard.convert(source, tmp_path / "c", max_shard_bytes=MIB, executor=executor)
+    assert f"process {os.getpid()} on " in refused[0]
+    assert "is converting to" in refused[0]
+    assert reshard.verify(tmp_path / "c", source).ok
+
+
+KILLED = """
+import sys, reshard
+if __name__ == "__main__":
+    reshard.convert(sys.argv[1], sys.argv[2], max_shard_bytes=1 << 20, workers=2)
+"""
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("how", "elsewhere"), [(signal.SIGKILL, True), (signal.SIGINT, False)])
+def test_what_an_ended_driver_began_goes_on(
+    how: signal.Signals, elsewhere: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed or interrupted, its workers end, and nothing opens; here or on another machine, the same call goes on."""
+    target = tmp_path / "c"
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(source), str(target)],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while child.poll() is None and len(list(target.glob("convert-*/data-*.json"))) < 3:
+        time.sleep(0.001)
+    os.killpg(child.pid, how) if how == signal.SIGINT else child.send_signal(how)
+    assert child.wait() != 0
+    assert not (target / "manifest.json").exists()
+    if how == signal.SIGINT:
+        left = {path.name.rpartition("~")[2] for path in target.rglob("*.safetensors*")}
+        whole = {name.removesuffix(".json") for name in left if name.endswith(".json")}
+        assert left == {name + end for name in whole for end in ("", ".sums", ".json")}
+    if elsewhere:
+        unseen(monkeypatch)
+
+    report = reshard.convert(source, target, max_shard_bytes=MIB)
+
+    assert len(report.resumed) >= 3
+    assert reshard.verify(target, source).ok
+    assert not list(target.glob("convert-*"))
