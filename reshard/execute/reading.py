@@ -19,7 +19,7 @@ from planners.plans.load import ReadItem
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name
-from reshard.stored.checksums import BlockChecksums, may_check
+from reshard.stored.checksums import BlockChecksums, most_to_check
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
@@ -254,6 +254,11 @@ class Wanted:
     windows: list[Window] = field(default_factory=list)
     """What is read with gaps."""
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of elements."""
+        return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
+
     def without(self, ranges: Sequence[tuple[int, int]], sums: BlockChecksums) -> Wanted:
         """Only what touches a block outside of some ranges, which are in order and apart."""
         if not ranges:
@@ -317,6 +322,7 @@ def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int
 
 
 Range = tuple[int, int]
+Table = npt.NDArray[np.int64]
 
 _LOT_BLOCKS = 256
 """So many are compared before somebody looks whether another rank has failed."""
@@ -335,7 +341,8 @@ class Elsewhere:
 class ComparePlan:
     """The blocks to compare of each file."""
 
-    blocks: dict[FileSource, list[Range]] = field(default_factory=dict)
+    blocks: dict[FileSource, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """(n, 2), in order."""
     extra_bytes: int = 0
     """Bytes of these that nobody asked for."""
     unchecked_bytes: int = 0
@@ -346,38 +353,56 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
     """All blocks that are touched, if that is within `may_check`; else as many as it allows, those first of which the
     least is read for nothing else."""
     plan = ComparePlan()
-    chosen: list[tuple[int, int, FileSource, Range]] = []
+    chosen: list[tuple[FileSource, Table, Table]] = []
     total = 0
     for source in dict.fromkeys((*wanted, *elsewhere)):
         want, shared = wanted.get(source, Wanted()), elsewhere.get(source, Elsewhere())
-        total += sum(b - a for a, b in want.ranges) + sum(window.nbytes for window in want.windows)
-        if source.checksums is None or not source.checking.enabled:
-            plan.unchecked_bytes += sum(b - a for a, b in want.ranges) + sum(w.nbytes for w in want.windows)
+        total += want.nbytes
+        sums = source.checksums
+        if sums is None or not source.checking.enabled:
+            plan.unchecked_bytes += want.nbytes
             continue
-        mine: set[Range] = set()
         by_others: list[Range] = []
-        if isinstance(source.checksums, BlockChecksums):
-            by_others = merge_ranges(source.checksums.inside(*some) for some in shared.by_others)
-            want = want.without(by_others, source.checksums)
-            for start, stop in shared.for_others:
-                mine.update((a, b) for a, b in source.checksums.pending(start, stop) if start <= a and b <= stop)
-        blocks, counts, outside = source.checksums.wanted(want.ranges, want.windows)
+        if isinstance(sums, BlockChecksums):
+            by_others = merge_ranges(sums.inside(*some) for some in shared.by_others)
+            want = want.without(by_others, sums)
+            mine = _pending(sums, [sums.between(*sums.inside(*some)) for some in shared.for_others])
+            if len(mine):
+                plan.blocks[source] = mine
+        blocks, counts, outside = sums.wanted(want.ranges, want.windows)
         plan.unchecked_bytes += outside
-        left = np.flatnonzero(~_within(blocks, by_others))
-        for block, count in zip(map(tuple, blocks[left].tolist()), counts[left].tolist()):
-            if block not in mine and source.checksums.pending(*block):
-                chosen.append((max(block[1] - block[0] - count, 0), count, source, block))
-        if mine:
-            plan.blocks[source] = sorted(mine)
-    cost = 0
-    for lacking, count, source, block in sorted(chosen, key=lambda row: row[0]):
-        cost += block[1] - block[0]
-        if may_check(cost, total):
-            plan.extra_bytes += lacking
-            plan.blocks.setdefault(source, []).append(block)
-        else:
-            plan.unchecked_bytes += count
+        left = ~_within(blocks, by_others) & sums.are_pending(blocks)
+        if source in plan.blocks:
+            left &= ~np.isin(blocks[:, 0], plan.blocks[source][:, 0])
+        chosen.append((source, blocks[left], counts[left]))
+    _choose(plan, chosen, total)
     return plan
+
+
+def _pending(sums: BlockChecksums, blocks: Sequence[Table]) -> Table:
+    """Each once, in order."""
+    every = np.unique(np.concatenate((np.zeros((0, 2), np.int64), *blocks)), axis=0)
+    return every[sums.are_pending(every)]
+
+
+def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], total: int) -> None:
+    """Add to a plan as many blocks as may be read to check `total` bytes, those first of which the least is read for
+    nothing else. `rows`: blocks of a file, and how many bytes of each are wanted."""
+    lengths = [blocks[:, 1] - blocks[:, 0] for _, blocks, _ in rows]
+    cost = np.concatenate((np.zeros(0, np.int64), *lengths))
+    lacking = np.maximum(cost - np.concatenate((np.zeros(0, np.int64), *(counts for _, _, counts in rows))), 0)
+    order = np.argsort(lacking, kind="stable")
+    allowed = np.zeros(len(cost), np.bool_)
+    allowed[order] = np.cumsum(cost[order]) <= most_to_check(total)
+    at = 0
+    for source, blocks, counts in rows:
+        some = allowed[at : at + len(blocks)]
+        plan.extra_bytes += int(lacking[at : at + len(blocks)][some].sum())
+        plan.unchecked_bytes += int(counts[~some].sum())
+        if some.any():
+            every = np.concatenate((plan.blocks.get(source, blocks[:0]), blocks[some]))
+            plan.blocks[source] = every[np.argsort(every[:, 0])]
+        at += len(blocks)
 
 
 def _within(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
@@ -397,12 +422,12 @@ def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None
     lots = []
     for source, blocks in plan.blocks.items():
         source.prefer_view()
-        blocks = sorted(blocks)
         step = max(1, min(-(-len(blocks) // threads), _LOT_BLOCKS))
         lots += [(source, blocks[i : i + step]) for i in range(0, len(blocks), step)]
 
-    def compare(lot: tuple[FileSource, Sequence[Range]]) -> None:
-        lot[0].compare_blocks(lot[1])
-        on_bytes(sum(stop - start for start, stop in lot[1]))
+    def compare(lot: tuple[FileSource, Table]) -> None:
+        source, blocks = lot
+        source.compare_blocks(blocks)
+        on_bytes(int((blocks[:, 1] - blocks[:, 0]).sum()))
 
     on_threads(compare, lots, threads, "reshard-check")

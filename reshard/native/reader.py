@@ -441,6 +441,6 @@ def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple
         block_bytes = record.block_bytes_or(facts.manifest.block_bytes)
         sums = fresh.checksums = BlockChecksums(record.nbytes, block_bytes, partial(facts.sums, record.name))
         blocks = dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop))
-        fresh.compare_blocks(blocks)
+        fresh.compare_blocks(list(blocks))
         compared += sum(stop - start for start, stop in blocks)
     return compared

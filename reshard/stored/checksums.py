@@ -20,7 +20,7 @@ from planners.geometry.box import ByteRuns, Window
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
     "BlockChecksums", "Checking", "Checksums", "RecordChecksums", "add_touched", "combined",
-    "may_check", "touched_ranges",
+    "may_check", "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
 
@@ -53,9 +53,14 @@ _NEAR_BYTES = 64 << 10
 """Runs of bytes with smaller gaps are looked up together."""
 
 
+def most_to_check(wanted_bytes: int) -> float:
+    """How many bytes may be read in order to check `wanted_bytes`."""
+    return max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
+
+
 def may_check(cost_bytes: int, wanted_bytes: int) -> bool:
     """Whether `cost_bytes` may be read in order to check `wanted_bytes`."""
-    return cost_bytes <= max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
+    return cost_bytes <= most_to_check(wanted_bytes)
 
 
 @dataclass
@@ -120,6 +125,10 @@ class Checksums(ABC):
     @abstractmethod
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
+
+    def are_pending(self, blocks: Positions) -> npt.NDArray[np.bool_]:
+        """Whether each of some blocks, (n, 2), was not compared yet."""
+        return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
 
     @abstractmethod
     def has(self, start: int, stop: int) -> bool:
@@ -187,6 +196,18 @@ class BlockChecksums(Checksums):
             self._digests = np.frombuffer(self._load(), dtype="<u8")
         return self._digests
 
+    def are_pending(self, blocks: Positions) -> npt.NDArray[np.bool_]:
+        return np.asarray(np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] == 0)
+
+    def compare(self, view: memoryview, blocks: Positions) -> list[Range]:
+        """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
+        those that are wrong."""
+        found = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in blocks.tolist()]
+        numbers = blocks[:, 0] // self.block_bytes
+        right = np.array(found, np.uint64) == self.digests[numbers]
+        np.frombuffer(self._seen, np.uint8)[numbers[right]] = 1
+        return list(map(tuple, blocks[~right].tolist()))
+
     def any_pending(self, starts: Positions, stops: Positions) -> npt.NDArray[np.bool_]:
         """Of many ranges [start, stop): whether a block that shares bytes with it was not compared yet."""
         first, last = self._blocks_of(starts, stops)
@@ -228,6 +249,11 @@ class BlockChecksums(Checksums):
         """The bytes of all blocks that share some with [start, stop)."""
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
+
+    def between(self, start: int, stop: int) -> Positions:
+        """All blocks, (n, 2), of a range that begins and ends where some do."""
+        starts = np.arange(start, stop, self.block_bytes, dtype=np.int64)
+        return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
 
     def inside(self, start: int, stop: int) -> Range:
         """The bytes of all blocks that lie wholly within [start, stop); empty if there are none."""

@@ -6,14 +6,17 @@ import mmap
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
 
 from planners.geometry.box import Window
 from reshard.errors import DamagedCheckpointError
 from reshard.storage.base import Storage
-from reshard.stored.checksums import Checking, Checksums, may_check, touched_ranges
+from reshard.stored.checksums import BlockChecksums, Checking, Checksums, may_check, touched_ranges
 
 __all__ = [
     "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
@@ -168,9 +171,16 @@ class FileSource(Source):
         has_all = all(sums.has(start, stop) for start, stop in ranges)
         self.checking.add(**{"checked" if has_all else "unchecked": wanted})
 
-    def compare_blocks(self, blocks: Iterable[tuple[int, int]]) -> None:
+    def compare_blocks(self, blocks: Sequence[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
         """Read blocks and compare them with their checksums. Raises DamagedCheckpointError."""
-        self._judge([(block, [self.raw(block[0], block[1] - block[0])]) for block in blocks])
+        rows, view = np.asarray(blocks, np.int64).reshape(-1, 2), self.view()
+        if view is None or not isinstance(self.checksums, BlockChecksums):
+            self._judge([((start, stop), [self.raw(start, stop - start)]) for start, stop in rows.tolist()])
+            return
+        self.check(0, int(rows.max(initial=0)))
+        bad = self.checksums.compare(view, rows)
+        self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
+        raise_changed((self.label, start, stop) for start, stop in bad)
 
     def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
         """Raises DamagedCheckpointError unless each block, whose bytes are given in pieces, is right."""
