@@ -129,7 +129,7 @@ class Job:
         """Messages: when all are there, each takes what is for it from where it lies."""
         received = work.nbytes(sends=False)
 
-        def run(group: Any, deadline_s: float) -> None:
+        def run(group: Any, deadline_s: float, pace: Any = None) -> None:
             self._sources[work.rank] = sources
             group.barrier()
             legs = [leg for legs in work.rounds for leg in legs if not leg.sends]

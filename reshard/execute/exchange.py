@@ -149,6 +149,7 @@ class Exchange:
         self._wires = wires or {}
         self._device = torch.device(device)
         self._process_group = process_group
+        self._pace: Callable[[int], None] | None = None
         self._sources, self._targets = _Memo(sources), _Memo(targets)
         self.copied_bytes = self.sent_bytes = self.received_bytes = 0
         """Bytes of one run, as counted on what is really copied and given to the backend."""
@@ -158,12 +159,16 @@ class Exchange:
         self._build_rounds()
         self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
 
-    def run(self, group: Group, deadline_s: float = 1800.0) -> None:
+    def run(self, group: Group, deadline_s: float = 1800.0, pace: Callable[[int], None] | None = None) -> None:
         """Move everything. All ranks of `group` do so together, and within `deadline_s` seconds.
+
+        Args:
+            pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
 
         Raises what fails here, or the failure of another rank; targets are undefined then, and so is what the process
         group still has under way: make a new one.
         """
+        self._pace = pace
         with Waiter(group, self._device, deadline_s) as waiter:
             self.move(group, waiter)
             waiter.settle([self._device, *self._elsewhere])
@@ -184,6 +189,8 @@ class Exchange:
             self._run_copies(copies, group)
 
         def pack(step: _Round) -> list[dist.P2POp]:
+            if self._pace is not None:
+                self._pace(sum(op.tensor.nbytes for op in step.ops))
             for to, of in step.packs:
                 to.copy_(of, non_blocking=self._is_pinned)
             waiter.settle(self._elsewhere)  # packed, and what was in the buffer before is unpacked

@@ -402,12 +402,14 @@ def move(
     process_group: dist.ProcessGroup | None,
     *,
     max_inflight_bytes: int,
+    pace: Callable[[int], None] | None = None,
 ) -> int:
     """Collective: bring what ranks want from ranks that hold it, by a proved plan; ranks between
     which nothing moves may give other files. Returns the bytes that this rank got from others.
 
     Args:
         source, target: where a file lies that this rank sends, or gets, which is made.
+        pace: as of `Exchange.run`.
 
     Raises StorageError where there is no room; PlanError for bytes that nobody holds.
     """
@@ -431,7 +433,7 @@ def move(
         device=device_of_kind("cpu" if "cpu" in kinds else kinds[0]),
         process_group=process_group,
     )
-    exchange.run(group, deadline_s=max(group.deadline - time.monotonic(), 1.0))
+    exchange.run(group, max(group.deadline - time.monotonic(), 1.0), pace)
     for path in files.values():
         _sync(path)
     return exchange.received_bytes

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +37,7 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
+from reshard.api.save import start_in_background
 from reshard.api.save_job import (
     Choice,
     SaveJob,
@@ -43,6 +47,7 @@ from reshard.api.save_job import (
     holdings_of,
     own_items,
     planned_writes,
+    staged,
     tally,
     total,
     write,
@@ -51,6 +56,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, LayoutError,
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
+from reshard.native.data_file import Entry
 from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_manifest
 from reshard.ranks.global_state import with_objects
 from reshard.ranks.group import DEADLINE_S, Group
@@ -62,6 +68,9 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = ["Tier"]
+
+_PACED_BYTES = 4 << 20
+"""Under way at a time where a pace is kept: short bursts let messages of the job pass."""
 
 
 class Tier:
@@ -114,6 +123,8 @@ class Tier:
         self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, deadline_s)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
         self._incarnation: Incarnation | None = None  # of the job, on the first rank
+        self._pending: PendingKeep | None = None
+        self._wire: dist.ProcessGroup | None = None
 
     def keep(
         self,
@@ -143,14 +154,56 @@ class Tier:
         """
         group = self._group()
         with phase("keep"), group.together("keep"):
-            _check_step(step)
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
-            group.same_options("keep", {**self._shared(), "step": step, **options.shared()})
-            check_arguments("keep", state_dict, self.settings.folder)
-            hosts = self._meet(group)
-            report, begun = keep(self.settings, state_dict, step, options, group, hosts, self._incarnation)
-            self._incarnation = begun
-            return report
+            job = self._begun(group, "keep", state_dict, step, options)
+            return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
+
+    def async_keep(
+        self,
+        state_dict: Mapping[str, Any],
+        step: int,
+        *,
+        bytes_per_s: float = 256 << 20,
+        check_replicas: bool = SaveOptions.check_replicas,
+        fingerprints: bool = SaveOptions.fingerprints,
+    ) -> PendingKeep:
+        """Like `keep`, but returns as soon as each rank has copied its part within its own memory; the state kept is
+        that of the call. Files are written, and copies cross, while the job trains: over a gloo group of its own.
+        Until all is there, and whatever happens meanwhile, the generation before counts.
+
+        At most one is under way: the next call of any verb first waits for it, and raises what went wrong with it,
+        on all ranks, unless they have asked for its `result()`.
+
+        Args:
+            bytes_per_s: bound on what each rank sends and receives together, on average.
+        """
+        group = self._group()
+        with phase("async_keep"):
+            with group.together("stage"):
+                if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
+                    raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
+                options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
+                group.same_options("async_keep", {"bytes_per_s": bytes_per_s})
+                job = self._begun(group, "async_keep", state_dict, step, options)
+                wire = self._own_wire(group)
+                try:
+                    data = staged(job.entries, "host", fingerprints=fingerprints)
+                except BaseException as error:
+                    _give_up(job.hosts.folder, job.kept, error)
+                    raise
+
+            def work() -> KeepReport:
+                try:
+                    with group.together("keep"):
+                        return job.finish(data, wire, Pace(bytes_per_s, group.check))
+                except BaseException:
+                    self._wire = None  # it may have messages under way
+                    raise
+                finally:
+                    data.release()
+
+            self._pending = PendingKeep(start_in_background(work, f"reshard-keep-{step}"))
+            return self._pending
 
     def recover(
         self,
@@ -183,6 +236,7 @@ class Tier:
             CheckpointError: it cannot be told which of two generations the job lived on last:
                 `step` can say it.
         """
+        self._settle()
         group = self._group()
         with phase("recover"), group.together("recover"):
             if step is not None:
@@ -198,6 +252,7 @@ class Tier:
 
     def clear(self) -> None:
         """Collective: remove everything that the job keeps, on all hosts: when it has ended well."""
+        self._settle()
         group = self._group()
         with group.together("clear"):
             hosts = self._meet(group)
@@ -207,6 +262,30 @@ class Tier:
                 with suppress(OSError):  # where another host has its folder there, too
                     self.settings.folder.rmdir()
             self._known = None
+
+    def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions) -> _KeepJob:
+        """Collective: the next generation, of which nothing is written yet."""
+        self._settle()
+        _check_step(step)
+        group.same_options(verb, {**self._shared(), "step": step, **options.shared()})
+        check_arguments(verb, state, self.settings.folder)
+        job, self._incarnation = _KeepJob.begin(
+            self.settings, state, step, options, group, self._meet(group), self._incarnation
+        )
+        return job
+
+    def _settle(self) -> None:
+        """Collective: what is kept in the background is over."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_known:
+            pending.result()
+
+    def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
+        """Collective: what copies cross over while the job uses the process group for its own messages."""
+        if self._wire is None and group.world_size > 1:
+            is_part = self.settings.process_group is not None
+            self._wire = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=is_part)
+        return self._wire
 
     def _group(self) -> Group:
         return Group(self.settings.process_group, deadline_s=self.settings.deadline_s)
@@ -238,65 +317,122 @@ def _check_step(step: object) -> None:
 # counts.
 
 
-def keep(
-    settings: Settings,
-    state: Any,
-    step: int,
-    options: SaveOptions,
-    group: Group,
-    hosts: Hosts,
-    incarnation: Incarnation | None,
-) -> tuple[KeepReport, Incarnation]:
-    """Collective. Until all hosts have all that is theirs, the generation before counts; then it
-    goes.
+class PendingKeep:
+    """A state that is being kept in the background."""
+
+    def __init__(self, future: Future[KeepReport]) -> None:
+        self._future = future
+        self.is_known = False
+        """Whether somebody has been told how it ended."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def result(self) -> KeepReport:
+        """Wait for the end; raises what went wrong, as `Tier.keep` does."""
+        wait([self._future])
+        self.is_known = True
+        return self._future.result()
+
+
+class Pace:
+    """Lets so many bytes a second pass.
 
     Args:
-        incarnation: of the job, which the first rank knows; None if it begins with this. The same
-            is returned.
+        check: called while it waits; raises where waiting is in vain.
     """
-    with phase("plan"):
-        holdings = holdings_of(state, options)
-        census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
-        census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
-        copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
-        kept, incarnation = _begin(step, group, hosts, copies, incarnation)
-        storage = LocalStorage(hosts.folder / kept.folder)
-        generation = Generation(storage, kept.save_id, commit.begin(), census, plan, None)
-        job = SaveJob(group, storage, storage.url, generation, options, Choice(), None)
-    may_count = False
-    try:
-        with group.together("write"):
-            entries = entries_of(
-                own_items(census.tensors, plan, job.group.job_rank), holdings.state, job.group.job_rank
-            )
-            written, _, prints = write(job, ToWrite.where_it_is(entries), [])
-            with phase("copy"):
-                received = _mirror(settings, written.record, storage, copies, group, hosts)
-            may_count = True  # as soon as all ranks are known to be here, some host may publish
-            told = group.gather_and_sum(
-                (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
-            )
-        texts = None
-        if told is not None:
-            files = {rank: one for rank, one in told[0] if one.files}
-            parts = [total(job, told[1])] if files and options.fingerprints else []
-            text = encode_manifest(generation.manifest(files, parts))
-            firsts = {places[0] for places in hosts.places.values()}
-            texts = [text if place in firsts else b"" for place in range(group.world_size)]
-        with phase("publish"):
-            text, _ = group.scatter(texts)
-            if hosts.leads:
-                storage.publish(MANIFEST, text)
-            group.barrier()
-    except BaseException as error:
-        if not may_count:
-            _give_up(hosts.folder, kept, error)
-        raise
-    if hosts.leads:
-        with phase("remove"):
-            remove(hosts.folder, [kept])
-    report = KeepReport(current.get(), received, *kept, plan.total_bytes, copies.bytes_by_host)
-    return report, incarnation
+
+    def __init__(self, bytes_per_s: float, check: Callable[[], None]) -> None:
+        self._bytes_per_s, self._check = bytes_per_s, check
+        self._free_at = time.monotonic()
+
+    def __call__(self, nbytes: int) -> None:
+        """Return when these bytes may pass."""
+        while (left_s := self._free_at - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.05))
+            self._check()
+        self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_s
+
+
+@dataclass(frozen=True)
+class _KeepJob:
+    """A generation that has begun: of one rank, what it writes, and for whom else."""
+
+    settings: Settings
+    save: SaveJob
+    hosts: Hosts
+    kept: GenerationFolder
+    copies: CopyPlan
+    entries: Sequence[Entry]
+
+    @classmethod
+    def begin(
+        cls,
+        settings: Settings,
+        state: Any,
+        step: int,
+        options: SaveOptions,
+        group: Group,
+        hosts: Hosts,
+        incarnation: Incarnation | None,
+    ) -> tuple[_KeepJob, Incarnation]:
+        """Collective.
+
+        Args:
+            incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
+        """
+        with phase("plan"):
+            holdings = holdings_of(state, options)
+            census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
+            census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
+            copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
+            entries = entries_of(own_items(census.tensors, plan, group.job_rank), holdings.state, group.job_rank)
+            kept, incarnation = _begin(step, group, hosts, copies, incarnation)
+            storage = LocalStorage(hosts.folder / kept.folder)
+            generation = Generation(storage, kept.save_id, commit.begin(), census, plan, None)
+            save = SaveJob(group, storage, storage.url, generation, options, Choice(), None)
+        return cls(settings, save, hosts, kept, copies, entries), incarnation
+
+    def finish(
+        self, data: ToWrite, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None = None
+    ) -> KeepReport:
+        """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
+        group, hosts, storage = self.save.group, self.hosts, LocalStorage(self.hosts.folder / self.kept.folder)
+        may_count = False
+        try:
+            with group.together("write"):
+                written, _, prints = write(self.save, data, [])
+                with phase("copy"):
+                    received = _mirror(self.settings, written.record, storage, self.copies, group, hosts, wire, pace)
+                may_count = True  # as soon as all ranks are known to be here, some host may publish
+                told = group.gather_and_sum(
+                    (group.job_rank, written), tally(self.save, prints), add_tallies, kind=tuple[int, Written]
+                )
+            with phase("publish"):
+                text, _ = group.scatter(self._texts(told))
+                if hosts.leads:
+                    storage.publish(MANIFEST, text)
+                group.barrier()
+        except BaseException as error:
+            if not may_count:
+                _give_up(hosts.folder, self.kept, error)
+            raise
+        if hosts.leads:
+            with phase("remove"):
+                remove(hosts.folder, [self.kept])
+        total_bytes = self.save.generation.plan.total_bytes
+        return KeepReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
+
+    def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
+        """For the first rank of each host the manifest, by the place of the rank."""
+        if told is None:
+            return None
+        files = {rank: one for rank, one in told[0] if one.files}
+        parts = [total(self.save, told[1])] if files and self.save.options.fingerprints else []
+        text = encode_manifest(self.save.generation.manifest(files, parts))
+        firsts = {places[0] for places in self.hosts.places.values()}
+        return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 
 
 def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) -> CopyPlan:
@@ -349,7 +485,14 @@ def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnati
 
 
 def _mirror(
-    settings: Settings, record: FileRecord | None, storage: LocalStorage, copies: CopyPlan, group: Group, hosts: Hosts
+    settings: Settings,
+    record: FileRecord | None,
+    storage: LocalStorage,
+    copies: CopyPlan,
+    group: Group,
+    hosts: Hosts,
+    wire: dist.ProcessGroup | None,
+    pace: Callable[[int], None] | None,
 ) -> int:
     """Collective: copies of this rank's file go to other hosts, and copies of theirs come here and are checked."""
     files = group.exchange_within(f"ring {copies.ring_of[hosts.name]}", record, kind=FileRecord | None)
@@ -362,7 +505,8 @@ def _mirror(
         if group.rank in copies.keepers[place]:
             mine.append(its)
     where = storage.root.joinpath
-    received = move(moves, where, where, group, settings.process_group, max_inflight_bytes=settings.max_inflight_bytes)
+    budget = settings.max_inflight_bytes if pace is None else min(settings.max_inflight_bytes, _PACED_BYTES)
+    received = move(moves, where, where, group, wire, max_inflight_bytes=budget, pace=pace)
     for its in mine:
         if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
             raise DamagedCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")

@@ -98,6 +98,7 @@ class CheckpointManager:
             docs/incremental.md. 1: each is whole.
         background: saves and copies go on while the job trains: at most one to storage and one to memory. What fails
             there is raised by the next call.
+        bytes_per_s: bound on what a rank sends and receives of copies in the background: the job has the rest.
         preemption: who may ask for a save at the next step.
         ask_every: the ranks tell one another every so many steps, those that are multiples, whether anybody asks and
             what the clock says, which takes about a round trip to the store of the process group.
@@ -121,6 +122,7 @@ class CheckpointManager:
         memory_every: Every | None = None,
         whole_every: int = 1,
         background: bool = True,
+        bytes_per_s: float = 256 << 20,
         preemption: Preemption = _ON_SIGTERM,
         ask_every: int = 1,
         read_only: bool = False,
@@ -132,11 +134,23 @@ class CheckpointManager:
         self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._whole_every, self._background, self._ask_every = whole_every, background, ask_every
+        self._bytes_per_s = bytes_per_s
         self._options, self._claim, self._ledger = options, None, Ledger(self.root)
         group = self._group()
         with group.together("CheckpointManager"):
             self._check_options(options)
-            shown = (self.root, every, keep, memory_every, whole_every, background, ask_every, read_only, options)
+            shown = (
+                self.root,
+                every,
+                keep,
+                memory_every,
+                whole_every,
+                background,
+                ask_every,
+                bytes_per_s,
+                read_only,
+                options,
+            )
             group.same_options("CheckpointManager", {"arguments": shown})
             if group.rank == 0:
                 self._claim = None if read_only else RootClaim(self.root)
@@ -293,8 +307,14 @@ class CheckpointManager:
             _log.warning("a step is saved in %s, but older ones could not be removed: %s", self.root, error)
 
     def _keep(self, step: int, state: Any) -> None:
+        """Collective."""
         assert self._memory is not None
-        self._memory.keep(LiveObjects(state).state, step)
+        self._settle("memory")
+        taken = LiveObjects(state).state
+        if self._background:
+            self._pending["memory"] = self._memory.async_keep(taken, step, bytes_per_s=self._bytes_per_s)
+        else:
+            self._memory.keep(taken, step)
 
     def restore(
         self,

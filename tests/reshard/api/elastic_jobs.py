@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -12,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.api.elastic import tier as keeping
+from reshard.api.elastic import generation, tier as keeping
 from reshard.elastic import Tier
+from reshard.errors import StorageError
 
-__all__ = ["trained", "went_on", "whole"]
+__all__ = ["failed_behind", "kept_behind", "recovered", "trained", "went_on", "whole"]
 
 SHAPES = {"rows": (13, 8), "both": (16, 24), "same": (5,), "one": (), "none": (0, 4)}
 
@@ -61,3 +64,72 @@ def went_on(folder: str) -> tuple[int | None, dict[str, torch.Tensor], int]:
     tier.keep(state, 2)
     tier.clear()
     return report.step, full, state["step"]
+
+
+def sharded(value: float) -> dict[str, Any]:
+    """4 MiB a rank."""
+    local = torch.full((1 << 20,), float(value))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)]), "own": reshard.PerRank(dist.get_rank(), on_change="keep")}
+
+
+def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
+    """4 ranks on 2 hosts keep in the background while they talk over the job's own process group: how long the call
+    and the copies took, what is there in the end, and how often they talked; by "kill" host 1 is lost meanwhile."""
+    rank = dist.get_rank()
+    tier = Tier(folder, host=f"h{rank // 2}", deadline_s=60.0)
+    state = sharded(float(rank))
+    tier.keep(state, 1)
+    dist.barrier()
+    started = time.monotonic()
+    pending = tier.async_keep(state, 2, bytes_per_s=8 << 20)  # 4 MiB out and 4 MiB in: 1 s
+    waited = time.monotonic() - started
+    state["w"].to_local().add_(100.0)  # the state kept is that of the call
+    ended, talks = torch.zeros(1), 0
+    while ended < 4:
+        is_over = how == "kill" and time.monotonic() - started > 0.5
+        ended = torch.tensor(float(pending.done()))
+        try:
+            dist.all_reduce(ended)
+        except RuntimeError:  # a process is gone
+            is_over = True
+        if is_over and rank // 2 == 1:
+            os.kill(os.getpid(), 9)
+        if is_over:
+            break
+        talks += 1
+    report = pending.result()
+    took = time.monotonic() - started
+    assert report.step == 2
+    assert report.bytes_received >= 4 << 20
+    again = sharded(-1)
+    assert tier.recover(again).step == 2
+    assert again["own"].value == rank
+    return [waited, took], again["w"].full_tensor()[:: 1 << 20].tolist(), talks
+
+
+def recovered(folder: str) -> tuple[int | None, list[float]]:
+    """On what is left of them."""
+    state = {"w": distribute_tensor(torch.zeros(4 << 20), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    state["own"] = reshard.PerRank(0, on_change="keep")  # type: ignore[assignment]
+    step = Tier(folder, host="h0", copies=0).recover(state).step
+    return step, state["w"].full_tensor()[:: 1 << 20].tolist()
+
+
+def failed_behind(folder: str) -> tuple[list[str], int | None]:
+    """A host has no more room for the copies, in the background: who is told, and what is there then."""
+    rank, said = dist.get_rank(), []
+    tier = Tier(folder, host=f"h{rank}", deadline_s=60.0)
+    state = sharded(float(rank))
+    tier.keep(state, 1)
+    full = mock.patch.object(generation, "_make_room", side_effect=StorageError("no room"))
+    with full if rank == 1 else nullcontext():
+        with suppress(reshard.ReshardError):
+            tier.async_keep(state, 2).result()
+        tier.async_keep(state, 3)
+        try:
+            tier.async_keep(state, 4)
+        except reshard.ReshardError as error:
+            said.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    tier.keep(state, 5)
+    return said, tier.recover(sharded(-1)).step

@@ -56,6 +56,34 @@ def test_a_job_goes_on_without_a_host_in_another_topology(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.gloo
+def test_copies_cross_in_the_background_at_a_bounded_pace_and_the_state_is_that_of_the_call(tmp_path: Path) -> None:
+    for (waited, took), values, talks in gloo.run(elastic_jobs.kept_behind, 4, str(tmp_path), "keep"):
+        assert values == [0.0, 1.0, 2.0, 3.0]
+        assert took > 0.5  # a last burst need not wait for its time to be over
+        assert waited < took / 2
+        assert talks > 20
+
+
+@pytest.mark.gloo
+def test_a_host_that_is_lost_while_copies_cross_leaves_the_generation_before(tmp_path: Path) -> None:
+    ends = gloo.outcomes(elastic_jobs.kept_behind, 4, str(tmp_path), "kill", store="parent")
+    assert [end.exitcode for end in ends[2:]] == [-signal.SIGKILL] * 2
+    assert all(isinstance(end.error, ReshardError) for end in ends[:2])
+    shutil.rmtree(tmp_path / "h1")
+
+    assert gloo.run(elastic_jobs.recovered, 2, str(tmp_path)) == [(1, [0.0, 1.0, 2.0, 3.0])] * 2
+
+
+@pytest.mark.gloo
+def test_what_fails_in_the_background_is_told_once_and_leaves_the_generation_before(tmp_path: Path) -> None:
+    [(first, step), (second, other)] = gloo.run(elastic_jobs.failed_behind, 2, str(tmp_path))
+
+    assert first[0].startswith("RankFailedError: rank 1 failed")
+    assert second == ["StorageError: no room"]
+    assert step == other == 5
+
+
 # --- on simulated hosts ---
 
 NAMES = ["a", "a", "b", "b", "c"]

@@ -231,6 +231,42 @@ def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     assert based == [False, True, True, False, True, True, False, True]
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_the_newest_is_taken_of_memory_and_storage(background: bool, tmp_path: Path) -> None:
+    def manager() -> reshard.CheckpointManager:
+        tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+        return reshard.CheckpointManager(
+            tmp_path / "run", every=Every(steps=4), memory=tier, memory_every=Every(steps=2), background=background
+        )
+
+    def restored(step: int | None = None, **options: Any) -> tuple[int, bool, float]:
+        with manager() as one:
+            report = one.restore(state := {"w": torch.zeros(3)}, step, **options)
+        assert report is not None
+        return report.step, report.from_memory, state["w"][0].item()
+
+    with manager() as one:
+        assert one.restore({"w": torch.zeros(3)}) is None
+        done = [one.save(step, {"w": torch.full((3,), float(step))}) for step in range(1, 8)]
+    assert [(report.step, report.storage, report.memory) for report in done if report] == [
+        (2, "", "every 2 steps"), (4, "every 4 steps", "every 2 steps"), (6, "", "every 2 steps"),
+    ]  # fmt: skip
+    assert restored() == (6, True, 6.0)
+    assert restored(4) == (4, False, 4.0)
+    assert restored(6) == (6, True, 6.0)
+    with pytest.raises(CheckpointNotFoundError, match=r"step 2 in .* cannot be restored"):
+        restored(2)
+    with manager() as one:
+        one.restore({"w": torch.zeros(3)})
+        one.save(7, {"w": torch.full((3,), 7.0)}, force=True)
+    assert restored() == (7, False, 7.0)
+    with manager() as one:
+        one.restore({"w": torch.zeros(3)})
+        one.save(8, {"w": torch.full((3,), 8.0)})
+    assert restored(4, discard_newer=True) == (4, False, 4.0)
+    assert restored() == (4, False, 4.0)  # neither storage nor memory brings back what is behind it
+
+
 @pytest.mark.parametrize("how", ["signal", "file", "asks"])
 def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -> None:
     file, asked, heard = tmp_path / "stop", [False], []
