@@ -6,7 +6,8 @@ Of both, and of a raw copy of as many bytes from the same files into the same me
 done, and the processor time of all ranks together, which depends less on what else the machine does. For columns the
 floor is not the raw copy but what cannot be left out: one read, one hash and one strided copy of each byte. Then the
 bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
-kernel does not count, so ours is the larger of what the load reports and what the kernel counted.
+kernel does not count, so ours is the larger of what the load reports and what the kernel counted. Where the compiled
+kernel is installed, there is a row with it, of the same rounds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
+from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, read_chars, run
 
@@ -98,6 +100,9 @@ def load(
         before = read_chars()
         *found["ours"], done = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
         read["ours"] = max(done.bytes_read + done.bytes_read_to_check, read_chars() - before) / needed
+        if is_installed():
+            with compiled_kernel():
+                *found["ours, compiled"], _ = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
         if placements == [Shard(1)]:
             *found["floor"], _ = measured(lambda: work_of_columns(files, needed))
         else:
@@ -170,6 +175,8 @@ def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, che
         assert all(rank["equal"] for rank in found), "the two loaded different values"
         for unit, one in over_ranks([rank["rounds"] for rank in found]).items():
             yield Row("load", name, unit, one["ours"], {"DCP": one["DCP"]}, one["floor"])
+            if "ours, compiled" in one:
+                yield Row("load", f"{name}{NAMED}", unit, one["ours, compiled"], {"DCP": one["DCP"]}, one["floor"])
         ours, theirs = (sum(rank["read"][who] for rank in found) / len(found) for who in ("ours", "DCP"))
         yield Row("load", name, "bytes a byte", (ours,), {"DCP": (theirs,)})
 
