@@ -61,6 +61,7 @@ SEED ?= $(shell date +%s)
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
 	$(BIN)/python -m tests.damage --random 10000 --seed $(SEED)
+	$(BIN)/python -m tests.reshard.api.test_engines 20 $(SEED)
 	$(BIN)/python -m tests.reshard.execute.test_work_list 200000 $(SEED)
 
 clean:

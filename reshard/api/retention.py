@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.api.convert_job import is_job, remove_dead_jobs
+from reshard.api.shares import absolute
+from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointError, CheckpointNotFoundError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from reshard.formats.opening import path_below, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
@@ -67,7 +71,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     return found[-1][1] if found else None
 
 
-def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
+def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
     """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns
     their paths.
 
@@ -75,6 +79,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
     which the next one takes up. What killed saves and conversions have left goes too. Broken
     checkpoints neither count nor go, nor do those that a save is replacing just now. Only what
     saves and conversions have written is removed: other files stay, and their folders with them.
+    An `executor` removes the files of each checkpoint in a task.
 
     Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
     """
@@ -82,11 +87,36 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int) -> list[str]:
         raise CheckpointError(
             f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
+    check_executor(executor, 1, folder)
     found = [path for _, path, is_below in complete(folder) if is_below]
-    return remove_checkpoints(folder, found[:-keep_last])
+    return remove_checkpoints(folder, found[:-keep_last], executor)
 
 
-def remove_checkpoints(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[str]:
+@dataclass(frozen=True)
+class RemoveWork:
+    """Removing what does not count, in a folder of the run a task."""
+
+    folder: str
+    kept: tuple[str, ...]
+    """Files that stay, by which the folder is known to be the driver's."""
+
+    def begin(self) -> Callable[[str], None]:
+        """Raises StorageError where the folder is another one."""
+        names = open_storage(self.folder).list() if self.kept else {}
+        for name in self.kept:
+            if name not in names:
+                raise StorageError(f"{self.folder} is not the driver's, which sees {name} there")
+        return functools.partial(_remove_in, self.folder)
+
+
+def _remove_in(folder: str, place: str) -> None:
+    with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
+        remove_dead(open_storage(path_below(folder, place)))
+
+
+def remove_checkpoints(
+    folder: str | os.PathLike[str], paths: Iterable[str], executor: Executor | None = None
+) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left there, as `prune` does.
     Returns the paths of what was removed: what a save replaces just now stays."""
     storage = open_storage(folder)
@@ -105,9 +135,9 @@ def remove_checkpoints(folder: str | os.PathLike[str], paths: Iterable[str]) -> 
             inner.delete(HF_INDEX)
             inner.delete(MANIFEST)
             gone.append(path)
-    for place in places:  # of those that are gone now, and of killed saves
-        with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
-            remove_dead(open_storage(path_below(folder, place)))
+    kept = tuple(sorted(name for name in storage.list() if name.rpartition("/")[2] == MANIFEST)[-1:])
+    work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
+    run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
     remove_empty(storage, places)
     return gone
 

@@ -204,41 +204,38 @@ class _Driver:
         self._renews = isinstance(executor, Processes)
 
     def meet(self) -> None:
-        """Raises CheckpointError unless all workers have this version, and see what the driver sees."""
+        """Raises CheckpointError unless all workers that answer have this version, and see what the driver sees.
+
+        Who does not answer is asked again before a first task, by `_begin`.
+        """
         if self._renews:  # of this machine, and of this environment
             return
-        self._compare_versions()
-        for worker, answer in self._ask(_look, _Order(*self._order)):
-            if isinstance(answer, Exception):
-                raise CheckpointError(f"worker {worker} does not answer: {_words(answer)}") from answer
-            self._result(answer, "" if worker == answer.worker else worker)
-
-    def _compare_versions(self) -> None:
-        """By a function of Python's own, which workers without this library can be asked for."""
-        for worker, found in self._ask(pkgutil.resolve_name, _VERSION):
-            if isinstance(found, ImportError | AttributeError):
-                raise CheckpointError(f"worker {worker} cannot import reshard: {found}") from found
+        for worker, found in self._ask(pkgutil.resolve_name, _VERSION):  # no worker needs reshard to understand that
             if isinstance(found, Exception):
-                raise CheckpointError(f"worker {worker} does not answer: {_words(found)}") from found
+                raise CheckpointError(f"worker {worker} cannot import reshard: {found}") from found
             if found != __version__:
                 raise CheckpointError(
                     f"worker {worker} has reshard {found}, the driver {__version__}: install the same version for all"
                 )
+        for worker, answer in self._ask(_look, _Order(*self._order)):
+            self._result(answer, worker)
 
-    def _ask(self, question: Callable[[Any], Any], about: object) -> Iterator[tuple[str, Any]]:
-        """The answers of all workers, as far as the executor knows them, or why there is none."""
+    def _ask(self, question: Callable[[Any], Any], about: object) -> list[tuple[str, Any]]:
+        """The answers of all workers, as far as the executor knows them and they are there; also that one cannot import
+        something. Raises CheckpointError if there is none."""
         ask_each = _ask_each(self._executor)
         if ask_each is not None:
-            yield from sorted(ask_each(question, about).items())
-            return
-        count = getattr(self._executor, "num_workers", 1)  # mpi4py knows
-        asked = [self._submit(question, about) for _ in range(max(1, count))]
-        for future in asked:
-            try:
-                answer = future.result()
-            except (Exception, CancelledError) as error:
-                answer = error
-            yield getattr(answer, "worker", "of the executor"), answer
+            answers = sorted(ask_each(question, about).items())
+        else:
+            count = getattr(self._executor, "num_workers", 1)  # mpi4py knows
+            asked = [self._submit(question, about) for _ in range(max(1, count))]
+            answers = [(getattr(one, "worker", "of the executor"), one) for one in map(_answer_of, asked)]
+        gone = [(worker, one) for worker, one in answers if isinstance(one, BaseException) and not _is_of_import(one)]
+        for worker, error in gone:
+            if len(gone) == len(answers):
+                raise CheckpointError(f"no worker answers: {_words(error)}. {self._so_far}") from error
+            _log.warning("worker %s does not answer: %s", worker, _words(error))
+        return [row for row in answers if row not in gone]
 
     def run(self, waiting: deque[Any], on_done: Callable[[Any, Any], None]) -> None:
         """Until all are done."""
@@ -309,6 +306,18 @@ class _Driver:
             self._executor.kill()
         running = [future for future in self._pending if not future.cancel()]
         wait(running, timeout=STOP_S)
+
+
+def _answer_of(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except (Exception, CancelledError) as error:
+        return error
+
+
+def _is_of_import(error: BaseException) -> bool:
+    """Whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
+    return isinstance(error, ImportError | AttributeError) or "ModuleNotFoundError" in str(error)
 
 
 def _words(error: BaseException) -> str:

@@ -67,6 +67,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "convert run/step-1000 hf -f safetensors --model --dtype bf16",
         "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
         "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
+        "convert s3://bucket/run/step-1000 s3://bucket/hf -f safetensors --on dask://scheduler:8786",
     ],
     normalize.normalize: ["normalize global_step1000/", 'normalize model.pt --hint \'param_names=["w", "b"]\''],
     gather.gather: [

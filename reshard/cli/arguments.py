@@ -7,7 +7,9 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from planners.errors import PlanError
-from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
+from reshard.errors import CheckpointError, CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Naming", "Rules", "Sides", "Source", "UsageError",
-    "both_sides", "choice", "dequantized", "dtype_name", "in_words_of_the_command_line", "mapping_of", "read_hints",
-    "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
+    "AsJson", "Config", "Depth", "HintOption", "Naming", "On", "Rules", "Sides", "Source", "UsageError",
+    "both_sides", "choice", "dequantized", "dtype_name", "executor_on", "in_words_of_the_command_line", "mapping_of",
+    "read_hints", "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
 ]  # fmt: skip
 
 
@@ -40,6 +42,57 @@ Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
 ]
+
+
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="ENGINE",
+        help="By processes:16, or at dask://HOST:PORT or ray://HOST:PORT.",
+    ),
+]
+
+
+def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
+    """What does tasks on an engine: `with executor_on("dask://scheduler:8786") as executor`.
+
+    Raises UsageError for an engine that is not known, CheckpointError where its package is not installed.
+    """
+    if engine is None:
+        return nullcontext()
+    kind, _, where = engine.partition(":")
+    address = where.removeprefix("//")
+    if kind == "processes" and address.isdecimal() and int(address):
+        from reshard.api.tasks import Processes
+
+        return Processes(int(address))
+    if kind not in ("dask", "ray") or not where.startswith("//") or (kind == "dask" and not address):
+        raise UsageError(f"cannot read --on {engine}: write processes:16, dask://HOST:PORT or ray://HOST:PORT")
+    try:
+        return _on_dask(address) if kind == "dask" else _on_ray(address)
+    except ImportError as error:
+        raise CheckpointError(f"--on {engine}: {error}: pip install 'reshard[{kind}]'") from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"--on {engine}: nobody answers there: {error}") from error
+
+
+@contextmanager
+def _dask_executor(client: Any) -> Iterator[Executor]:
+    with client, client.get_executor() as executor:
+        yield executor
+
+
+def _on_dask(address: str) -> AbstractContextManager[Executor]:
+    from distributed import Client
+
+    return _dask_executor(Client(f"tcp://{address}", timeout=30))
+
+
+def _on_ray(address: str) -> AbstractContextManager[Executor]:
+    from reshard.integrations.ray import RayExecutor
+
+    return RayExecutor(f"ray://{address}" if address else None)
 
 
 def rules_of(given: list[str] | None) -> dict[str, str]:

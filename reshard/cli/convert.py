@@ -13,11 +13,13 @@ from reshard.cli.arguments import (
     Config,
     HintOption,
     Naming,
+    On,
     Rules,
     Source,
     choice,
     dequantized,
     dtype_name,
+    executor_on,
     mapping_of,
     read_hints,
     rules_of,
@@ -78,6 +80,7 @@ def convert(
     rule: Rules = None,
     hint: HintOption = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that write files at the same time.")] = 1,
+    on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -94,7 +97,7 @@ def convert(
         opened = reshard.open(source)
         named = opened.canonical(hints, model_only=model) if model or normalized else opened
         kept = untaken(names, mapping, plain.apply(named))
-    with _interrupts_told():
+    with _interrupts_told(), executor_on(on) as executor:
         report = reshard.convert(
             source,
             target,
@@ -108,6 +111,7 @@ def convert(
             hints=hints,
             max_shard_bytes=size_in_bytes(max_shard),
             workers=workers,
+            executor=executor,
             alone=True,
             overwrite=overwrite,
             progress=not as_json,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import Config, HintOption, Naming, Source, UsageError, mapping_of, read_hints, stored_hints
+from reshard.cli.arguments import (
+    Config,
+    HintOption,
+    Naming,
+    On,
+    Source,
+    UsageError,
+    executor_on,
+    mapping_of,
+    read_hints,
+    stored_hints,
+)
 from reshard.cli.show import console, print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -41,6 +53,7 @@ def diff(
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
+    on: On = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
 ) -> None:
@@ -55,25 +68,33 @@ def diff(
 
     if unread and (rtol or atol):
         raise UsageError("--unread compares saved fingerprints, which know no tolerance: leave out --rtol and --atol")
+    if on and (normalized or model or names):
+        raise UsageError("--on compares checkpoints as they are stored: convert one first, or leave out --on")
     given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
-    if model or (normalized and mapping is not None):
-        kinds = (names or ":").split(":")
-        hints = [stored_hints(kind, given) for kind in kinds]
-        sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
-    elif normalized:
-        sides = [side.normalized(given) for side in sides]
-    if mapping is not None:
-        sides[0] = mapping.apply(sides[0])
-    report = reshard.compare(*sides, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels, progress=not as_json)
+    sides = list(labels) if on else _named(sides, names, mapping, given, model, normalized)
+    how = partial(reshard.compare, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels)
+    with executor_on(on) as executor:
+        report = how(*sides, executor=executor, progress=not as_json)
     if as_json:
         print_json(report_as_json(report))
     else:
         _print(report, unread, bool(rtol or atol), limit)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _named(sides: list[Any], names: str | None, mapping: Any, given: Any, model: bool, normalized: bool) -> list[Any]:
+    """Under the names by which they are compared."""
+    if model or (normalized and mapping is not None):
+        kinds = (names or ":").split(":")
+        hints = [stored_hints(kind, given) for kind in kinds]
+        sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
+    elif normalized:
+        sides = [side.normalized(given) for side in sides]
+    return sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
 
 
 def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None:

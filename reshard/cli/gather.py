@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reshard.cli.arguments import AsJson
+from reshard.cli.arguments import AsJson, On, executor_on
 from reshard.cli.show import print_json, size
 
 __all__ = ["gather"]
@@ -20,6 +20,7 @@ def gather(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Where the checkpoint goes: a folder or a URL.")],
     step: Annotated[int | None, typer.Option(min=0, help="Of which step; default: the newest that was kept.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    on: On = None,
     as_json: AsJson = False,
 ) -> None:
     """Put one checkpoint together out of what the hosts of a job kept in memory or on their disks.
@@ -29,7 +30,8 @@ def gather(
     """
     from reshard.elastic import gather as gather_folders
 
-    report = gather_folders(folders, out, step=step, overwrite=overwrite)
+    with executor_on(on) as executor:
+        report = gather_folders(folders, out, step=step, overwrite=overwrite, executor=executor)
     if as_json:
         print_json(asdict(report))
         return

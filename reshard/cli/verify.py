@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.arguments import AsJson, Source
+from reshard.cli.arguments import AsJson, On, Source, executor_on
 from reshard.cli.show import print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def verify(
         str | None, typer.Option(metavar="OTHER", help="Another checkpoint that must hold the same.")
     ] = None,
     shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
+    on: On = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte, compare checksums and fingerprints where the format has them, and prove that
@@ -30,7 +31,8 @@ def verify(
     """
     import reshard
 
-    report = reshard.verify(path, against, deep=not shallow, progress=not as_json)
+    with executor_on(on) as executor:
+        report = reshard.verify(path, against, deep=not shallow, executor=executor, progress=not as_json)
     if as_json:
         print_json(report_as_json(report))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,7 @@ from reshard.api.elastic.generation import (
     Survivors,
     blocks_of,
     fetched_folder,
+    good_ranges,
     held_in,
     kept_in,
     lost_boxes,
@@ -33,6 +35,8 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.load import LoadReport, ReadPlan, load_with
 from reshard.api.load_keys import LoadOptions
+from reshard.api.shares import absolute
+from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
@@ -40,6 +44,7 @@ from reshard.errors import (
     DamagedCheckpointError,
     FormatError,
     ReshardError,
+    StorageError,
     format_ranks,
 )
 from reshard.execute.reading import Workspace, merge_ranges
@@ -391,6 +396,7 @@ def gather(
     *,
     step: int | None = None,
     overwrite: bool = False,
+    executor: Executor | None = None,
 ) -> GatherReport:
     """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no
     model.
@@ -406,6 +412,7 @@ def gather(
         step: which generation; by default the newest, by the decision of `Tier.recover`. If that is
             not whole, an older one must be asked for.
         overwrite: a checkpoint that is there is replaced.
+        executor: compares and writes in tasks; all workers see all folders.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
@@ -415,8 +422,8 @@ def gather(
             it.
         FormatError: a checkpoint is at `out` already.
     """
-    storage = open_storage(out)
-    places = [Path(folder) for folder in folders]
+    check_executor(executor, 1, out)
+    storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order([kept for kept in found.made if step in (None, kept.step)])
     if not order.newest:
@@ -429,7 +436,7 @@ def gather(
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))
     wanted, *older = order.newest_first
-    look = _Look(wanted, places)
+    look = _Look(wanted, places, executor)
     if look.lost:
         others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
         hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
@@ -440,58 +447,124 @@ def gather(
         raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
     if there is not None and not overwrite:
         raise FormatError(f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True")
-    nbytes = look.write(storage)
-    left = tuple(found.left_behind(wanted, (), step))
-    return GatherReport(storage.url, wanted.number, wanted.step, len(look.native.manifest.files), nbytes, left)
+    files, nbytes = look.write(storage, absolute(out), executor)
+    left = found.left_behind(wanted, (), step)
+    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))
+
+
+class _CompareFile(NamedTuple):
+    """A task: which blocks of a rank's file are good at a place."""
+
+    place: int
+    rank: str
+
+
+class _WriteFile(NamedTuple):
+    """A task: a rank's file, each piece from a place that has it, and its checksums from the first of these."""
+
+    rank: str
+    pieces: tuple[tuple[int, int, int], ...]
+    """Place, first byte, and one past the last."""
+
+
+@dataclass(frozen=True)
+class GatherWork:
+    """What hosts kept of a generation, its files a task each."""
+
+    folders: tuple[str, ...]
+    seen: tuple[int, ...]
+    """How many files there are in each."""
+    out: Any = None
+
+    def begin(self) -> Callable[[_CompareFile | _WriteFile], Any]:
+        """Raises StorageError where a folder is another one."""
+        storages = [LocalStorage(folder) for folder in self.folders]
+        for storage, count in zip(storages, self.seen):
+            if (found := len(storage.list())) != count:
+                raise StorageError(f"{storage.url} has {found} files, but {count} at the driver: all must see the same")
+        hosts = _HostFiles(storages, self.out, threads=1)
+        claim = f"{commit.folder_of(hosts.native.manifest.save_id)}/{commit.CLAIM}"
+        if self.out is not None and claim not in hosts.out.list():
+            raise StorageError(f"{hosts.out.url} is not the driver's, which has put a claim there: all must see it")
+        return hosts
+
+
+class _HostFiles:
+    """Does the tasks."""
+
+    def __init__(self, storages: list[LocalStorage], out: Any, threads: int) -> None:
+        self.storages, self._threads = storages, threads
+        self.out = open_storage(out) if out is not None else storages[0]
+        self.native = next(native for one in storages if (native := _opened(one)) is not None)
+
+    def __call__(self, task: _CompareFile | _WriteFile) -> Any:
+        manifest = self.native.manifest
+        record = manifest.files[task.rank]
+        if isinstance(task, _CompareFile):
+            return good_ranges(self.storages[task.place], record, manifest.block_bytes, self._threads)
+        for name in (record.name, f"{record.name}.sums"):
+            self.out.delete(name)
+        with self.out.create(record.name) as file:
+            for place, start, stop in task.pieces:
+                for at in range(start, stop, _PIECE_BYTES):
+                    file.write(self.storages[place].read(record.name, at, min(stop - at, _PIECE_BYTES)))
+        with self.out.create(f"{record.name}.sums") as file:
+            file.write(self.storages[task.pieces[0][0]].read(f"{record.name}.sums"))
+        return record.nbytes
 
 
 class _Look:
     """What some folders have of a generation."""
 
-    def __init__(self, kept: GenerationFolder, places: Sequence[Path]) -> None:
-        self.storages = [LocalStorage(place / kept.folder) for place in places]
-        self.native = next(native for one in self.storages if (native := _opened(one)) is not None)
-        threads, manifest = Workspace.of(None, None).threads, self.native.manifest
-        self.held: list[Held] = [held_in(storage, manifest, threads=threads) for storage in self.storages]
+    def __init__(self, kept: GenerationFolder, places: Sequence[Path], executor: Executor | None = None) -> None:
+        storages = [LocalStorage(place / kept.folder) for place in places]
+        self._hosts = _HostFiles(storages, None, threads=Workspace.of(None, None).threads)
+        self.native = self._hosts.native
+        self.held: list[Held] = [{} for _ in storages]
+        files = self.native.manifest.files
+        names = [storage.list() for storage in storages]
+        self._work = GatherWork(tuple(storage.url for storage in storages), tuple(map(len, names)))
+
+        def on_done(task: _CompareFile | _WriteFile, ranges: Any) -> None:
+            if ranges:
+                self.held[task.place][task.rank] = ranges  # type: ignore[union-attr]
+
+        asked = [
+            _CompareFile(place, rank)
+            for place, there in enumerate(names)
+            for rank, record in sorted(files.items(), key=lambda row: int(row[0]))
+            if there.get(record.name) == record.nbytes
+        ]
+        run_tasks(self._work, asked, executor, on_done, here=self._hosts)
         self.lost = lost_boxes(self.native, {str(number): [held] for number, held in enumerate(self.held)})
 
-    def write(self, storage: Storage) -> int:
-        """The checkpoint, which counts when all of it is there. Returns the bytes of its data files."""
-        manifest, total = self.native.manifest, 0
+    def write(self, storage: Storage, out: Any, executor: Executor | None) -> tuple[int, int]:
+        """The checkpoint, which counts when all of it is there. Returns how many data files it has, and their bytes."""
+        manifest = self.native.manifest
         commit.claim(storage, manifest.save_id)
         try:
-            for rank, record in manifest.files.items():
-                for name in (record.name, f"{record.name}.sums"):
-                    storage.delete(name)
-                with storage.create(record.name) as file:
-                    for piece in self._pieces(rank, record):
-                        file.write(piece)
-                with storage.create(f"{record.name}.sums") as file:
-                    file.write(self._with(rank).read(f"{record.name}.sums"))
-                total += record.nbytes
+            asked = [_WriteFile(rank, tuple(self._pieces(rank, record))) for rank, record in manifest.files.items()]
+            here = _HostFiles(self._hosts.storages, storage, threads=1)
+            run_tasks(replace(self._work, out=out), asked, executor, lambda task, nbytes: None, here=here)
             storage.publish(MANIFEST, self.native.storage.read(MANIFEST))
             commit.release(storage, manifest.save_id)
         finally:
             commit.ended(manifest.save_id)
         commit.remove_dead(storage)
-        return total
+        return len(manifest.files), sum(record.nbytes for record in manifest.files.values())
 
-    def _with(self, rank: str) -> LocalStorage:
-        return next(storage for storage, held in zip(self.storages, self.held) if rank in held)
-
-    def _pieces(self, rank: str, record: FileRecord) -> Iterator[bytes]:
-        """The bytes of a file from front to end, each piece from a host that has it."""
+    def _pieces(self, rank: str, record: FileRecord) -> Iterator[tuple[int, int, int]]:
+        """The bytes of a file from front to end, each piece with the place of a host that has it."""
         at = 0
         while at < record.nbytes:
-            storage, stop = next(
-                (storage, stop)
-                for storage, held in zip(self.storages, self.held)
+            place, stop = next(
+                (place, stop)
+                for place, held in enumerate(self.held)
                 for start, stop in held.get(rank, ())
                 if start <= at < stop
             )
-            size = min(stop - at, _PIECE_BYTES)
-            yield storage.read(record.name, at, size)
-            at += size
+            yield place, at, stop
+            at = stop
 
 
 def _opened(storage: LocalStorage) -> NativeFacts | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from planners import Mesh, Shard as S, TensorLayout, TensorSpec
 from reshard.api.elastic import tier as keeping
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded, meet
 from reshard.api.elastic.lineage import FoundGenerations
+from reshard.api.tasks import Processes
 from reshard.cli.app import run
 from reshard.elastic import Tier
 from reshard.errors import (
@@ -243,6 +245,23 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
     assert is_step(state, 2)
     with pytest.raises(FormatError, match="open it, or remove it first"):
         reshard.elastic.gather(places, tmp_path / "out")
+
+
+def test_workers_gather_what_one_process_gathers(tmp_path: Path) -> None:
+    kept(tmp_path / "run", 1, 2)
+    places = [tmp_path / "run" / host for host in "ac"]
+    reshard.elastic.gather(places, tmp_path / "one")
+
+    with Processes(1) as processes, ThreadPoolExecutor(3) as threads:
+        for executor in (processes, threads):
+            out = tmp_path / type(executor).__name__
+            reshard.elastic.gather(places, out, executor=executor)
+            assert contents(out) == contents(tmp_path / "one")
+            assert (out / "manifest.json").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

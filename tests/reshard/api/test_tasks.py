@@ -21,6 +21,7 @@ import torch
 import reshard
 from reshard.api import tasks
 from reshard.api.tasks import Processes, run_tasks
+from reshard.cli.app import run
 from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError
 from reshard.ranks import liveness
 from tests.deadly import Deadly
@@ -271,3 +272,33 @@ def test_what_an_ended_driver_began_goes_on(
     assert len(report.resumed) >= 3
     assert reshard.verify(target, source).ok
     assert not list(target.glob("convert-*"))
+
+
+def test_workers_prune_what_one_process_prunes(source: Path, tmp_path: Path) -> None:
+    for name in ("one", "many"):
+        for step in range(4):
+            reshard.save({"w": torch.ones(1000)}, tmp_path / name / f"step-{step}")
+        (tmp_path / name / "step-0" / "notes.txt").write_text("mine")
+    gone = reshard.prune(tmp_path / "one", keep_last=2)
+
+    with spawned(1) as executor:
+        assert [Path(path).name for path in reshard.prune(tmp_path / "many", keep_last=2, executor=executor)] == [
+            Path(path).name for path in gone
+        ]
+    names = [{name.partition("/")[0] for name in files_in(tmp_path / folder)} for folder in ("one", "many")]
+    assert names[0] == names[1] == {"step-0", "step-2", "step-3"}
+    assert len(files_in(tmp_path / "many")) == len(files_in(tmp_path / "one"))
+
+
+def test_the_command_works_on_an_engine(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ends_with(code: int, *words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            run([*words[:1], str(source), *words[1:]])
+        assert ended.value.code == code
+        return "".join(capsys.readouterr())
+
+    ends_with(0, "convert", str(tmp_path / "c"), "--on", "processes:1")
+    assert reshard.verify(tmp_path / "c", source, workers=2).ok
+    assert "cannot read --on slurm:4" in ends_with(2, "verify", "--on", "slurm:4")
+    assert "cannot read --on processes:0" in ends_with(2, "verify", "--on", "processes:0")
+    assert "as they are stored" in ends_with(2, "diff", str(source), "--on", "processes:2", "--normalized")

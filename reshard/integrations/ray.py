@@ -1,0 +1,103 @@
+"""`RayExecutor`: workers of a Ray cluster as a `concurrent.futures.Executor`, which Ray itself has none of.
+
+from reshard.integrations.ray import RayExecutor
+
+with RayExecutor("ray://head:10001") as executor:
+    reshard.convert("s3://bucket/run/step-1000", "s3://bucket/hf", format="safetensors", executor=executor)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, InvalidStateError, wait as wait_for
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+__all__ = ["RayExecutor"]
+
+
+R = TypeVar("R")
+
+
+class RayExecutor(Executor):
+    """Each call is a Ray task, which Ray does again when its node or worker is lost.
+
+    Args:
+        address: of the cluster; default: the one that this process is connected to, or Ray started here.
+        options: of `ray.remote`, such as `num_cpus`, `max_retries`, `resources`, `runtime_env`.
+    """
+
+    def __init__(self, address: str | None = None, **options: Any) -> None:
+        self._connected = address is not None or not ray.is_initialized()
+        if self._connected:
+            ray.init(address=address, log_to_driver=False)
+        self._options = {"num_cpus": 1, "max_retries": 3, **options}
+        self._call = ray.remote(_call)
+        self._under_way: set[Future[Any]] = set()
+        self._is_shut = False
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Have a worker call the function, which it imports."""
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: Future[R] = _RayFuture(self._call.options(**self._options).remote(fn, args, kwargs))
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def ask_each(self, function: Callable[[Any], Any], about: object) -> dict[str, Any]:
+        """What a worker on each node that has CPUs answers, or why it does not, by the node's name."""
+        asked = {}
+        for node in ray.nodes():
+            if node["Alive"] and node["Resources"].get("CPU"):
+                there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+                call = self._call.options(**{**self._options, "num_cpus": 0, "scheduling_strategy": there})
+                name = f"{node['NodeManagerHostname']} (node {node['NodeID'][:8]})"
+                asked[name] = call.remote(function, (about,), {})
+        return {name: _answer(ref) for name, ref in asked.items()}
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; disconnect, if this connected."""
+        self._is_shut = True
+        for future in list(self._under_way) if cancel_futures else []:
+            future.cancel()
+        if wait:
+            wait_for(list(self._under_way))
+        if self._connected and wait:
+            self._connected = False
+            ray.shutdown()
+
+
+class _RayFuture(Future[R]):
+    def __init__(self, ref: Any) -> None:
+        super().__init__()
+        self._ref = ref
+        ref.future().add_done_callback(self._settle)
+
+    def _settle(self, found: Future[R]) -> None:
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            error = found.exception()
+            if error is None:
+                self.set_result(found.result())
+            else:
+                self.set_exception(error)
+
+    def cancel(self) -> bool:
+        """Also one that is begun: it is interrupted."""
+        if not self.done():
+            ray.cancel(self._ref)
+        return super().cancel()
+
+
+def _call(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    return function(*args, **kwargs)
+
+
+def _answer(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except Exception as error:  # of whatever kind Ray has
+        return error
