@@ -415,6 +415,8 @@ class _MachineRun:
 
         def call(entry: int) -> Callable[[], None] | None:
             row, column = divmod(int(used[entry]), kinds.shape[1])
+            if kinds[row, column] == Kind.READ:
+                return partial(self._read, first + row)
             return self._call(first + row, column, filler)
 
         return WorkList(self._regions, entries, self._copies, digests, self._tallies, call)

@@ -322,6 +322,38 @@ def test_a_flipped_bit_is_found_by_the_rank_that_reads_it_for_all(tmp_path, at, 
     assert all("untouched=True" in whole for whole, *_ in ranks)  # what is wanted whole is checked before
 
 
+def cut_short_job(path: str, file: str, which: str) -> str:
+    """The file is cut short when all has been planned and agreed."""
+    by(which)
+    always_share()
+    run = machine_reading.MachineReading.run
+
+    def cut_and_run(self: machine_reading.MachineReading, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            os.truncate(file, 6 * SIZE)
+        dist.barrier()
+        return run(self, **options)
+
+    machine_reading.MachineReading.run = cut_and_run
+    target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
+    try:
+        reshard.load(target, path)
+    except ReshardError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_a_file_cut_short_under_a_running_load_ends_it_by_name(tmp_path, which):
+    reshard.save({"wide": tensors()["wide"]}, tmp_path / "ckpt")
+    file = max((tmp_path / "ckpt").rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    assert file.stat().st_size > 7 * SIZE
+    with summed_up_by(which):
+        words = gloo.run(cut_short_job, 2, str(tmp_path / "ckpt"), str(file), which)
+    assert all(file.name in word for word in words), words
+
+
 def private_job() -> tuple[int, bool]:
     """Each process has a memory of its own under one name, and different tensors in it."""
     always_share()
