@@ -29,6 +29,7 @@ _HOME = {
     "async_save": "api.save",
     "compare": "api.verify",
     "convert": "api.convert",
+    "dequantized": "live.tensor_classes",
     "fingerprint": "api.fingerprint",
     "fqn_map": "state_dict",
     "get_model_state_dict": "state_dict",
@@ -45,6 +46,7 @@ _HOME = {
     "prepare": "api.redistribute",
     "prune": "api.retention",
     "redistribute": "api.redistribute",
+    "register_tensor_class": "live.tensor_classes",
     "save": "api.save",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",
@@ -87,6 +89,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint as Checkpoint, open as open
     from reshard.errors import ReshardError as ReshardError
     from reshard.live.state import PerRank as PerRank
+    from reshard.live.tensor_classes import (
+        dequantized as dequantized,
+        register_tensor_class as register_tensor_class,
+    )
     from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
     from reshard.native.release import __version__ as __version__

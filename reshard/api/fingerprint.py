@@ -23,7 +23,8 @@ from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
-from reshard.live.tensors import expanded, is_tensor, layout_of, local_tensors
+from reshard.live.tensor_classes import expanded
+from reshard.live.tensors import is_tensor, layout_of, local_tensors
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of

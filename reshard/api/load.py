@@ -173,8 +173,8 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     """What a checkpoint has, tensor by tensor, further names of tensors, and object by object."""
     paths = checkpoint.contents.paths
     for key in dict.fromkeys((*checkpoint, *checkpoint.aliases)):
-        spec = checkpoint[key].stored.spec
-        yield Saved(key, paths.get(key, (key,)), spec.shape, spec.dtype, checkpoint.aliases.get(key, ""))
+        spec, read = checkpoint[key].stored.spec, partial(checkpoint[key].__getitem__, ...)
+        yield Saved(key, paths.get(key, (key,)), spec.shape, spec.dtype, checkpoint.aliases.get(key, ""), read=read)
     for key in checkpoint.objects:
         yield Saved(key, paths.get(key, (key,)), None)
 

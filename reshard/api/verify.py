@@ -29,7 +29,8 @@ from reshard.live.fingerprints import Fingerprinter, Partial, comparable, float6
 from reshard.live.garbage import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
-from reshard.live.tensors import expanded, is_sharded, is_tensor, raw_bytes, spec_of
+from reshard.live.tensor_classes import expanded
+from reshard.live.tensors import is_sharded, is_tensor, raw_bytes, spec_of
 from reshard.live.tree import flatten
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest

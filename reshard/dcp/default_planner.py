@@ -187,7 +187,10 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def transform_tensor(self, read_item: TorchReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a local tensor that an item goes into: to be overridden."""
-        return tensor[Box(read_item.dest_offsets, read_item.lengths).slices] if tensor.ndim else tensor
+        offsets, ndim = tuple(read_item.dest_offsets), len(read_item.lengths)
+        if not any(offsets[ndim:]):  # plans of others may have zeros for more dims than there are
+            offsets = offsets[:ndim]
+        return tensor[Box(offsets, read_item.lengths).slices] if tensor.ndim else tensor
 
 
 def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:

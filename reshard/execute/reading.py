@@ -20,7 +20,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name
 from reshard.stored.checksums import BlockChecksums, most_to_check
-from reshard.stored.source import FileSource, Source
+from reshard.stored.source import DecodedSource, FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
 __all__ = [
@@ -209,7 +209,14 @@ def run_copies(
     # some at a time: a thread's turn costs more than to copy a small piece
     step = max(1, len(pieces) // (space.threads * 16))
     lots = [pieces[i : i + step] for i in range(0, len(pieces), step)]
-    return sum(on_threads(work, lots, space.threads, "reshard-read"))
+    kept = {source.kept for copy in copies if isinstance(source := copy.place.source, DecodedSource)}
+    try:
+        for each in kept:
+            each.allow(space.threads * space.piece_bytes // len(kept))
+        return sum(on_threads(work, lots, space.threads, "reshard-read"))
+    finally:
+        for each in kept:
+            each.allow(0)
 
 
 def on_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: str) -> list[R]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
-from planners.geometry.layout import TensorSpec, itemsize
+from planners.geometry.layout import TensorSpec
 from reshard.errors import DamagedCheckpointError, FormatError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
@@ -24,7 +24,7 @@ from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, ContentsBuilder, merge
-from reshard.stored.source import Files, Source
+from reshard.stored.source import DecodedSource, Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
 __all__ = ["FORMAT", "detect", "open"]
@@ -128,6 +128,7 @@ class _Root:
     driver: str
     all_stored: bool
     """Whether chunks that hold nothing but the fill value are stored, too, so that none may be missing."""
+    kept: DecodedSource.Kept = field(default_factory=DecodedSource.Kept)
 
     @property
     def label(self) -> str:
@@ -163,10 +164,11 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
     chunks = []
     for number, box in enumerate(_cells(tuple(array.shape), grid)):
-        source = _ArrayChunk(root, array, box, spec)
+        label, window = f"{root.label} (array {key!r}, {box})", Window.row_major(0, box.sizes, spec.itemsize)
         if present is not None and _chunk_key(root.driver, box, grid) not in present:
-            raise DamagedCheckpointError(f"{source.label} is missing")  # tensorstore would give zeros for it
-        chunks.append(StoredChunk(box, Extent(source, source.window), number))
+            raise DamagedCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
+        source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
+        chunks.append(StoredChunk(box, Extent(source, window), number))
     return StoredTensor(spec, tuple(chunks))
 
 
@@ -189,29 +191,22 @@ def _cells(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
             yield Box((start, *rest.offsets), (size, *rest.sizes))
 
 
-class _ArrayChunk(Source):
-    """One chunk of an array, decompressed when it is asked for."""
+class _ArrayChunk(DecodedSource):
+    """One chunk of an array, whose size is known before."""
 
-    def __init__(self, root: _Root, array: Any, box: Box, spec: TensorSpec) -> None:
-        self.label = f"{root.label} (array {spec.fqn!r}, {box})"
-        self.window = Window.row_major(0, box.sizes, itemsize(spec.dtype))
-        self._array, self._box = array, box
+    def check(self, start: int, stop: int) -> None:
+        """Nothing to do: its box says how many bytes it has."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.window.nbytes
 
-    def view(self) -> memoryview:
-        import numpy as np
+def _read_chunk(label: str, array: Any, box: Box) -> memoryview:
+    """The elements of one chunk, decompressed."""
+    import numpy as np
 
-        try:
-            data = np.ascontiguousarray(self._array[self._box.slices].read().result())
-        except (ValueError, OSError) as error:
-            raise DamagedCheckpointError(f"{self.label} cannot be read: {error}") from None
-        return memoryview(data.reshape(-1).view(np.uint8).tobytes())
-
-    def _fill(self, start: int, buffer: memoryview) -> None:
-        buffer[:] = self.view()[start : start + buffer.nbytes]
+    try:
+        data = np.ascontiguousarray(array[box.slices].read().result())
+    except (ValueError, OSError) as error:
+        raise DamagedCheckpointError(f"{label} cannot be read: {error}") from None
+    return memoryview(cast("Any", data.reshape(-1).view(np.uint8))).toreadonly()
 
 
 # Canonical names.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,6 +71,8 @@ class Saved(NamedTuple):
     """The key of the tensor that this is a further name of."""
     value: Any = None
     """Of what is no tensor, if it is to be there before the load."""
+    read: Callable[[], torch.Tensor] | None = None
+    """Gives the elements of a tensor, where they can be had before the load."""
 
 
 @contextmanager
@@ -131,10 +133,11 @@ def fill(
     """
     there = flatten(dict(one), is_leaf=is_tensor)
     made = _StateMemory(live or {})
-    leaves: dict[KeyPath, Any] = {}
+    rows = [row for row in rows if _same_path(row.path[: len(above)], above)]
+    leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, groups)
     for row in rows:
         rest = row.path[len(above) :]
-        if not _same_path(row.path[: len(above)], above) or (one.is_complete and rest not in there.leaves):
+        if (one.is_complete and rest not in there.leaves) or any(rest[:i] in leaves for i in range(len(rest))):
             continue
         owner = _owner(rest, one.parameters, groups)
         if owner is not None:
@@ -148,6 +151,30 @@ def fill(
         if path[: len(above)] == above and _owner(path[len(above) :], one.parameters, groups) is not None
     }
     one.update(unflatten(there.leaves | leaves, there.containers | kinds))
+
+
+def _of_classes(
+    one: LazyOptimizerState, above: KeyPath, rows: Iterable[Saved], containers: Mapping[KeyPath, str], groups: bool
+) -> dict[KeyPath, Any]:
+    """State that was saved as the parts of tensors of classes that can be made again."""
+    parts: dict[KeyPath, list[Saved]] = {}
+    for row in rows:
+        if containers.get(row.path[:-1], "").startswith("tensor:") and row.shape is not None and row.read is not None:
+            parts.setdefault(row.path[:-1], []).append(row)
+    if not parts:
+        return {}
+    from reshard.live.tensor_classes import SavedPart, made_of_parts  # few optimizers have such
+
+    out: dict[KeyPath, Any] = {}
+    for path, own in parts.items():
+        owner = _owner(path[len(above) :], one.parameters, groups)
+        if owner is None:
+            continue
+        saved = {str(row.path[-1]): SavedPart(row.shape or (), row.dtype, row.read) for row in own if row.read}
+        made = made_of_parts(containers[path].removeprefix("tensor:"), saved, one.parameters[owner])
+        if made is not None:
+            out[path[len(above) :]] = made
+    return out
 
 
 def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:

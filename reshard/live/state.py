@@ -19,17 +19,18 @@ from reshard.live.tensors import (
     device_of,
     dtensor_like,
     dtype_of,
-    expanded,
     form_of,
     forms_of,
     global_shape,
     holder,
     identity_of,
+    inner_names,
     is_ambiguous,
     is_dtensor,
     is_sharded,
     is_tensor,
     local_tensors,
+    settled,
     spec_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
@@ -183,7 +184,12 @@ def take_apart(
     in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
-    flat = replace(flat, leaves=expanded(flat.leaves), containers=flat.containers | class_kinds(flat.leaves))
+    leaves = {path: settled(value) for path, value in flat.leaves.items()}
+    if any(map(inner_names, leaves.values())):
+        from reshard.live.tensor_classes import expanded  # few states have such
+
+        leaves = expanded(leaves)
+    flat = replace(flat, leaves=leaves, containers=flat.containers | class_kinds(flat.leaves))
     if select is not None:
         flat = _selected(flat, select)
     paths = {key_of(path): path for path in flat.leaves}
@@ -469,7 +475,8 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
         chain.append(_inside(chain[-1], part))
     for container, part in zip(reversed(chain), reversed(path)):
         if isinstance(container, torch.Tensor):  # a subclass, of which this is an inner tensor
-            setattr(holder(container), str(part), holder(value))
+            local = holder(container)
+            setattr(local, str(part), holder(value).view(getattr(local, str(part)).shape))
             return
         if not isinstance(container, tuple):
             container[_index(part)] = value

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from planners.geometry.box import Box
 from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.errors import FormatError, LayoutError
 from reshard.live.dtypes import dtype_name
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, key_of
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of",
-    "expanded", "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder", "identity_of",
-    "is_ambiguous", "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor",
-    "is_strided_shard", "is_tensor", "layout_of", "lines_of", "local_tensors", "matching_shards",
-    "mesh_line", "raw_bytes", "several_ways", "spec_of", "tensor_class", "this_rank",
-    "warn_if_untried", "with_local", "world_size",
+    "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder",
+    "identity_of", "inner_names", "is_ambiguous", "is_dtensor", "is_pending", "is_sharded",
+    "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of", "lines_of",
+    "local_tensors", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
+    "spec_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size",
 ]  # fmt: skip
 
 
@@ -143,6 +143,11 @@ def held_tensors(tensor: Any) -> list[torch.Tensor]:
     if is_sharded_tensor(tensor):
         return [shard.tensor for shard in tensor._local_shards]
     return [holder(tensor)]
+
+
+def holder(value: torch.Tensor) -> torch.Tensor:
+    """The tensor in which this rank's elements are: of a DTensor, its local tensor."""
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
@@ -620,21 +625,10 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
     return ProductForm.make(mesh.submesh(*(mesh.names[a] for a in order)), tuple(out[a] for a in order))
 
 
-# Tensor subclasses that are made of plain tensors, such as quantized weights: saved and filled as
-# these.
-#
-#     {"w": Quantized(data, scale)}    ->    w.data, w.scale
-#
-# What the class says beside its tensors is code, and stays with the target: a load fills the inner
-# tensors of a target of the same kind in place.
+# Tensor subclasses that are made of plain tensors: what they are made of, and what that is called.
 
 
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
-
-
-def holder(value: torch.Tensor) -> torch.Tensor:
-    """The tensor whose attributes the inner tensors are: of a DTensor, its local tensor."""
-    return value._local_tensor if is_dtensor(value) else value
 
 
 def inner_names(value: object) -> list[str]:
@@ -664,14 +658,14 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
     for path, value in leaves.items():
         if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
             continue
-        value = _settled(value)
+        value = settled(value)
         if name := tensor_class(value):
             out[path] = f"tensor:{name}"
             out |= class_kinds({(*path, part): getattr(holder(value), part) for part in inner_names(value)})
     return out
 
 
-def _settled(value: Any) -> Any:
+def settled(value: Any) -> Any:
     """The value itself, but for the result of a collective that may be under way: that, plain, when
     it has arrived."""
     if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
@@ -680,42 +674,3 @@ def _settled(value: Any) -> Any:
     if not is_dtensor(value):
         return arrived
     return dtensor_like(arrived, value)
-
-
-def _inner(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
-    """An inner tensor; of a DTensor, cut as that is, which only an inner tensor of the same shape
-    is known to be."""
-    local = holder(value)
-    part: torch.Tensor = getattr(local, name)
-    if not is_dtensor(value):
-        return part
-    if part.shape != local.shape:
-        raise LayoutError(
-            f"{key_of(path)!r} is a {type(local).__name__} inside a DTensor: its part {name!r} has shape "
-            f"{list(part.shape)}, the local tensor {list(local.shape)}, so nothing says how the part is cut. Give its "
-            "parts as DTensors of their own, or plain values (dequantized)"
-        )
-    return dtensor_like(part.detach(), value)
-
-
-def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path
-    and their attribute.
-
-    Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's
-    local tensor that has another shape than that.
-    """
-    leaves = {path: _settled(value) for path, value in leaves.items()}
-    made_of = {path: names for path, value in leaves.items() if (names := inner_names(value))}
-    if not made_of:
-        return leaves
-    keys: set[str] = set()
-    out: dict[KeyPath, Any] = {}
-    for path, value in leaves.items():
-        inner = {(*path, name): _inner(value, name, path) for name in made_of.get(path, ())}
-        for place, part in (expanded(inner) if inner else {path: value}).items():
-            if key_of(place) in keys:
-                raise KeyMismatchError(f"the key {key_of(place)!r} is a part of a tensor, and something else as well")
-            keys.add(key_of(place))
-            out[place] = part
-    return out

@@ -23,8 +23,11 @@ from reshard.live.tensors import (
     global_shape,
     held_tensors,
     identity_of,
+    inner_names,
     is_dtensor,
     is_sharded,
+    tensor_class,
+    with_local,
 )
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.gather import exchange_rows, gather, scatter
@@ -432,6 +435,8 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
             and value.device_mesh == model.device_mesh
             and (value.shape != model.shape or value.placements == model.placements)
         ):
+            if tensor_class(value):  # whose views may be tensors of less
+                return with_local(value, _clone(value._local_tensor, device))
             return dtensor_like(_clone(value.to_local(), device), value)
         whole = gather(LiveTensor("", value))
         if value.shape == model.shape:
@@ -456,14 +461,19 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
     if value is target or (value.dtype == target.dtype and same_memory(value, target)):
         return
-    if type(value) is type(target) and hasattr(target, "__tensor_flatten__"):
-        for name in target.__tensor_flatten__()[0]:
+    if type(value) is type(target) and inner_names(target):
+        for name in inner_names(target):
             write(LiveTensor(name, getattr(value, name)), LiveTensor(name, getattr(target, name)))
         return
     target.copy_(value.reshape(target.shape) if value.shape != target.shape else value)
 
 
 def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if names := inner_names(value):
+        inner = {name: _clone(getattr(value, name), device) for name in names}
+        context = value.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        made: torch.Tensor = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())  # type: ignore[attr-defined]
+        return made
     new = value.detach().to(device)
     return new.clone() if new.data_ptr() == value.data_ptr() else new
 

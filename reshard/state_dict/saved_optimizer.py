@@ -437,7 +437,11 @@ class StateKind:
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
             return False
-        return key not in self._held and (schema is not None or bool(self._held))
+        if key in self._held:
+            return False
+        # a class of the user's own may keep what it likes beside torch's state, but hardly what another of torch's does
+        is_own = schema is None or not _is_torchs(type(self._optimizer)) or _has_step_hooks(self._optimizer)
+        return bool(self._held) or not is_own or (schema is not None and key in _keys_of_torch())
 
     @functools.cached_property
     def _held(self) -> Collection[str]:
@@ -465,6 +469,19 @@ def _torch_class(optimizer: Optimizer) -> str:
     if not all(_is_torchs(getattr(cls, method, None)) for method in ("step", "_init_group", "__setstate__")):
         return ""
     return next((c.__name__ for c in cls.__mro__ if _is_torchs(c)), "")
+
+
+@functools.cache
+def _keys_of_torch() -> frozenset[str]:
+    """All keys under which some optimizer of torch keeps state."""
+    rows = _SCHEMAS.values()
+    return frozenset(key for row in rows for key in (*row.always, *row.under.values(), *row.at_will))
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the user has something done at each step, which may keep state of its own."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(optimizer, kind, None) for kind in kinds)
 
 
 def _is_torchs(thing: Any) -> bool:

@@ -6,7 +6,8 @@ import mmap
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -417,54 +418,71 @@ class BytesSource(Source):
 
 
 class DecodedSource(Source):
-    """Bytes that exist only decoded, such as a compressed item of a file.
+    """Bytes that exist only decoded, such as a compressed item of a file or a chunk of an array.
 
-    Decoding is all or nothing, so the last decoded item is kept, and only that one: memory stays within one item
-    for each `DecodedSource.Slot` that a checkpoint shares among its items.
+    Decoding is all or nothing, so the item that was decoded last is kept, and while a load goes on as many as its
+    memory allows: pieces of one item are read one after another, by several threads.
     """
 
     direct_bytes = sys.maxsize
 
-    class Slot:
-        """Holds the bytes of the source that was decoded last."""
+    class Kept:
+        """What was decoded last, of a checkpoint's items: shared by them."""
 
         def __init__(self) -> None:
-            self.lock = threading.Lock()
-            self.owner: DecodedSource | None = None
-            self.data = b""
+            self._lock = threading.Lock()
+            self._most_bytes = 0
+            self._items: dict[DecodedSource, Future[memoryview]] = {}
 
-    def __init__(
-        self, file: FileSource, start: int, length: int, codec: str, decode: Callable[[bytes], bytes], slot: Slot
-    ) -> None:
-        """`decode` turns the `length` bytes at `start` of `file` into the bytes that windows count in."""
-        self.file, self.start, self.length, self.codec = file, start, length, codec
-        self.label = f"{file.label} (bytes [{start}, {start + length}), {codec})"
-        self._decode = decode
-        self._slot = slot
+        def allow(self, nbytes: int) -> None:
+            """Keep up to so many bytes from now on; the last item in any case."""
+            with self._lock:
+                self._most_bytes = nbytes
+                self._shrink()
 
-    def decoded(self) -> bytes:
-        """All bytes, decoded. Raises DamagedCheckpointError if they cannot be."""
-        with self._slot.lock:
-            if self._slot.owner is not self:
-                self._slot.data = self._decode(bytes(self.file.read(self.start, self.length, elements=True)))
-                self._slot.owner = self
-            return self._slot.data
+        def get(self, source: DecodedSource) -> memoryview:
+            """What it has decoded, or decodes now; others who ask wait for that."""
+            with self._lock:
+                found = self._items.pop(source, None)
+                is_new = found is None or (found.done() and found.exception() is not None)
+                item = self._items[source] = Future() if found is None or is_new else found  # the latest at the end
+            if is_new:
+                try:
+                    item.set_result(memoryview(source.decode()))
+                except BaseException as error:
+                    item.set_exception(error)
+                with self._lock:
+                    self._shrink()
+            return item.result()
+
+        def _shrink(self) -> None:
+            done = [source for source, item in self._items.items() if item.done()]
+            sizes = [0 if (item := self._items[source]).exception() else item.result().nbytes for source in done]
+            total = sum(sizes)
+            for source, size in zip(done[:-1], sizes):
+                if total > self._most_bytes:
+                    del self._items[source]
+                    total -= size
+
+    def __init__(self, label: str, decode: Callable[[], bytes | memoryview], kept: Kept, key: Hashable) -> None:
+        """`key`: equal for what is decoded of the same bytes in the same way."""
+        self.label = label
+        self.kept = kept
+        self.decode = decode
+        self._key = key
+
+    def view(self) -> memoryview:
+        return self.kept.get(self)
 
     @property
     def nbytes(self) -> int:
-        return len(self.decoded())
-
-    def view(self) -> memoryview:
-        return memoryview(self.decoded())
+        return self.view().nbytes
 
     def _fill(self, start: int, buffer: memoryview) -> None:
-        buffer[:] = self.decoded()[start : start + buffer.nbytes]
+        buffer[:] = self.view()[start : start + buffer.nbytes]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecodedSource) and self._key() == other._key()
+        return isinstance(other, DecodedSource) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[FileSource, int, int, str]:
-        return self.file, self.start, self.length, self.codec
+        return hash(self._key)

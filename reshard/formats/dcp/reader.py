@@ -259,7 +259,7 @@ class Items:
         """`undo`: of transforms that the caller knows; without it, zstandard is known."""
         self._files, self._undo = files, undo
         self._folder = folder
-        self._slot = DecodedSource.Slot()
+        self._kept = DecodedSource.Kept()
         self._headers: dict[str, Header | None] = {}
 
     def locator(self, spec: TensorSpec, box: Box, item: Item) -> Callable[[], Extent]:
@@ -319,7 +319,13 @@ class Items:
                 f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd, and what "
                 "is registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
             )
-        source = DecodedSource(file, item.offset, item.length, ", ".join(item.transforms), decode, self._slot)
+        codec, stop = ", ".join(item.transforms), item.offset + item.length
+        source = DecodedSource(
+            f"{file.label} (bytes [{item.offset}, {stop}), {codec})",
+            lambda: decode(bytes(file.read(item.offset, item.length, elements=True))),
+            self._kept,
+            (file, item.offset, item.length, codec),
+        )
         return source, 0, source.nbytes
 
     def _locate(self, spec: TensorSpec, box: Box, item: Item) -> tuple[Extent, str]:

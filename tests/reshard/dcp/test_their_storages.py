@@ -192,3 +192,41 @@ def test_torch_reads_no_bytes_of_a_native_checkpoint_even_where_they_are_describ
 
     with pytest.raises(theirs.CheckpointException, match="UnpicklingError"):
         load_alone({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path)
+
+
+def test_a_folder_that_was_written_from_other_files_keeps_none_of_them(tmp_path):
+    module = pytest.importorskip("reshard.dcp.hf_storage", reason="this torch has no Hugging Face storage")
+    state = {"a": torch.ones(4), "b": torch.ones(2)}
+
+    def writer(files):
+        return module.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=files)
+
+    (tmp_path / "other.safetensors").touch()  # not of this name
+    ours.save(state, storage_writer=writer({"a": 1, "b": 2}), no_dist=True)
+    ours.save({"a": torch.zeros(4)}, storage_writer=writer({"a": 1}), no_dist=True)
+
+    names = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "other.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_items_may_have_zeros_for_more_dims_than_there_are():
+    target = {"w": torch.zeros(4)}
+    planner = ours.DefaultLoadPlanner()
+    entry = tensor_metadata(TensorSpec("w", (4,), "float32"), [Box((0,), (4,))])
+    planner.set_up_planner(target, Metadata({"w": entry}))
+
+    def item(offsets):
+        index, offsets = MetadataIndex("w", torch.Size([0])), torch.Size(offsets)
+        return theirs.planner.ReadItem(
+            type=theirs.planner.LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=offsets,
+            storage_index=index,
+            storage_offsets=offsets,
+            lengths=torch.Size([2]),
+        )
+
+    planner.resolve_tensor(item([1, 0])).fill_(1)
+    assert target["w"].tolist() == [0, 1, 1, 0]
+    with pytest.raises(ValueError, match="offsets"):
+        planner.resolve_tensor(item([1, 1]))

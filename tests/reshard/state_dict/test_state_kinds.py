@@ -186,3 +186,37 @@ def test_an_optimizer_that_steps_as_torchs_does_is_known_by_its_base() -> None:
     del state["state"]["b.weight"]["exp_avg"]
     with pytest.raises(KeyMismatchError, match=r"b.weight: its state lacks 'exp_avg', which Renamed needs"):
         set_optimizer_state_dict(model, Renamed(model.parameters()), state)
+
+
+class Tracking(torch.optim.AdamW):
+    """Keeps a norm beside the moments, by a method that its user calls."""
+
+    def track(self) -> None:
+        for parameter, own in self.state.items():
+            own["norm"] = parameter.detach().norm()
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_state_beside_that_of_a_class_of_torch_goes_into_a_fresh_optimizer(by_hook: bool) -> None:
+    def hook(optimizer: Any, *_: Any) -> None:
+        Tracking.track(optimizer)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        optimizer = (torch.optim.AdamW if by_hook else Tracking)(model.parameters())
+        if by_hook:
+            optimizer.register_step_post_hook(hook)
+        return model, optimizer
+
+    model, optimizer = made()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    hook(optimizer)
+    fresh, other = made()
+    set_optimizer_state_dict(fresh, other, get_optimizer_state_dict(model, optimizer))
+
+    assert other.state[fresh.weight]["norm"] == optimizer.state[model.weight]["norm"]
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    momentum.step()
+    with pytest.raises(KeyMismatchError, match="Unexpected key: state 'momentum_buffer'"):  # of another class of torch
+        set_optimizer_state_dict(*made(), get_optimizer_state_dict(model, momentum))

@@ -1,0 +1,263 @@
+"""Tensors of classes that are made of plain tensors, such as quantized ones: saved and filled as these."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live.dtypes import dtype_from_name
+from reshard.live.tensors import dtensor_like, holder, inner_names, is_dtensor, is_tensor, settled, with_local
+from reshard.live.tree import class_name, map_leaves
+from reshard.state import KeyPath, key_of
+
+__all__ = ["Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "register_tensor_class"]
+
+
+# {"w": Quantized(data, scale)}    ->    w.data, w.scale
+#
+# What the class says beside its tensors is code, and stays with the target: a load fills the inner tensors of a target
+# of the same kind in place. Where an optimizer has no state yet, one is made by what was registered for the class.
+#
+# Inside a DTensor, a part of the local tensor's shape is cut as that is. Of other parts somebody has to say how they
+# follow the tensor, see `register_tensor_class`: then one rank's part is known as a part of the whole's, which has the
+# same elements under any cut that leaves blocks whole.
+#
+#     [768, 512] in blocks of 256 elements, cut by rows    ->    scales [768, 2], cut by rows
+#     [768, 64]  in blocks of 256 elements, cut by rows    ->    scales [192], cut where four rows end
+
+
+Follows = Literal["flat", "dims", "whole"]
+Make = Callable[[Any, Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+class _TensorClass(NamedTuple):
+    parts: Mapping[str, Follows]
+    make: Make | None = None
+
+
+def _of_table(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """torchao's states of 8 bits."""
+    made: torch.Tensor = cls(**parts, signed=bool(parts["qmap"][0] < 0), dtype=like.dtype)
+    return made
+
+
+def _packed(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """torchao's states of 4 bits."""
+    made: torch.Tensor = cls(**parts, signed=bool(parts["qmap"][0] < 0), shape=tuple(like.shape), dtype=like.dtype)
+    return made
+
+
+def _scaled(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """torchao's states of float8."""
+    made: torch.Tensor = cls(**parts, dtype=like.dtype)
+    return made
+
+
+_DIMS: dict[str, Follows] = dict.fromkeys(("qdata", "scale", "zero_point"), "dims")
+_WORKFLOWS = "torchao.quantization.quantize_.workflows"
+_registered = {
+    "torchao.optim.subclass_8bit.OptimState8bit": _TensorClass({"scale": "flat", "qmap": "whole"}, _of_table),
+    "torchao.optim.subclass_4bit.OptimState4bit": _TensorClass(
+        {"codes": "flat", "scale": "flat", "qmap": "whole"}, _packed
+    ),
+    "torchao.optim.subclass_fp8.OptimStateFp8": _TensorClass({"scale": "flat"}, _scaled),
+    f"{_WORKFLOWS}.float8.float8_tensor.Float8Tensor": _TensorClass(_DIMS),
+    f"{_WORKFLOWS}.int8.int8_tensor.Int8Tensor": _TensorClass(_DIMS),
+    f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor.IntxUnpackedToInt8Tensor": _TensorClass(_DIMS),
+    "torchao.prototype.mx_formats.mx_tensor.MXTensor": _TensorClass(_DIMS),
+}
+
+
+def register_tensor_class(
+    cls: type[torch.Tensor] | str, parts: Mapping[str, Follows], make: Make | None = None
+) -> None:
+    """Say how the inner tensors of a tensor class follow the tensor, for those inside DTensors and of other shapes.
+
+    Args:
+        cls: the class, or its full name, so that it need not be imported.
+        parts: inner tensor -> "flat": each of its elements stands for equally many of the tensor, in the order of its
+            flattening, as scales of blocks and packed codes do; "dims": each stands for a block of the tensor, of which
+            it has all dims, and one of size 1 is for the whole of that dim on all ranks; "whole": it is the same on
+            every rank, as a lookup table. Parts that are not named have the tensor's shape.
+        make: of the class, its inner tensors by name and a plain local tensor of the shape, dtype and device that is
+            wanted, a tensor of the class, made of these very inner tensors; for state of optimizers that have none yet.
+            Those that are "whole" are filled, others are not yet.
+
+    Raises KeyMismatchError for a word that is none of these.
+    """
+    words = get_args(Follows)
+    if unknown := [name for name, how in parts.items() if how not in words]:
+        raise KeyMismatchError(f"{unknown[0]!r} is said to be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
+    name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+    _registered[name] = _TensorClass(dict(parts), make)
+
+
+# Taking apart.
+
+
+def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path
+    and their attribute.
+
+    Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's
+    local tensor of which nothing says how it is cut, or that a cut leaves half a block of.
+    """
+    leaves = {path: settled(value) for path, value in leaves.items()}
+    made_of = {path: names for path, value in leaves.items() if (names := inner_names(value))}
+    if not made_of:
+        return leaves
+    keys: set[str] = set()
+    out: dict[KeyPath, Any] = {}
+    for path, value in leaves.items():
+        inner = {(*path, name): _placed_part(value, name, path) for name in made_of.get(path, ())}
+        for place, part in (expanded(inner) if inner else {path: value}).items():
+            if key_of(place) in keys:
+                raise KeyMismatchError(f"the key {key_of(place)!r} is a part of a tensor, and something else as well")
+            keys.add(key_of(place))
+            out[place] = part
+    return out
+
+
+def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
+    """An inner tensor; of a DTensor, cut as that is."""
+    local = holder(value)
+    part: torch.Tensor = getattr(local, name)
+    known = _registered.get(class_name(local))
+    how = known.parts.get(name) if known is not None else None
+    of = f"the part {name!r} of {key_of(path)!r}, a {type(local).__name__} of local shape {list(local.shape)},"
+    if how == "flat" and (part.numel() or is_dtensor(value)):
+        block = _block_of(local.numel(), part.numel(), of)
+        seen, whole = (_in_blocks(value.shape, shape, block, of) for shape in (local.shape, value.shape))
+        return _placed(part, seen, value, whole)
+    if not is_dtensor(value):
+        return part
+    if how == "whole":
+        return _placed(part, part.shape, value, part.shape, uncut=range(value.dim()))
+    if how == "dims" and part.dim() == local.dim():
+        uncut = [dim for dim in range(part.dim()) if part.shape[dim] == 1 != local.shape[dim]]
+        whole = [
+            size if dim in uncut else value.shape[dim] // _block_of(local.shape[dim], size, of)
+            for dim, size in enumerate(part.shape)
+        ]
+        return _placed(part, part.shape, value, whole, uncut)
+    if part.shape != local.shape:
+        raise LayoutError(
+            f"{of} has shape {list(part.shape)} inside a DTensor, so nothing says how it is cut. Say it by "
+            "reshard.register_tensor_class, give its parts as DTensors of their own, or plain values, by "
+            "reshard.dequantized(state)"
+        )
+    return dtensor_like(part.detach(), value)
+
+
+def _block_of(numel: int, parts: int, of: str) -> int:
+    """How many elements each element of a part stands for."""
+    if parts and not numel % parts:
+        return numel // parts
+    raise LayoutError(
+        f"{of} has {parts} elements for {numel} on this rank: so nothing says how many one of them stands for. Give "
+        "plain values, by reshard.dequantized(state), where a rank has no whole block"
+    )
+
+
+def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) -> list[int]:
+    """The shape of a part with one element for each `block` elements of the flattening, seen such that it is cut where
+    the tensor is: of `shape`, a cut of `whole`."""
+    if not whole:
+        return []
+    # the last dim that whole blocks can end along
+    dims = (d for d in reversed(range(len(whole))) if not whole[d] % _rows_of_blocks(whole, d, block))
+    dim = next(dims, None)
+    rows = _rows_of_blocks(whole, dim or 0, block)
+    if dim is None or shape[dim] % rows or list(shape[dim + 1 :]) != list(whole[dim + 1 :]):
+        raise LayoutError(
+            f"{of} has one element for each {block} of the tensor, of shape {list(whole)}, and the cut goes through "
+            f"blocks: they stay whole where dim {dim or 0} is cut at multiples of {rows}, and no later dim is. Use as "
+            "many ranks as leave them whole, or save plain values, by reshard.dequantized(state)"
+        )
+    per_row = rows * math.prod(whole[dim + 1 :]) // block
+    return [*shape[:dim], shape[dim] // rows, *([per_row] if per_row > 1 else [])]
+
+
+def _rows_of_blocks(whole: Sequence[int], dim: int, block: int) -> int:
+    """So many rows of a dim are whole blocks."""
+    return block // math.gcd(block, math.prod(whole[dim + 1 :]))
+
+
+def _placed(
+    part: torch.Tensor, shape: Sequence[int], outer: torch.Tensor, whole: Sequence[int], uncut: Collection[int] = ()
+) -> torch.Tensor:
+    """`part`, seen with `shape`; in a DTensor cut as `outer` is, a part of one of shape `whole`, alike along the dims
+    `uncut`."""
+    seen = part.detach().view(tuple(shape))
+    if not is_dtensor(outer):
+        return seen
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate() if getattr(p, "dim", None) in uncut else p for p in outer.placements]
+    stride = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    return DTensor.from_local(
+        seen, outer.device_mesh, placements, run_check=False, shape=torch.Size(whole), stride=tuple(stride)
+    )
+
+
+def dequantized(state: Any) -> Any:
+    """The same nest with plain tensors in the place of those of quantized classes, which know `dequantize`; DTensors
+    are placed as before. To be saved where a cut goes through blocks, or for other tools."""
+
+    def plain(path: KeyPath, leaf: Any) -> Any:
+        del path
+        known = getattr(holder(leaf), "dequantize", None) if inner_names(leaf) else None
+        if known is None:
+            return leaf
+        values = known().to(leaf.dtype)
+        return with_local(leaf, values) if is_dtensor(leaf) else values
+
+    return map_leaves(plain, state, is_tensor)
+
+
+# Making one where there is none yet.
+
+
+class SavedPart(NamedTuple):
+    """An inner tensor as it was saved."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], torch.Tensor]
+
+
+def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Tensor) -> torch.Tensor | None:
+    """Unfilled state of the class of this name, placed like its parameter; None where the class is not registered with
+    a way to make it, or the program has not imported it.
+
+    Raises LayoutError where the parameter is cut through a block.
+    """
+    module, _, attribute = name.rpartition(".")
+    known, cls = _registered.get(name), getattr(sys.modules.get(module), attribute, None)
+    if known is None or known.make is None or cls is None:
+        return None
+    local = holder(parameter).detach()
+    device = "cpu" if local.is_meta else local.device
+    parts: dict[str, torch.Tensor] = {}
+    for part, (shape, dtype, read) in saved.items():
+        how, of = known.parts.get(part), f"the part {part!r} of {attribute} for a parameter of {list(parameter.shape)}"
+        if how == "whole":
+            parts[part] = read().to(device)
+            continue
+        size: Sequence[int] = local.shape
+        if how == "flat":
+            block = _block_of(parameter.numel(), math.prod(shape), of)
+            size = [math.prod(_in_blocks(parameter.shape, local.shape, block, of))]
+        elif how == "dims":
+            blocks = [_block_of(w, s, of) for w, s in zip(parameter.shape, shape, strict=True)]
+            size = [1 if s == 1 else n // block for n, s, block in zip(local.shape, shape, blocks)]
+        elif tuple(parameter.shape) != shape:
+            return None
+        parts[part] = torch.empty(tuple(size), dtype=dtype_from_name(dtype), device=device)
+    made = known.make(cls, parts, torch.empty_like(local, device=device))
+    return with_local(parameter, made) if is_dtensor(parameter) else made

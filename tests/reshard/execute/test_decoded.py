@@ -1,0 +1,68 @@
+"""What exists only decoded is decoded once in a load, by however many threads and in however many pieces."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from planners import Box
+from planners.geometry.box import Window
+from reshard.errors import DamagedCheckpointError
+from reshard.execute import reading
+from reshard.stored.source import DecodedSource
+from reshard.stored.tensor import Extent
+
+
+def chunks(count, nbytes, decoded):
+    kept = DecodedSource.Kept()
+
+    def decode(number):
+        decoded.append(number)
+        return bytes([number]) * nbytes
+
+    return [DecodedSource(str(n), lambda n=n: decode(n), kept, n) for n in range(count)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_pieces_of_a_chunk_share_what_was_decoded(threads):
+    decoded: list[int] = []
+    sources = chunks(3, 1 << 16, decoded)
+    out = np.zeros((256, 3 * 256), np.uint8)  # each chunk a column of it
+    window = Window.row_major(0, (256, 256), 1)
+    copies = [
+        reading.Copy(Extent(source, window.crop(rows)), out[rows.slices[0], n * 256 : (n + 1) * 256])
+        for n, source in enumerate(sources)
+        for rows in (Box((start, 0), (64, 256)) for start in range(0, 256, 64))
+    ]
+
+    reading.run_copies(copies, space=reading.Workspace(threads, 1 << 20))
+
+    assert sorted(decoded) == [0, 1, 2]
+    assert all((out[:, n * 256 : (n + 1) * 256] == n).all() for n in range(3))
+    sources[2].view()  # the last one stays
+    sources[0].view()
+    assert len(decoded) <= 4
+
+
+def test_what_is_kept_is_bounded_and_errors_are_not_kept():
+    decoded: list[int] = []
+    sources = chunks(4, 100, decoded)
+    sources[0].kept.allow(250)
+    for source in (*sources[:2], *sources[:2], *sources, sources[0]):
+        source.view()
+    assert decoded == [0, 1, 2, 3, 0]  # two at a time
+
+    def fail():
+        decoded.append(9)
+        raise DamagedCheckpointError("cut short")
+
+    bad = DecodedSource("bad", fail, sources[0].kept, "bad")
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match="cut short"):
+            bad.view()
+    assert decoded[-2:] == [9, 9]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: sources[3].view(), range(16)))
+    assert decoded.count(3) <= 2
