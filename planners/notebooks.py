@@ -8,7 +8,7 @@ from typing import Any
 
 from planners.units import format_bytes
 
-__all__ = ["Pictured", "Tabled", "draw_pages_with", "preformatted"]
+__all__ = ["Pictured", "Tabled", "draw_pages_with", "framed", "preformatted"]
 
 _MOST_NAMES = 3
 _MOST_LINES = 40
@@ -26,12 +26,15 @@ class Pictured:
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        from html import escape
+        return framed(_draw[0](self), repr(self)) if _draw else None
 
-        if not _draw:
-            return None
-        page, title = escape(_draw[0](self)), escape(repr(self))
-        return f'<iframe srcdoc="{page}" title="{title}" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+def framed(page: str, title: str) -> str:
+    """A whole page within that of a notebook."""
+    from html import escape
+
+    style = "width: 100%; height: 720px; border: 0"
+    return f'<iframe srcdoc="{escape(page)}" title="{escape(title)}" style="{style}"></iframe>'
 
 
 class Tabled:

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
-from reshard.native.reader import Share
+from reshard.native.manifest import LinkedRecord
+from reshard.native.reader import NativeFacts, Share
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover
+
+if TYPE_CHECKING:
+    from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = ["Checkpoint", "log_unchecked", "open", "open_among", "stored_layout"]
 
 
 _log = logging.getLogger("reshard")
+
+_MOST_HISTOGRAMS = 512
 
 
 class NormalizedState(dict[str, Any]):
@@ -180,9 +191,84 @@ class Checkpoint(Mapping[str, LazyTensor]):
         found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
+    def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
+        """A page of what is in it, with nothing to be fetched: names as a tree, how each tensor lies, drawn, files and
+        problems. In a notebook the checkpoint shows itself so.
+
+        Args:
+            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. They are read now, since a
+                page cannot; at most 512, the first ones by name, of which the page says how many were left.
+            steps: the checkpoints of its run.
+        """
+        from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
+        from planners.units import format_bytes
+
+        layout, contents = self.layout, self.contents
+        facts = contents.details(NativeFacts)
+        files = [SavedFile(source.name, source.nbytes) for source in contents.files]
+        if facts is not None:
+            files = [SavedFile(f.name, f.nbytes, isinstance(f, LinkedRecord)) for f in facts.files.values()]
+        named = [name for name in self if histograms and fnmatchcase(name, histograms)]
+        total = sum(layout[name].spec.nbytes for name in layout)
+        left = f"values of {len(named) - _MOST_HISTOGRAMS:,} more tensors were not read for a histogram"
+        return checkpoint_page(Shown(
+            title=self.url,
+            layout=layout,
+            paths={name: [str(getattr(key, "value", key)) for key in path] for name, path in contents.paths.items()},
+            values={
+                **{name: f"= {value!r:.60}" for name, value in self.objects.items()},
+                **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
+            },
+            figures=[
+                ("format", self.format), ("tensors", f"{len(self):,}"), ("their bytes", format_bytes(total)),
+                ("other values", f"{len(self.objects):,}"), ("ranks that saved", f"{layout.world_size:,}"),
+                ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
+            ],
+            problems=self.problems(),
+            warnings=[*self.warnings, *([left] if len(named) > _MOST_HISTOGRAMS else [])],
+            files=files,
+            steps=steps,
+            histograms={name: _histogram(self[name]) for name in named[:_MOST_HISTOGRAMS]},
+        ))  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        from planners.notebooks import framed
+
+        return framed(self.to_html(), repr(self))
+
     def __repr__(self) -> str:
         said = [repr(self.url), self.format, f"{len(self)} tensors", self.unchecked]
         return f"Checkpoint({', '.join(filter(None, said))})"
+
+
+def _histogram(tensor: LazyTensor) -> Histogram:
+    """Of its values, read twice, in pieces; of complex numbers, of how large they are."""
+    from planners.reports.checkpoint_pages import Histogram
+    from reshard.stored.streaming import windows
+
+    def pieces() -> Iterator[torch.Tensor]:
+        for box in windows(tuple(tensor.shape), tensor.dtype.itemsize):
+            piece = tensor[(*box.slices, ...)]
+            yield (piece.abs() if piece.is_complex() else piece).to(torch.float64).reshape(-1)
+
+    count, odd, total, squares, low, high = 0, 0, 0.0, 0.0, math.inf, -math.inf
+    for piece in pieces():
+        finite = piece[piece.isfinite()]
+        odd += len(piece) - len(finite)
+        if len(finite):
+            count += len(finite)
+            total, squares = total + float(finite.sum()), squares + float(finite.square().sum())
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    counts = torch.zeros(24, dtype=torch.float64)
+    if not count:
+        return Histogram(0.0, 0.0, [0] * len(counts), 0.0, 0.0, odd)
+    scale = max(abs(low), abs(high)) or 1.0  # the range of large numbers is no number
+    for piece in pieces():
+        counts += torch.histc(piece[piece.isfinite()] / scale, len(counts), low / scale, high / scale)
+    mean = total / count
+    values = [low, high, mean, math.sqrt(max(squares / count - mean * mean, 0.0))]
+    low, high, mean, std = (max(min(value, sys.float_info.max), -sys.float_info.max) for value in values)
+    return Histogram(low, high, [int(found) for found in counts], mean, std, odd)
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:

@@ -80,6 +80,7 @@ def to_html(
         figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({_rates(cluster)})"))
     parts = {
         "title": escape(title or story.title),
+        "style": STYLE,
         "between": _between(source, target),
         "verdict": _verdict(plan),
         "figures": "".join(_figure(*figure) for figure in figures),
@@ -478,15 +479,10 @@ def _round_sizes(most: int) -> list[int]:
     return list(range(0, most + step, step))
 
 
-# The frame of a plan's page: style and script, with `{{slots}}` for what `to_html` fills in.
+# What all pages look like.
 
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<style>
+STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --paper: #fbfcfd; --card: #fff;
   --accent: #21808d; --faint: #edf1f5; --right: #2f8f5b; --wrong: #c0392b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b4; --line: #303945; --paper: #12161b;
@@ -552,7 +548,19 @@ td:nth-child(n+5) { white-space: normal; min-width: 150px; }
 td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace; }
 td:nth-child(2), th:nth-child(2), td:nth-child(4), th:nth-child(4) { text-align: right; }
 .js .tensor:not(.shown) { display: none; }
-</style>
+"""
+
+
+# The frame of a plan's page: style and script, with `{{slots}}` for what `to_html` fills in.
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{title}}</title>
+<style>
+{{style}}</style>
 <main>
 <h1>{{title}}</h1>
 {{between}}{{verdict}}

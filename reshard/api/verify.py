@@ -6,11 +6,12 @@ Both work tensor by tensor, in pieces of bounded size, with no model, GPU or pro
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,13 @@ from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["compare", "verify"]
+if TYPE_CHECKING:
+    from planners.reports.checkpoint_pages import Measure
+
+__all__ = ["CompareReport", "compare", "verify"]
+
+_How = tuple[float, float, bool]
+"""The relative and the absolute tolerance, and whether differences are measured."""
 
 
 WINDOW_BYTES = 32 << 20
@@ -142,7 +149,7 @@ def _compared(
 ) -> Report:
     """`compare`, where damage is a finding."""
     try:
-        return _compare(checkpoint, against, 0.0, 0.0, by_fingerprint, None, executor, progress)
+        return _compare(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
     except DamagedCheckpointError as error:
         return Report("", (Finding(str(error)),), 0)
 
@@ -319,7 +326,8 @@ def compare(
     workers: int = 1,
     executor: Executor | None = None,
     progress: bool = False,
-) -> Report:
+    measure: bool = False,
+) -> CompareReport:
     """Do two checkpoints, or a checkpoint and a state dict, hold the same?
 
     Names, shapes, dtypes, objects and values are compared, also those that are each rank's own; layouts and formats do
@@ -334,6 +342,7 @@ def compare(
         workers: processes on this machine that compare at the same time.
         executor: compares in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
         progress: show a progress bar where somebody looks on.
+        measure: also say by how much each tensor differs, which takes some more time: `.measures`, `.to_html()`.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order;
     and what cannot be read. Its `covered` says how many bytes of `a` were read and compared with those of `b`, and not
@@ -341,19 +350,19 @@ def compare(
     """
     check_executor(executor, workers, a, b)
     with engine(executor, workers) as hands:
-        return _compare(a, b, rtol, atol, by_fingerprint, labels, hands, progress)
+        return _compare(a, b, (rtol, atol, measure), by_fingerprint, labels, hands, progress)
 
 
 def _compare(
     a: Any,
     b: Any,
-    rtol: float,
-    atol: float,
+    how: _How,
     by_fingerprint: bool,
     labels: tuple[str, str] | None,
     executor: Executor | None,
     progress: bool,
-) -> Report:
+) -> CompareReport:
+    rtol, atol, is_measured = how
     with gc_paused():
         left, right = _Side(a), _Side(b)
     if labels is not None:
@@ -366,7 +375,7 @@ def _compare(
     with Progress(show=progress) as bar, bar.phase("compare", total_bytes=total) as step:
         step.advance(sum(_nbytes(left.tensors[name]) for name in common if known[name] is not None))
         unknown = [name for name in common if known[name] is None]
-        found = _differences(left, right, unknown, (rtol, atol), executor, step)
+        found = _differences(left, right, unknown, how, executor, step)
     for name in common:
         text = known[name] or ""
         element = None
@@ -382,7 +391,43 @@ def _compare(
     )
     if read < total:
         covers += ", of the others only the fingerprints saved with them"
-    return Report(f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read), covers)
+    sizes = {name: math.prod(left.tensors[name].shape) for name in common if is_measured}
+    alike = {name for name, text in known.items() if text == ""}
+    sums = {name: found[name] if name in found else _Difference() for name in sizes if name in found or name in alike}
+    measures = {name: one.measure(sizes[name]) for name, one in sums.items() if not one.error}
+    return CompareReport(
+        f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read), covers,
+        measures if is_measured else None, (left.label, right.label),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CompareReport(Report):
+    """What `compare` found."""
+
+    measures: Mapping[str, Measure] | None = None
+    """By how much each tensor of both sides differs, where that was asked for; those that cannot be compared, since
+    their shapes differ, are not in it."""
+    labels: tuple[str, str] = ("", "")
+
+    def to_html(self) -> str:
+        """A page of what differs: a map over layers, and a table of tensors. Raises CheckpointError if nothing was
+        measured."""
+        measures = self.measures
+        if measures is None:
+            raise CheckpointError("nothing was measured: call compare(..., measure=True)")
+        from planners.reports.checkpoint_pages import difference_page
+
+        other = {name for name, measure in measures.items() if measure.differing}
+        told = [(f.fqn or "", f.message) for f in self.findings if f.fqn not in other]
+        return difference_page("What differs", self.labels, measures, told, self.covers)
+
+    def _repr_html_(self) -> str:
+        if self.measures is None:
+            return Report._repr_html_(self)
+        from planners.notebooks import framed
+
+        return framed(self.to_html(), self.subject)
 
 
 def _nbytes(tensor: Any) -> int:
@@ -410,10 +455,38 @@ class _Difference:
     first: tuple[tuple[int, ...], Any, Any] | None = None
     """The first element that differs, and what it is on both sides."""
     error: str = ""
+    largest: float = 0.0
+    squares: float = 0.0
+    """Of the distances of finite elements."""
+    norm: float = 0.0
+    """Of finite elements of the second one, squared."""
+    odd: int = 0
 
     def __add__(self, other: _Difference) -> _Difference:
         """`other` is of boxes behind these."""
-        return _Difference(self.count + other.count, self.first or other.first, self.error or other.error)
+        return _Difference(
+            self.count + other.count, self.first or other.first, self.error or other.error,
+            max(self.largest, other.largest), self.squares + other.squares, self.norm + other.norm,
+            self.odd + other.odd,
+        )  # fmt: skip
+
+    def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
+        """With the distances of a piece of both."""
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        x, y = (tensor.to("cpu").to(wide) for tensor in (x, y))
+        finite = x.isfinite() & y.isfinite()
+        odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
+        distance, size = (x[finite] - y[finite]).abs(), y[finite].abs()
+        largest = float(distance.max()) if len(distance) else 0.0
+        return self + _Difference(0, None, "", largest, float(distance.square().sum()), float(size.square().sum()), odd)
+
+    def measure(self, elements: int) -> Measure:
+        """By how much they differ, of so many elements."""
+        from planners.reports.checkpoint_pages import Measure
+
+        ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
+        largest, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
+        return Measure(elements, self.count, largest, ratio, self.odd)
 
     def text(self, numel: int) -> tuple[str, tuple[int, ...] | None]:
         """In words, if there is one, and where."""
@@ -429,18 +502,18 @@ class CompareWork:
 
     a: Opening
     b: Opening
-    tolerance: tuple[float, float]
+    how: _How
 
     def begin(self) -> Callable[[Share], list[_Difference]]:
         """Opens both."""
-        return partial(_compare_share, _Side(self.a.open()), _Side(self.b.open()), self.tolerance)
+        return partial(_compare_share, _Side(self.a.open()), _Side(self.b.open()), self.how)
 
 
 def _differences(
     left: _Side,
     right: _Side,
     names: Sequence[str],
-    tolerance: tuple[float, float],
+    how: _How,
     executor: Executor | None,
     step: Phase,
 ) -> dict[str, _Difference]:
@@ -455,8 +528,8 @@ def _differences(
 
     work = None
     if executor is not None and left.checkpoint is not None and right.checkpoint is not None:
-        work = CompareWork(Opening.of(left.checkpoint), Opening.of(right.checkpoint), tolerance)
-    run_tasks(work, asked, executor, on_done, here=partial(_compare_share, left, right, tolerance))
+        work = CompareWork(Opening.of(left.checkpoint), Opening.of(right.checkpoint), how)
+    run_tasks(work, asked, executor, on_done, here=partial(_compare_share, left, right, how))
     totals = dict.fromkeys(names, _Difference())
     for share in asked:
         for (name, _), found in zip(share, answers[share]):
@@ -464,11 +537,11 @@ def _differences(
     return totals
 
 
-def _compare_share(left: _Side, right: _Side, tolerance: tuple[float, float], share: Share) -> list[_Difference]:
+def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_Difference]:
     found = []
     for name, box in share:
         try:
-            found.append(_difference(left.tensors[name], right.tensors[name], box, *tolerance))
+            found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
             found.append(_Difference(error=str(error)))
     return found
@@ -567,12 +640,14 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _difference(x: Any, y: Any, within: Box, rtol: float, atol: float) -> _Difference:
+def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
+    rtol, atol, is_measured = how
     total = _Difference()
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
-    for part in windows(within.sizes, itemsize, WINDOW_BYTES):
+    for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more room
         box = part.shift(within.offsets)
-        differs = _differing(_slice(x, box), _slice(y, box), rtol, atol)
+        pieces = _slice(x, box), _slice(y, box)
+        differs = _differing(*pieces, rtol, atol)
         count = int(differs.sum())
         if count and total.first is None:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
@@ -581,6 +656,8 @@ def _difference(x: Any, y: Any, within: Box, rtol: float, atol: float) -> _Diffe
             first = (element, _slice(x, at).reshape(-1)[0].item(), _slice(y, at).reshape(-1)[0].item())
             total += _Difference(first=first)
         total += _Difference(count)
+        if is_measured:
+            total = total.measured(*pieces)
     return total
 
 

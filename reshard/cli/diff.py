@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,13 +57,14 @@ def diff(
     on: On = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw here, as one HTML file, which layers differ by how much.")
+    ] = None,
 ) -> None:
-    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the
-    first element is told.
+    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the first element is told.
 
-    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with
-    --unread, has the same saved fingerprint. In --json, `element` is an index in global
-    coordinates.
+    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with --unread, has the same
+    saved fingerprint. In --json, `element` is an index in global coordinates.
     """
     import reshard
 
@@ -75,9 +77,11 @@ def diff(
     sides: list[Any] = [reshard.open(path) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
     sides = list(labels) if on else _named(sides, names, mapping, given, model, normalized)
-    how = partial(reshard.compare, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels)
+    how = partial(reshard.compare, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels, measure=html is not None)
     with executor_on(on) as executor:
         report = how(*sides, executor=executor, progress=not as_json)
+    if html is not None:
+        html.write_text(report.to_html(), encoding="utf-8")
     if as_json:
         print_json(report_as_json(report))
     else:

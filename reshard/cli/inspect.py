@@ -5,19 +5,22 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import Depth
+from reshard.cli.arguments import Depth, UsageError
 from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size
 from reshard.errors import KeyMismatchError, did_you_mean
 from reshard.live.garbage import gc_paused
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout, TensorLayout
+    from planners.reports.checkpoint_pages import SavedStep
     from reshard.checkpoint import Checkpoint
 
 __all__ = ["cuts_of", "inspect"]
@@ -35,6 +38,10 @@ def inspect(
         str | None, typer.Option("--map", metavar="NAME", help="Draw how this tensor is cut, and who holds which part.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it here, as one HTML file.")] = None,
+    histograms: Annotated[
+        str, typer.Option(metavar="GLOB", help="With --html: read these tensors, and show their values: '*.weight'.")
+    ] = "",
 ) -> None:
     """Show names, shapes, dtypes, sizes and layouts, from the metadata alone; nothing in it is
     executed. Of the folder of a run, list its checkpoints.
@@ -42,6 +49,8 @@ def inspect(
     Exits with 1 if tensors have holes or overlaps, if a file is missing, or if no checkpoint of a
     run is complete.
     """
+    if histograms and html is None:
+        raise UsageError("--histograms is of the page: add --html FILE")
     shown = drawn is None and not as_json
     told = shown and os.path.exists(path)
     if told:
@@ -49,7 +58,7 @@ def inspect(
     import reshard
     from reshard.formats.opening import steps_at
 
-    if step is None and drawn is None and steps_at(path):
+    if step is None and drawn is None and html is None and steps_at(path):
         _list_run(path, as_json, told)
         return
     checkpoint = reshard.open(path, step=step)
@@ -65,7 +74,10 @@ def inspect(
         near = did_you_mean(only, everything[:5000]) or f"; it has {', '.join(everything[:3])}, ..."
         raise KeyMismatchError(f"nothing in {checkpoint.url} is called like {only!r}{near}")
     problems = checkpoint.problems()
-    if as_json:
+    if html is not None:
+        html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(checkpoint.run)), encoding="utf-8")
+        console().print(f"drawn in {html}", markup=False, soft_wrap=True)
+    elif as_json:
         print_json(_as_json(checkpoint, names, objects, problems))
     else:
         _print(checkpoint, names, objects, problems, depth)
@@ -102,6 +114,32 @@ def _list_run(path: str, as_json: bool, told: bool) -> None:
             screen.print(f"step {number}  {escape(step.path)}  {what}", soft_wrap=True)
     if all(step.problem for step in steps):
         raise typer.Exit(1)
+
+
+def _costs(run: str) -> list[SavedStep]:
+    """What each checkpoint of a run wrote, and what of it lies in files of earlier ones. Nothing for no run."""
+    import reshard
+    from planners.reports.checkpoint_pages import SavedStep
+    from reshard.native.manifest import LinkedRecord
+    from reshard.native.reader import NativeFacts
+
+    found, saves = [], {}
+    for step in reshard.steps(run) if run else ():
+        name = "last" if step.step is None else f"step {step.step}"
+        if step.problem is not None:
+            found.append(SavedStep(name, 0, 0, 0, problem=step.problem))
+            continue
+        facts = reshard.open(step.path).contents.details(NativeFacts)
+        files = [] if facts is None else [*facts.files.values()]
+        linked = [file for file in files if isinstance(file, LinkedRecord)]
+        if facts is not None:
+            saves[facts.manifest.save_id] = name
+        ids = {re.sub(r".*/from-(\w+-\w+)-.*", r"\1", file.name) for file in linked}
+        base = ", ".join(dict.fromkeys(saves.get(save_id, "one that is gone") for save_id in sorted(ids)))
+        shared = sum(file.live_bytes for file in linked)
+        written = sum(file.nbytes for file in files) - sum(file.nbytes for file in linked) if files else step.nbytes
+        found.append(SavedStep(name, step.nbytes, written, shared, base))
+    return found
 
 
 def _draw(checkpoint: Checkpoint, name: str) -> None:

@@ -1,0 +1,366 @@
+"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib import resources
+from typing import Any, NamedTuple
+
+from planners.geometry.layout import StateLayout, TensorLayout
+from planners.reports.cuts import Owners
+from planners.reports.pages import STYLE, cuts, placed
+from planners.units import format_bytes
+
+__all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
+
+_DRAWN_BYTES = 1_500_000
+"""Of pictures in a page: those of the tensors with the most bytes come first."""
+_MAX_ROWS = 1_000
+_MAX_LEVELS = 64
+_MAP_COLUMNS = 256
+_MAP_ROWS = 200
+_WHOLE = "Nothing is missing of what its metadata names; whether bytes were changed was not looked at."
+
+
+class SavedFile(NamedTuple):
+    """A file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    earlier: bool = False
+    """Whether an earlier save wrote it."""
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint of a run, by what it cost."""
+
+    name: str
+    total_bytes: int
+    written_bytes: int
+    """Of its own files."""
+    shared_bytes: int
+    """Of files of earlier saves, what is its."""
+    base: str = ""
+    """With which checkpoints it shares them."""
+    problem: str = ""
+
+
+class Histogram(NamedTuple):
+    """The values of a tensor."""
+
+    low: float
+    high: float
+    counts: Sequence[int]
+    """In equal steps from low to high."""
+    mean: float
+    std: float
+    odd: int
+    """How many are NaN or infinite; they are in nothing else of this."""
+
+
+class Measure(NamedTuple):
+    """By how much a tensor of two checkpoints differs."""
+
+    elements: int
+    differing: int
+    largest: float
+    """The largest absolute difference of finite elements."""
+    relative: float
+    """The norm of the difference over that of the second one, of finite elements."""
+    odd: int
+    """Elements of which exactly one of the two is NaN or infinite, or which are infinite with different signs."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is known of a checkpoint."""
+
+    title: str
+    layout: StateLayout
+    paths: Mapping[str, Sequence[str]]
+    """Name -> how it is nested."""
+    values: Mapping[str, str]
+    """Of what is no tensor of its own: name -> what it is, in words."""
+    figures: Sequence[tuple[str, str]]
+    problems: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    files: Sequence[SavedFile] = ()
+    steps: Sequence[SavedStep] = ()
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+
+
+def checkpoint_page(shown: Shown) -> str:
+    """The checkpoint as an HTML page: its tree, lazily, so that it may have 200,000 tensors; how each lies on its mesh,
+    drawn; values, where they were given; files, and the steps of its run."""
+    tree, lie = _Tree(), _lie(shown.layout)
+    pictures = _Pictures(shown.layout)
+    for name in shown.layout:
+        layout = shown.layout[name]
+        words = f"{layout.spec.dtype} {list(layout.spec.shape)}"
+        tree.add(name, shown.paths, (words, lie[name], layout.spec.nbytes, pictures.number(name)))
+    for name, text in shown.values.items():
+        tree.add(name, shown.paths, (text, "", 0, -1))
+    data = {**tree.data(), "pictures": pictures.drawn, "histograms": shown.histograms}
+    return _page(
+        "checkpoint",
+        data,
+        title=escape(shown.title),
+        verdict=_listed("Not whole", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
+        figures=_figures(shown.figures),
+        kinds=_kinds(shown.layout, lie),
+        steps=_steps(shown.steps),
+        files=_files(shown.files),
+        warnings=_listed("To know", shown.warnings),
+    )
+
+
+def difference_page(
+    title: str, labels: tuple[str, str], measures: Mapping[str, Measure], findings: Sequence[tuple[str, str]], read: str
+) -> str:
+    """What differs between two checkpoints, as an HTML page: a map over layers, and a table.
+
+    Args:
+        measures: of the tensors that both have, with one shape; those that are alike have no elements that differ.
+        findings: what else differs, or cannot be compared: name, and in words.
+        read: what was compared, in words.
+    """
+    other = [name for name, measure in measures.items() if measure.differing]
+    elements = sum(m.elements for m in measures.values())
+    differing = sum(m.differing for m in measures.values())
+    figures = [
+        ("tensors compared", f"{len(measures):,}"),
+        ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
+        ("elements that differ", f"{differing:,} ({_share(differing, elements)})"),
+        ("largest difference", f"{max((m.largest for m in measures.values()), default=0.0):.4g}"),
+        ("other findings", f"{len(findings):,}"),
+    ]
+    worst = sorted(other, key=lambda name: (-measures[name].odd, -measures[name].relative, name))
+    rows = [[name, *measures[name]] for name in worst[:_MAX_ROWS]]
+    alike = not other and not findings
+    words = "No difference was found" if alike else "They differ"
+    return _page(
+        "difference",
+        {"map": _map(measures), "rows": rows, "left": len(worst) - len(rows)},
+        title=escape(title),
+        labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
+        verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
+        figures=_figures(figures),
+        findings=_listed("Besides", [f"{name}: {text}" if name else text for name, text in findings]),
+    )
+
+
+def _page(frame: str, data: Any, **parts: str) -> str:
+    """A frame from the folder of this module, filled in. Text of checkpoints is hostile: it stands in data, of which no
+    browser makes elements, or is escaped."""
+    folder = resources.files("planners.reports")
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+    parts |= {"style": STYLE + folder.joinpath("look.css").read_text(encoding="utf-8"), "data": text}
+    page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def _figures(figures: Iterable[tuple[str, str]]) -> str:
+    out = []
+    for name, value in figures:
+        main, _, aside = value.partition(" (")
+        small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
+        out.append(f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>")
+    return "".join(out)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3g} %" if whole else "of none"
+
+
+def _listed(title: str, texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
+    more = f"<li>and {len(texts) - 100:,} more</li>" if len(texts) > 100 else ""
+    return f'<div class="verdict wrong">{escape(title)}:<ul>{rows}{more}</ul></div>'
+
+
+# --- of one checkpoint ---
+
+
+class _Tree:
+    """Names as a tree, equal branches once: so the experts of a layer, and layers, cost what one of them does."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+        self._leaves: dict[tuple[int, int, int, int], int] = {}
+        self._nodes: dict[tuple[int, ...], int] = {}
+        self._root: dict[str, Any] = {}
+
+    def add(self, name: str, paths: Mapping[str, Sequence[str]], leaf: tuple[str, str, int, int]) -> None:
+        """A tensor or value: in words, how it lies, its bytes, the number of its picture."""
+        parts = [part for key in paths.get(name, (name,)) for part in key.split(".")]
+        parts[_MAX_LEVELS:] = [".".join(parts[_MAX_LEVELS:])] if len(parts) > _MAX_LEVELS else []
+        at = self._root
+        for part in parts[:-1]:
+            below = at.setdefault(part, {})
+            if not isinstance(below, dict):
+                below = at[part] = {".": below}
+            at = below
+        row = (self._text(leaf[0]), self._text(leaf[1]), *leaf[2:])
+        number = ~self._leaves.setdefault(row, len(self._leaves))
+        last = at.get(parts[-1])
+        if isinstance(last, dict):
+            last["."] = number
+        else:
+            at[parts[-1]] = number
+
+    def _text(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
+
+    def _number(self, at: Mapping[str, Any]) -> int:
+        names = sorted(at, key=lambda name: (len(name), name)) if all(map(str.isdigit, at)) else at
+        row: list[int] = []
+        for name in names:
+            child = at[name]
+            row += (self._text(name), child if isinstance(child, int) else self._number(child))
+        return self._nodes.setdefault(tuple(row), len(self._nodes))
+
+    def data(self) -> dict[str, Any]:
+        """Nodes are rows of name, child, name, child; a child below 0 is a leaf."""
+        root = self._number(self._root)
+        return {"texts": list(self._texts), "leaves": list(self._leaves), "nodes": list(self._nodes), "root": root}
+
+
+class _Pictures:
+    """A picture for each way in which tensors of one shape lie, as many as there is room for."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        self._numbers: dict[object, int] = {}
+        self.drawn: list[str] = []
+        room = _DRAWN_BYTES
+        largest: dict[object, str] = {}
+        for name in layout:
+            largest.setdefault(self._key(name), name)
+        for key, name in sorted(largest.items(), key=lambda item: -layout[item[1]].spec.nbytes):
+            if room > 0:
+                picture = cuts(layout[name], layout.world_size, "How it is cut")
+                room -= len(picture)
+                self._numbers[key] = len(self.drawn)
+                self.drawn.append(picture)
+
+    def _key(self, name: str) -> object:
+        return self._layout[name].spec.shape, self._layout[name].geometry_key
+
+    def number(self, name: str) -> int:
+        return self._numbers.get(self._key(name), -1)
+
+
+def _lie(layout: StateLayout) -> dict[str, str]:
+    """How each tensor lies, in words."""
+    words: dict[object, str] = {}
+    out = {}
+    for name in layout:
+        kind = layout[name].geometry_key
+        if kind not in words:
+            words[kind] = _lies(layout[name])
+        out[name] = words[kind]
+    return out
+
+
+def _lies(layout: TensorLayout) -> str:
+    if layout.mesh is not None and layout.mesh.size > 1:
+        return placed(layout)
+    pieces = Owners(layout).pieces
+    return "whole, in one piece" if pieces <= 1 else f"{pieces:,} pieces"
+
+
+def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
+    """Bytes by dtype and by how tensors lie, as bars."""
+    out = []
+    kinds = {name: (layout[name].spec.dtype, lie[name]) for name in layout}
+    for place, title in enumerate(("By dtype", "By layout")):
+        weights: Counter[str] = Counter()
+        counts = Counter(kind[place] for kind in kinds.values())
+        for name, kind in kinds.items():
+            weights[kind[place]] += layout[name].spec.nbytes
+        most = max([*weights.values(), 1])
+        rows = "".join(
+            f'<li><span>{escape(kind)}</span><b class="cost"><i style="width:{100 * nbytes / most:.2f}%"></i></b>'
+            f"<span>{format_bytes(nbytes)}, {counts[kind]:,}</span></li>"
+            for kind, nbytes in weights.most_common(12)
+        )
+        more = f"<li>and {len(weights) - 12:,} more</li>" if len(weights) > 12 else ""
+        out.append(f'<div><h3>{title}</h3><ul class="bars-list">{rows}{more}</ul></div>')
+    return "".join(out)
+
+
+def _steps(steps: Sequence[SavedStep]) -> str:
+    if not steps:
+        return ""
+    most = max(1, *(step.written_bytes + step.shared_bytes for step in steps))
+    rows = []
+    for step in steps[-_MAX_ROWS:]:
+        new, shared = (100 * size / most for size in (step.written_bytes, step.shared_bytes))
+        what = f"{format_bytes(step.written_bytes)} written"
+        what += f", {format_bytes(step.shared_bytes)} shared with {step.base}" if step.shared_bytes else ""
+        if step.problem:
+            what = f"not complete: {step.problem}"
+        rows.append(
+            f"<tr><td>{escape(step.name)}</td><td>{format_bytes(step.total_bytes)}</td><td>"
+            f'<div class="cost" role="img" aria-label="{escape(what)}"><i style="width:{new:.2f}%"></i>'
+            f'<i class="shared" style="width:{shared:.2f}%"></i></div><small>{escape(what)}</small></td></tr>'
+        )
+    left = f"<p>{len(steps) - len(rows):,} earlier ones are left out.</p>" if len(steps) > len(rows) else ""
+    return (
+        '<section aria-labelledby="steps"><h2 id="steps">Checkpoints of the run</h2><p>What each one wrote, and what of'
+        ' it lies in files of earlier ones, which are stored once.</p><div class="scroll" tabindex="0"><table>'
+        f"<thead><tr><th>checkpoint</th><th>tensors</th><th>cost</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        f"</div>{left}</section>"
+    )
+
+
+def _files(files: Sequence[SavedFile]) -> str:
+    if not files:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(file.name)}</td><td>{format_bytes(file.nbytes)}</td>"
+        f"<td>{'an earlier save wrote it' if file.earlier else ''}</td></tr>"
+        for file in sorted(files, key=lambda file: file.name)[:_MAX_ROWS]
+    )
+    left = f"<p>{len(files) - _MAX_ROWS:,} more are left out.</p>" if len(files) > _MAX_ROWS else ""
+    return (
+        '<section aria-labelledby="files"><h2 id="files">Files</h2><div class="scroll" tabindex="0"><table><thead><tr>'
+        f"<th>file</th><th>size</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>{left}</section>"
+    )
+
+
+# --- of two ---
+
+
+def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
+    """Rows are names with their numbers left out, columns the first number, which is most often that of the layer; a
+    cell is the worst of its tensors. Rows that differ come first where there are too many."""
+    cells: dict[str, dict[int, list[float]]] = {}
+    top = 0
+    for name, m in measures.items():
+        numbers = re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name)
+        column = int(numbers[0]) if numbers else -1
+        row = cells.setdefault(re.sub(r"(^|\.)\d{1,6}(?=\.|$)", r"\1*", name), {})
+        share = m.differing / m.elements if m.elements else 0.0
+        before = row.get(column, [0.0, 0.0, 0.0, 0, 0])
+        new = (m.relative, m.largest, share, m.odd)
+        row[column] = [*(max(a, b) for a, b in zip(before, new)), before[4] + 1]
+        top = max(top, column)
+    step = top // _MAP_COLUMNS + 1
+    kept = sorted(cells, key=lambda row: -max(cell[0] + cell[3] for cell in cells[row].values()))[:_MAP_ROWS]
+    rows = []
+    for pattern in (name for name in cells if name in set(kept)):
+        merged: dict[int, list[float]] = {}
+        for column, cell in cells[pattern].items():
+            at = column // step if column >= 0 else -1
+            other = merged.get(at, [0.0] * 5)
+            merged[at] = [*(max(a, b) for a, b in zip(other[:4], cell)), other[4] + cell[4]]
+        rows.append([pattern, merged])
+    return {"rows": rows, "step": step, "columns": top // step + 1, "left": len(cells) - len(rows)}

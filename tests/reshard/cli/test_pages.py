@@ -1,0 +1,241 @@
+"""Pages of checkpoints and of differences: what they hold, and what a browser makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from planners import StateLayout, TensorLayout, TensorSpec
+from planners.reports.checkpoint_pages import Measure, Shown, checkpoint_page, difference_page
+from reshard.errors import CheckpointError
+from tests.browser import Browser, Page, needs_browser
+
+NAN = math.nan
+HOSTILE = "</script><img src=x onerror='window.hacked=1'>"
+NAMES = [
+    HOSTILE,
+    "{{data}}",
+    "a\u2028b\n<b>",
+    "__proto__.constructor",
+    "",
+    "..",
+    "x" * 3000,
+    ".".join("d" * 500),
+    "007",
+    "008",
+]
+
+
+def data_of(page: str) -> dict[str, object]:
+    """What the page's scripts read."""
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def shown(names: list[str], shape: tuple[int, ...] = (4, 2)) -> Shown:
+    tensors = {name: TensorLayout.from_boxes(TensorSpec(name, shape, "float32"), {0: []}) for name in names}
+    return Shown("run", StateLayout(tensors), {}, {}, [])
+
+
+def uneven(names: list[str]) -> Shown:
+    """Tensors of 6,300 shapes."""
+    shapes = {name: (1 + i % 900, 1 + i % 7) for i, name in enumerate(names)}
+    tensors = {n: TensorLayout.from_boxes(TensorSpec(n, shape, "float32"), {0: []}) for n, shape in shapes.items()}
+    return Shown("run", StateLayout(tensors), {}, {}, [])
+
+
+def experts() -> list[str]:
+    """200,000 names of a large mixture of experts, and no two layers alike in their last expert."""
+    kinds = ("w1.weight", "w2.weight", "w3.weight", "norm.scale")
+    return [f"model.layers.{i}.moe.experts.{j}.{kind}" for i in range(100) for j in range(500) for kind in kinds]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps; the second one differs in one layer, and has values that are not finite."""
+    run = tmp_path_factory.mktemp("pages") / "run"
+    torch.manual_seed(0)
+    layers = {str(i): {"w": torch.randn(64, 32), "b": torch.zeros(32)} for i in range(12)}
+    state = {
+        "model": {"embed": torch.randn(100, 32), "layers": layers, HOSTILE: torch.ones(2)},
+        "note": HOSTILE,
+        "step": 1,
+    }
+    reshard.save(state, run / "step-1")
+    layers["7"]["w"] = layers["7"]["w"] * 1.5
+    layers["9"]["b"] = torch.full((32,), math.nan)
+    reshard.save({**state, "step": 2}, run / "step-2", base="auto")
+    return run
+
+
+def test_names_of_checkpoints_stay_names() -> None:
+    """They are what somebody else wrote."""
+    page = checkpoint_page(shown(NAMES))
+    assert "<img" not in page
+    texts = data_of(page)["texts"]
+    assert isinstance(texts, list)
+    assert {HOSTILE.split(".")[0], "{{data}}", "x" * 3000} <= set(texts)
+    other = difference_page(
+        "t", (HOSTILE, "b"), {name: Measure(4, 1, 1.0, 1.0, 0) for name in NAMES}, [(HOSTILE, HOSTILE)], HOSTILE
+    )
+    assert "<img" not in other
+
+
+@pytest.fixture(scope="module")
+def large() -> str:
+    """A page of 200,000 tensors."""
+    names = experts()
+    assert len(names) == 200_000
+    return checkpoint_page(uneven(names))
+
+
+def test_200_000_tensors_fit_in_little(large: str) -> None:
+    assert len(large.encode()) < 5_000_000
+    assert len(checkpoint_page(shown(experts()[:20_000])).encode()) < 50_000, "equal branches are told once"
+
+
+def test_the_command_draws_a_step_of_a_run(say, saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert say("inspect", saved, "--html", file, "--histograms", "*.w").code == 0
+    page = file.read_text(encoding="utf-8")
+    found = data_of(page)["histograms"]
+    assert isinstance(found, dict)
+    assert set(found) == {f"model.layers.{i}.w" for i in range(12)}
+    low, high, counts, mean, std, odd = found["model.layers.7.w"]
+    values = reshard.open(saved)["model.layers.7.w"][...].double()
+    assert (low, high, sum(counts), odd) == (values.min(), values.max(), 64 * 32, 0)
+    assert (mean, std) == (pytest.approx(float(values.mean())), pytest.approx(float(values.std(correction=0))))
+    assert "shared with step 1" in page
+    assert say("inspect", saved, "--histograms", "*").code == 2, "a page is asked for"
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.zeros(0, 3), torch.tensor(2.5), torch.tensor([True, False]), torch.tensor([1 + 2j, 0j]), torch.tensor([NAN]),
+    torch.tensor([1.7e308, -1.7e308], dtype=torch.float64), torch.tensor([2**62, -(2**62)]),
+    torch.ones(4).to(torch.float8_e4m3fn), torch.tensor([math.inf, 1.0]),
+], ids=lambda t: f"{t.dtype}-{list(t.shape)}")  # fmt: skip
+def test_values_of_every_kind_are_counted(tensor: torch.Tensor, tmp_path: Path) -> None:
+    reshard.save({"t": tensor}, tmp_path / "c")
+    [found] = data_of(reshard.open(tmp_path / "c").to_html(histograms="*"))["histograms"].values()  # type: ignore[attr-defined]
+    finite = int(tensor.to(torch.complex128).isfinite().sum())
+    assert (sum(found[2]), found[5]) == (finite, tensor.numel() - finite)
+    same = reshard.compare(tmp_path / "c", {"t": tensor}, measure=True)
+    assert same.measures["t"] == Measure(tensor.numel(), 0, 0.0, 0.0, 0)
+    assert "No difference was found" in same.to_html()
+
+
+def test_differences_are_measured(saved: Path) -> None:
+    report = reshard.compare(saved / "step-1", saved / "step-2", measure=True)
+    other = {name: measure for name, measure in report.measures.items() if measure.differing}
+    assert set(other) == {"model.layers.7.w", "model.layers.9.b"}
+    before = reshard.open(saved / "step-1")["model.layers.7.w"][...].double()
+    changed = other["model.layers.7.w"]
+    assert changed.largest == pytest.approx(0.5 * float(before.abs().max()), rel=1e-6)
+    assert changed.relative == pytest.approx(1 / 3, rel=1e-6)
+    assert changed.differing == changed.elements == 64 * 32
+    assert other["model.layers.9.b"] == Measure(32, 32, 0.0, 0.0, 32)
+    assert report._repr_html_().startswith("<iframe")
+    assert reshard.compare(saved / "step-1", saved / "step-2").measures is None
+    with pytest.raises(CheckpointError, match="measure=True"):
+        reshard.compare(saved / "step-1", saved / "step-2").to_html()
+    odd = reshard.compare({"a": torch.ones(2), "only": torch.ones(1)}, {"a": torch.ones(3)}, measure=True)
+    assert odd.measures == {}
+    zero = reshard.compare({"a": torch.ones(2)}, {"a": torch.zeros(2)}, measure=True)
+    assert data_of(zero.to_html())["rows"][0][4] > 1e300  # type: ignore[index]  # against nothing, without infinity
+
+
+# In a browser: what a person sees.
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def assert_sound(page: Page, width: int) -> None:
+    """No script failed, only the page was fetched, names made no elements, and nothing is wider than the screen."""
+    assert page.errors == []
+    assert len(page.fetched) == 1
+    assert page.ask("[window.hacked ?? 0, document.images.length, document.documentElement.scrollWidth]") == [
+        0,
+        0,
+        width,
+    ]
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_checkpoint_is_seen_and_moved_in_by_keys(
+    width: int, dark: bool, browser: Browser, saved: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(reshard.open(saved).to_html(histograms="*.w"), encoding="utf-8")
+    page = browser.open(file, width=width, dark=dark)
+    assert_sound(page, width)
+    page.press("Tab", "Tab")
+    assert page.ask("document.activeElement.id") == "tree"
+    page.press("End", "Home", *["ArrowDown"] * 2)
+    row = "document.getElementById(tree.getAttribute('aria-activedescendant'))"
+    assert page.ask(f"{row}.querySelector('.name').textContent") == "layers"
+    page.press("ArrowRight", "ArrowRight")
+    for _ in range(40):
+        if page.ask("detail.querySelectorAll('.values svg').length"):
+            break
+        page.press("ArrowRight" if page.ask(f"{row}.getAttribute('aria-expanded')") == "false" else "ArrowDown")
+    assert page.ask("detail.querySelectorAll('.values svg').length") >= 1
+    assert page.ask("detail.querySelectorAll('.pair svg').length") == 1
+    assert_sound(page, width)
+    ground = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    assert (ground < 60) == dark
+    page.ask("(search.value = 'onerror', search.oninput())")
+    assert "onerror" in page.ask("tree.textContent")
+    assert_sound(page, width)
+
+
+@needs_browser
+def test_200_000_tensors_are_quick(browser: Browser, large: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(large, encoding="utf-8")
+    page = browser.open(file)
+    assert_sound(page, 1400)
+    took = page.ask("(() => { const t = performance.now(); search.value = 'layers.42. w2'; search.oninput();"
+                    " return performance.now() - t; })()")  # fmt: skip
+    assert took < 5_000
+    assert page.ask("rows.reduce((n, row) => n + row.all, 0)") == 500
+    page.ask("(search.value = 'model', search.oninput(), 0)")
+    assert page.ask("rows.reduce((n, row) => n + row.all, 0)") == 200_000
+    page.ask("(tree.scrollTop = 1e6, draw())")
+    assert 5 < page.ask("tree.querySelectorAll('.row').length") < 60
+    assert page.ask("(() => { const t = performance.now(); draw(); return performance.now() - t; })()") < 200
+    assert_sound(page, 1400)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path, tmp_path: Path, say) -> None:
+    file = tmp_path / "diff.html"
+    assert say("diff", saved / "step-1", saved / "step-2", "--html", file).code == 1
+    page = browser.open(file, width=width)
+    assert_sound(page, width)
+    assert page.ask("[...document.querySelectorAll('#worst tbody td:first-child')].map(td => td.textContent)") == [
+        "model.layers.9.b", "model.layers.7.w",
+    ]  # fmt: skip
+    assert "model.layers.*.b, 9" in page.ask("told.textContent")
+    page.ask("first.focus()")
+    page.press("ArrowLeft", "ArrowLeft")
+    assert page.ask("document.activeElement.words") == "model.layers.*.b, 7: the same"
+    page.press("ArrowUp")
+    assert page.ask("document.activeElement.words").startswith("model.layers.*.w, 7: relative 0.333, largest 1.")
+    page.ask("document.querySelector('th button').click()")
+    assert page.ask("document.querySelector('#worst tbody td').textContent") == "model.layers.7.w"
+    assert_sound(page, width)
