@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run
+from reshard.stored.crc32 import crc32
 
 _CHILD = """
 import json, resource, sys, threading, time, warnings
@@ -150,7 +150,7 @@ def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> 
         "read and write": both,
         "write from a mapping": from_mapping,
         "write into a mapping": into_mapping,
-        "CRC-32": lambda *_: zlib.crc32(buffer),
+        "CRC-32": lambda *_: crc32(buffer),
         "XXH3": lambda *_: xxhash.xxh3_128_intdigest(buffer),
     }
     try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +16,8 @@ from planners.geometry.box import ByteRuns, Window
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "Checking", "Checksums", "RecordChecksums", "add_touched", "combined",
-    "may_check", "most_to_check", "touched_ranges",
+    "BlockChecksums", "Checking", "Checksums", "Counts", "Range", "add_touched", "may_check",
+    "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
 
@@ -279,120 +276,6 @@ class BlockChecksums(Checksums):
         return blocks, wanted[touched], 0
 
 
-@dataclass(slots=True)
-class _Record:
-    stop: int
-    look_up: Callable[[], int | None]
-    is_right: bool = False
-    passed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start, stop, CRC) of what has passed by."""
-    found: tuple[int | None] | None = None
-    """What was looked up."""
-
-    def crc(self) -> int | None:
-        """What was written with it; None where none was."""
-        if self.found is None:
-            self.found = (self.look_up(),)
-        return self.found[0]
-
-
-class RecordChecksums(Checksums):
-    """CRC-32 of records of a file, which become known while it is looked into."""
-
-    can_pass = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._starts: list[int] = []
-        self._records: dict[int, _Record] = {}
-        self._lock = threading.Lock()
-
-    def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
-        """A record at [start, stop); `crc` looks up what was written with it."""
-        if start < stop and start not in self._records:
-            with self._lock:
-                if start not in self._records:
-                    self._records[start] = _Record(stop, crc)
-                    self._starts.insert(bisect_left(self._starts, start), start)
-
-    def _near(self, start: int, stop: int) -> list[int]:
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        near = self._starts[first : bisect_left(self._starts, stop)]
-        return [at for at in near if self._records[at].stop > start]
-
-    def pending(self, start: int, stop: int) -> list[Range]:
-        records = ((at, self._records[at]) for at in self._near(start, stop))
-        return [(at, one.stop) for at, one in records if not one.is_right and one.crc() is not None]
-
-    def has(self, start: int, stop: int) -> bool:
-        for at in self._near(start, stop):
-            record = self._records[at]
-            if at <= start and stop <= record.stop:
-                return record.is_right or record.crc() is not None
-        return False
-
-    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
-        crc = 0
-        for piece in data:
-            crc = zlib.crc32(piece, crc)
-        record = self._records[block[0]]
-        record.is_right = crc == record.crc()
-        return record.is_right
-
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
-        counts: dict[Range, int] = {}
-        outside = 0
-        runs = [(start, stop, stop - start) for start, stop in ranges]
-        runs += [(window.offset, window.stop, window.nbytes) for window in windows]
-        for start, stop, nbytes in runs:
-            left = nbytes
-            for at in self._near(start, stop):
-                record = self._records[at]
-                if record.crc() is not None:
-                    common = min(left, min(stop, record.stop) - max(start, at))
-                    counts[at, record.stop] = counts.get((at, record.stop), 0) + common
-                    left -= common
-            outside += left
-        blocks = sorted(counts)
-        return (
-            np.array(blocks, np.int64).reshape(-1, 2),
-            np.array([counts[block] for block in blocks], np.int64),
-            outside,
-        )
-
-    def note(self, start: int, data: memoryview) -> Range | None:
-        stop = start + len(data)
-        for at in self._near(start, stop):
-            record = self._records[at]
-            if record.is_right or at > start or stop > record.stop or record.crc() is None:
-                continue
-            crc = zlib.crc32(data)
-            with self._lock:
-                _put(record.passed, start, stop, crc)
-                if record.passed[0][:2] != (at, record.stop):
-                    return None
-                ((_, _, found),) = record.passed
-                record.passed.clear()
-            record.is_right = found == record.crc()
-            return None if record.is_right else (at, record.stop)
-        return None
-
-
-def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) -> None:
-    """Add a run of bytes and its CRC to others, which are in order, disjoint and apart; not if it overlaps one."""
-    i = bisect_left(passed, (start,))
-    if (i and passed[i - 1][1] > start) or (i < len(passed) and passed[i][0] < stop):
-        return
-    if i < len(passed) and passed[i][0] == stop:
-        _, end, after = passed.pop(i)
-        crc, stop = combined(crc, after, end - stop), end
-    if i and passed[i - 1][1] == start:
-        begin, _, before = passed.pop(i - 1)
-        passed.insert(i - 1, (begin, stop, combined(before, crc, stop - start)))
-    else:
-        passed.insert(i, (start, stop, crc))
-
-
 def touched_ranges(window: Window) -> list[Range]:
     """The bytes that a window touches, as ranges; small gaps are filled."""
     return [(start, start + size) for start, size in window.runs().in_order().joined(_NEAR_BYTES)]
@@ -450,39 +333,3 @@ def _add_alike(
         below += items * each
         at = np.minimum(at - items * stride, inner)
     np.add.at(counts, np.minimum(blocks[:, :-1], len(counts) - 1), np.diff(below + at))
-
-
-_POLYNOMIAL = 0xEDB88320
-"""x^32 + x^26 + ... + 1 without x^32, the coefficient of x^0 in the highest bit, as in all numbers here."""
-_ONE = 1 << 31
-_BYTE = _ONE >> 8
-
-
-def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo the one of CRC-32."""
-    found = 0
-    for power in range(32):
-        if a & _ONE >> power:
-            found ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found
-
-
-@lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
-def _shift(nbytes: int) -> int:
-    """x to the power of so many bytes' bits."""
-    found, square = _ONE, _BYTE
-    while nbytes:
-        if nbytes & 1:
-            found = _product(found, square)
-        square = _product(square, square)
-        nbytes >>= 1
-    return found
-
-
-def combined(first: int, second: int, second_nbytes: int) -> int:
-    """CRC-32 of two runs of bytes in a row, whose CRCs are known; 0 is that of no bytes.
-
-    A CRC is the rest of a polynomial over GF(2), so that of two runs follows from those of the two and a length.
-    """
-    return _product(first, _shift(second_nbytes)) ^ second

@@ -65,6 +65,8 @@ class Region:
 
     stored: StoredTensor
     box: Box
+    digest: Callable[[memoryview], int] | None = None
+    """What the thread that reads a piece takes of it, while it is in its cache."""
 
     @classmethod
     def whole(cls, stored: StoredTensor) -> Region:
@@ -86,6 +88,8 @@ class StreamedRows:
     data: memoryview
     """The elements, row-major."""
     dtype: str
+    digest: int | None
+    """Of `data`, if the region wants one."""
 
     def tensor(self) -> torch.Tensor:
         """The elements as a tensor that shares the piece's memory."""
@@ -120,7 +124,7 @@ class Feed:
         self._seen = seen
         self._tasks = self._all_windows(regions)
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
-        self._pending: deque[tuple[Box, str, Array, Future[memoryview]]] = deque()
+        self._pending: deque[tuple[Box, str, Array, Future[tuple[memoryview, int | None]]]] = deque()
         self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
@@ -150,9 +154,9 @@ class Feed:
         if not self._pending:
             raise ReshardError("more pieces were taken of a stream than its regions have")
         box, dtype, buffer, future = self._pending.popleft()
-        data = future.result()
+        data, digest = future.result()
         self._last = buffer
-        return StreamedRows(box, data, dtype)
+        return StreamedRows(box, data, dtype, digest)
 
     def _submit(self) -> bool:
         task = next(self._tasks, None)
@@ -167,8 +171,8 @@ class Feed:
         self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
         return True
 
-    def _load(self, reader: _RegionReader, box: Box, buffer: Array) -> memoryview:
-        """The bytes of a box; on a thread of the pool."""
+    def _load(self, reader: _RegionReader, box: Box, buffer: Array) -> tuple[memoryview, int | None]:
+        """The bytes of a box and their digest; on a thread of the pool."""
         self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
         self._read_bytes += buffer.nbytes
         if self._read_bytes >= _RELEASE_BYTES:
@@ -176,7 +180,8 @@ class Feed:
             sources, self._sources = self._sources, set()
             for source in sources:
                 source.release()
-        return memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
+        data = memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
+        return data, None if reader.digest is None else reader.digest(data)
 
     def __enter__(self) -> Self:
         return self
@@ -201,6 +206,7 @@ class _RegionReader:
 
     def __init__(self, region: Region) -> None:
         self.stored = region.stored
+        self.digest = region.digest
         self._region = region
         self._checked = False
 

@@ -29,6 +29,7 @@ from reshard.formats.torch_save.writer import (
     pickled_state,
     tensor_record,
     unknown_objects,
+    with_sums,
 )
 from reshard.live.dtypes import dtype_from_name
 from reshard.state import IntKey, KeyPath
@@ -64,15 +65,15 @@ class DcpWriter(FormatWriter):
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream the items of one file."""
         storage.delete(file.name)
-        regions = [self.region(part) for part in file.parts]
+        regions = with_sums(self.region(part) for part in file.parts)
         items: list[list[Any]] = []
-        with storage.create(file.name) as raw, self.feed(regions) as feed:
+        with storage.create(file.name) as raw, self.feed([region for region, _ in regions]) as feed:
             out = HashingWriter(raw)
-            for part, region in zip(file.parts, regions, strict=True):
+            for part, summed in zip(file.parts, regions, strict=True):
                 start = out.nbytes
                 stub = TensorStub(type(part.spec)(part.spec.fqn, part.box.sizes, part.spec.dtype), 0)
                 archive = begin_archive(out.write, pickled_state(stub))
-                tensor_record(archive, "data/0", feed, region, on_bytes)
+                tensor_record(archive, "data/0", feed, summed, on_bytes)
                 end_archive(archive)
                 items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
             if file is self.files[0]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
 from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
-from reshard.stored.checksums import RecordChecksums
+from reshard.stored.crc32 import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 
@@ -362,5 +361,5 @@ def _start(source: FileSource, stop: int) -> int | None:
 def _crc(source: FileSource, at: int, size: int) -> int:
     crc = 0
     for start in range(at, at + size, _WINDOW_BYTES):
-        crc = zlib.crc32(source.raw(start, min(_WINDOW_BYTES, at + size - start)), crc)
+        crc = crc32(source.raw(start, min(_WINDOW_BYTES, at + size - start)), crc)
     return crc

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,15 +22,15 @@ from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major
 from reshard.live.tree import unflatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.checksums import combined
 from reshard.stored.contents import Contents, Record
+from reshard.stored.crc32 import combined, crc32
 from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
 from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "ArchivesWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
     "nest_of", "paths_in_order", "pickled_state", "save_tensor", "tensor_record", "unknown_objects",
-    "written_crc",
+    "with_sums", "written_crc",
 ]  # fmt: skip
 
 
@@ -46,14 +44,14 @@ class ArchivesWriter(FormatWriter):
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one archive."""
         value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
-        regions = [self.region(part) for part in file.parts]
+        regions = with_sums(self.region(part) for part in file.parts)
         name = storage.temporary(file.name, self.job_id)
         storage.delete(name)
-        with storage.create(name) as raw, self.feed(regions) as feed:
+        with storage.create(name) as raw, self.feed([region for region, _ in regions]) as feed:
             out = HashingWriter(raw)
             archive = begin_archive(out.write, pickled_state(value))
-            for number, region in enumerate(regions):
-                tensor_record(archive, f"data/{number}", feed, region, on_bytes)
+            for number, summed in enumerate(regions):
+                tensor_record(archive, f"data/{number}", feed, summed, on_bytes)
             end_archive(archive)
             done = out.nbytes, out.digest()
         return self.done(name, *done)
@@ -105,17 +103,28 @@ def nest_of(
     return unflatten(leaves, containers)
 
 
-def tensor_record(
-    archive: ArchiveWriter, name: str, feed: Feed, region: Region, on_bytes: Callable[[int], None]
-) -> None:
-    """The data of one tensor as a record of an archive, with the checksums that came with it, if it has any."""
+def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
+    """Each region and the CRC-32 that came with it; one that has none is summed by the threads that read it."""
+    known = ((region, written_crc(region)) for region in regions)
+    return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
 
-    def pieces() -> Any:
+
+def tensor_record(
+    archive: ArchiveWriter, name: str, feed: Feed, summed: tuple[Region, int | None], on_bytes: Callable[[int], None]
+) -> None:
+    """The data of one tensor, one of `with_sums`, as a record of an archive."""
+    region, known = summed
+    crc = known or 0
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal crc
         for piece in feed.take(region):
             yield piece.data
+            if piece.digest is not None:
+                crc = combined(crc, piece.digest, len(piece.data))
             on_bytes(len(piece.data))
 
-    archive.record(name, region.nbytes, pieces(), written_crc(region))
+    archive.record(name, region.nbytes, pieces(), lambda: crc)
 
 
 # Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of
@@ -127,8 +136,8 @@ def tensor_record(
 #     archive.close()
 #
 # Nothing is ever sought or held: sizes are known beforehand, and checksums follow the data they are
-# of; they are taken on threads beside the writing, in parts, unless they are known. Records begin
-# at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds aligned tensors.
+# of. Records begin at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds
+# aligned tensors.
 
 
 _ALIGNMENT = 64
@@ -143,10 +152,6 @@ _DATE = 0x0021
 
 _PIECE_BYTES = 1 << 19
 """What is in memory is summed and written in pieces that stay in the processor's cache."""
-_ASIDE_BYTES = 1 << 20
-"""Checksums of pieces of at least this size are taken beside the writing."""
-_THREADS = 4
-"""That take them, each of a part."""
 
 _STORAGES = {
     "float64": "DoubleStorage",
@@ -181,7 +186,6 @@ class ArchiveWriter:
         self._write = write
         self._folder = folder
         self._entries: list[_ArchiveEntry] = []
-        self._aside = ThreadPoolExecutor(_THREADS, thread_name_prefix="reshard-crc")
         self.nbytes = 0
         """How many bytes were written so far."""
 
@@ -189,8 +193,8 @@ class ArchiveWriter:
         self._write(data)
         self.nbytes += memoryview(data).nbytes
 
-    def record(self, name: str, nbytes: int, pieces: Iterable[Any], crc: int | None = None) -> None:
-        """A record of `nbytes` bytes, of which `crc` is the CRC-32 where it is known.
+    def record(self, name: str, nbytes: int, pieces: Iterable[Any], summed: Callable[[], int] | None = None) -> None:
+        """A record of `nbytes` bytes, whose CRC-32 `summed` tells once all pieces were taken, if somebody knows it.
 
         Raises FormatError if the pieces add up to another number.
         """
@@ -209,27 +213,18 @@ class ArchiveWriter:
         )  # fmt: skip
         taken, done = 0, 0
         for piece in pieces:
-            size = memoryview(piece).nbytes
-            if crc is not None:
-                self._put(piece)
-            elif size < _ASIDE_BYTES:
-                taken = zlib.crc32(piece, taken)
-                self._put(piece)
-            else:
-                parts = summing(memoryview(piece), self._aside)
-                self._put(piece)
-                for part, length in parts:
-                    taken = combined(taken, part.result(), length)
-            done += size
-        crc = taken if crc is None else crc
+            if summed is None:
+                taken = crc32(piece, taken)
+            self._put(piece)
+            done += memoryview(piece).nbytes
         if done != nbytes:
             raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
+        crc = taken if summed is None else summed()
         self._put(struct.pack("<4sIQQ" if big else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes))
         self._entries.append(_ArchiveEntry(full, at, nbytes, crc))
 
     def close(self) -> None:
         """Write the central directory: before that, the archive is none."""
-        self._aside.shutdown()
         start = self.nbytes
         for entry in self._entries:
             wide = [n for n in (entry.nbytes,) * 2 if n >= LIMIT32] + [n for n in (entry.at,) if n >= LIMIT32]
@@ -347,26 +342,13 @@ def unknown_objects(objects: Mapping[str, Any]) -> list[str]:
     return [key for key, value in objects.items() if isinstance(value, Record)]
 
 
-# CRC-32 of records without taking it of all their bytes one after another: out of those of their
-# parts.
-#
-# Parts can be summed on several threads, or not at all: behind each record of a zip archive stands
-# the CRC that was written with it, and a tensor that is put together from such records takes theirs
-# along.
+# CRC-32 of records without taking it of their bytes: behind each record of a zip archive stands the
+# CRC that was written with it, and a tensor that is put together from such records takes theirs along.
 
 
 _DESCRIPTOR = b"PK\x07\x08"
 _LENGTHS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 """Of a descriptor: with sizes of 64 bits or of 32."""
-
-_PART_BYTES = 1 << 20
-"""What one thread sums at a time."""
-
-
-def summing(data: memoryview, pool: Executor) -> list[tuple[Future[int], int]]:
-    """The parts of some bytes, their CRCs being taken by the threads of a pool, and their lengths."""
-    parts = [data[at : at + _PART_BYTES] for at in range(0, data.nbytes, _PART_BYTES)]
-    return [(pool.submit(zlib.crc32, part), part.nbytes) for part in parts]
 
 
 def written_crc(region: Region) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
 import zipfile
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from planners.geometry.box import Box
 from reshard.errors import DamagedCheckpointError
 from reshard.formats.torch_save import writer as torch_zip_writer
 from reshard.formats.torch_save.archive import locate_item, read_head
-from reshard.formats.torch_save.writer import ArchiveWriter, combined, written_crc
+from reshard.formats.torch_save.writer import ArchiveWriter, written_crc
+from reshard.stored import crc32 as crc32_chapter, streaming
+from reshard.stored.crc32 import combined, crc32
 from reshard.stored.source import BytesSource
 from reshard.stored.streaming import Region
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -46,9 +49,29 @@ def test_of_runs_beyond_32_bits() -> None:
     assert from_left != combined(zeros[-1], combined(zeros[-1], tail, 4), (1 << 33) + 3)
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [(1 << 20) - 1], [1 << 20], [(9 << 20) + 5, 3, 1 << 20, 0, 7 << 20]])
-def test_large_pieces_are_summed_in_parts(sizes: list[int]) -> None:
-    """Beside small ones, with lengths that parts do not divide; `zipfile` compares."""
+@given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
+def test_whichever_function_was_found_is_zlib_s(data: bytes, before: int) -> None:
+    """Of pieces that follow others, and of buffers of all kinds."""
+    assert crc32(data) == crc32(memoryview(data)) == crc32(bytearray(data)) == zlib.crc32(data)
+    assert crc32(data, before) == zlib.crc32(data, before)
+
+
+def test_zlib_stands_in_where_the_extra_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal", None)
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    spec = importlib.util.spec_from_file_location("crc32_without_isal", crc32_chapter.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    chapter = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, chapter)
+    spec.loader.exec_module(chapter)
+
+    assert chapter.crc32 is zlib.crc32
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [(9 << 20) + 5, 3, 1 << 20, 0, 7 << 20]])
+def test_pieces_are_summed_one_after_another(sizes: list[int]) -> None:
+    """`zipfile` compares."""
     out, data = io.BytesIO(), bytes(range(251)) * 50_000
     pieces = [data[7 * i : 7 * i + size] for i, size in enumerate(sizes)]
 
@@ -57,6 +80,13 @@ def test_large_pieces_are_summed_in_parts(sizes: list[int]) -> None:
     archive.close()
 
     assert zipfile.ZipFile(out).read("archive/r") == b"".join(pieces)
+
+
+def test_sums_of_columns_are_put_together_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the threads that read take, each of a piece; `zipfile` compares."""
+    monkeypatch.setattr(streaming, "NEAR_PIECE_BYTES", 64)
+    reshard.convert(dcp(tmp_path, columns=2), tmp_path / "one.pt", format="torch_save")
+    assert summed_records(tmp_path / "one.pt")["data/0"] == CRC
 
 
 def summed_records(path: Path) -> dict[str, int]:
@@ -73,7 +103,7 @@ def refuse_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         assert TENSOR.numpy().tobytes().find(bytes(data)) < 0, "it was summed anew"
         return zlib.crc32(data, crc)
 
-    monkeypatch.setattr(torch_zip_writer, "zlib", SimpleNamespace(crc32=refuse))
+    monkeypatch.setattr(torch_zip_writer, "crc32", refuse)
 
 
 def dcp(path: Path, **cut: int) -> Path:

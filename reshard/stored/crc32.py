@@ -1,0 +1,172 @@
+"""CRC-32, which stands beside each record of a zip archive: taken, combined, and compared with what is read."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from planners.geometry.box import Window
+from reshard.stored.checksums import Checksums, Counts, Range
+
+try:  # many times as fast where processors multiply without carry: the extra `crc32`
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["RecordChecksums", "combined", "crc32"]
+
+
+@dataclass(slots=True)
+class _Record:
+    stop: int
+    look_up: Callable[[], int | None]
+    is_right: bool = False
+    passed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, stop, CRC) of what has passed by."""
+    found: tuple[int | None] | None = None
+    """What was looked up."""
+
+    def crc(self) -> int | None:
+        """What was written with it; None where none was."""
+        if self.found is None:
+            self.found = (self.look_up(),)
+        return self.found[0]
+
+
+class RecordChecksums(Checksums):
+    """CRC-32 of records of a file, which become known while it is looked into."""
+
+    can_pass = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts: list[int] = []
+        self._records: dict[int, _Record] = {}
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
+        """A record at [start, stop); `crc` looks up what was written with it."""
+        if start < stop and start not in self._records:
+            with self._lock:
+                if start not in self._records:
+                    self._records[start] = _Record(stop, crc)
+                    self._starts.insert(bisect_left(self._starts, start), start)
+
+    def _near(self, start: int, stop: int) -> list[int]:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        near = self._starts[first : bisect_left(self._starts, stop)]
+        return [at for at in near if self._records[at].stop > start]
+
+    def pending(self, start: int, stop: int) -> list[Range]:
+        records = ((at, self._records[at]) for at in self._near(start, stop))
+        return [(at, one.stop) for at, one in records if not one.is_right and one.crc() is not None]
+
+    def has(self, start: int, stop: int) -> bool:
+        for at in self._near(start, stop):
+            record = self._records[at]
+            if at <= start and stop <= record.stop:
+                return record.is_right or record.crc() is not None
+        return False
+
+    def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
+        crc = 0
+        for piece in data:
+            crc = crc32(piece, crc)
+        record = self._records[block[0]]
+        record.is_right = crc == record.crc()
+        return record.is_right
+
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
+        counts: dict[Range, int] = {}
+        outside = 0
+        runs = [(start, stop, stop - start) for start, stop in ranges]
+        runs += [(window.offset, window.stop, window.nbytes) for window in windows]
+        for start, stop, nbytes in runs:
+            left = nbytes
+            for at in self._near(start, stop):
+                record = self._records[at]
+                if record.crc() is not None:
+                    common = min(left, min(stop, record.stop) - max(start, at))
+                    counts[at, record.stop] = counts.get((at, record.stop), 0) + common
+                    left -= common
+            outside += left
+        blocks = sorted(counts)
+        return (
+            np.array(blocks, np.int64).reshape(-1, 2),
+            np.array([counts[block] for block in blocks], np.int64),
+            outside,
+        )
+
+    def note(self, start: int, data: memoryview) -> Range | None:
+        stop = start + len(data)
+        for at in self._near(start, stop):
+            record = self._records[at]
+            if record.is_right or at > start or stop > record.stop or record.crc() is None:
+                continue
+            crc = crc32(data)
+            with self._lock:
+                _put(record.passed, start, stop, crc)
+                if record.passed[0][:2] != (at, record.stop):
+                    return None
+                ((_, _, found),) = record.passed
+                record.passed.clear()
+            record.is_right = found == record.crc()
+            return None if record.is_right else (at, record.stop)
+        return None
+
+
+def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) -> None:
+    """Add a run of bytes and its CRC to others, which are in order, disjoint and apart; not if it overlaps one."""
+    i = bisect_left(passed, (start,))
+    if (i and passed[i - 1][1] > start) or (i < len(passed) and passed[i][0] < stop):
+        return
+    if i < len(passed) and passed[i][0] == stop:
+        _, end, after = passed.pop(i)
+        crc, stop = combined(crc, after, end - stop), end
+    if i and passed[i - 1][1] == start:
+        begin, _, before = passed.pop(i - 1)
+        passed.insert(i - 1, (begin, stop, combined(before, crc, stop - start)))
+    else:
+        passed.insert(i, (start, stop, crc))
+
+
+# A CRC is the rest of a polynomial over GF(2), so that of two runs of bytes in a row follows from
+# those of the two and the length of the second one.
+
+
+_POLYNOMIAL = 0xEDB88320
+"""x^32 + x^26 + ... + 1 without x^32, the coefficient of x^0 in the highest bit, as in all numbers here."""
+_ONE = 1 << 31
+_BYTE = _ONE >> 8
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, modulo the one of CRC-32."""
+    found = 0
+    for power in range(32):
+        if a & _ONE >> power:
+            found ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return found
+
+
+@lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
+def _shift(nbytes: int) -> int:
+    """x to the power of so many bytes' bits."""
+    found, square = _ONE, _BYTE
+    while nbytes:
+        if nbytes & 1:
+            found = _product(found, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return found
+
+
+def combined(first: int, second: int, second_nbytes: int) -> int:
+    """CRC-32 of two runs of bytes in a row, whose CRCs are known; 0 is that of no bytes."""
+    return _product(first, _shift(second_nbytes)) ^ second
