@@ -47,7 +47,7 @@ WHOLE = ("first_calls", "convert", "plan", "incremental", "control", "manifest")
 ON_REQUEST: tuple[str, ...] = ("cold", "load_parts", "many_tensors_large", "convert_large")
 """On the page, too, but they take so long that they are measured only by name, and kept until then."""
 ORDER = ON_THE_PAGE + ON_REQUEST
-NAMES = (*ORDER, "control_simulated", "device")
+NAMES = (*ORDER, "control_simulated", "device", "engines")
 
 
 def run(name: str, *options: str) -> int:
