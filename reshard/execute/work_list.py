@@ -208,7 +208,7 @@ _WAIT, _WAKE, _ALL = 0, 1, 1 << 30
 _MAX_POSITION = (1 << 63) - 1
 
 
-class _Target(NamedTuple):
+class _Landing(NamedTuple):
     """A row of the table of copies, and the array that its elements go into."""
 
     position: int
@@ -229,7 +229,7 @@ class NumpyRun:
         self.rows = copies.view(np.int64).reshape(-1, COPY.itemsize // 8)
         self.memory = [memoryview((ctypes.c_char * n).from_address(at)).cast("B") for at, n, _ in self.regions]
         self.counters: dict[tuple[int, ...], memoryview] = {}
-        self.targets: dict[int, _Target] = {}
+        self.targets: dict[int, _Landing] = {}
         self.until = 0.0
 
     def run(self, first: int, limit_ns: int) -> tuple[int, int, int]:
@@ -310,7 +310,7 @@ class NumpyRun:
         self.tallies[tally] += copied
         return Ending.DONE, 0
 
-    def _target(self, row: Sequence[int]) -> _Target:
+    def _target(self, row: Sequence[int]) -> _Landing:
         """Raises IndexError if the row leaves its region, or makes no sense."""
         position, region, at, itemsize, ndim, *rest = row
         if not 0 <= ndim <= MAX_DIMS or itemsize < 1 or position < 0:
@@ -323,7 +323,7 @@ class NumpyRun:
             raise IndexError(position)
         memory = self.bytes_of(region, at, span, writes=True)
         out = np.ndarray(sizes, item_dtype(itemsize), memory, 0, steps)
-        return _Target(position, region, itemsize, sizes, strides, out)
+        return _Landing(position, region, itemsize, sizes, strides, out)
 
     def wait(self, of: Sequence[int]) -> tuple[Ending, int]:
         region, byte, value, count, step = of[:5]
@@ -360,7 +360,7 @@ class NumpyRun:
         return self.counters[*where, writes]
 
 
-def _take(target: _Target, data: memoryview, start: int, nbytes: int) -> int:
+def _take(target: _Landing, data: memoryview, start: int, nbytes: int) -> int:
     """Copy what of a target's elements, whose first one lies at `start` of `data`, begins in its first `nbytes`."""
     copied = 0
     for index, sizes, offset in _beginning(target.sizes, target.strides, target.itemsize, start, nbytes):
