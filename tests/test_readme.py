@@ -24,7 +24,7 @@ from tests import gloo
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "manager.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 NEEDS = {"from-dcp:0": requires("no_dist" in inspect.signature(dcp.load).parameters, "takes no `no_dist`")}
 BLOCKS = [
     pytest.param(
@@ -239,5 +239,5 @@ def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_we
     gloo.run(_on_this_rank, 6, source + ENGINE_CHECK, str(tmp_path))
 
 
-def test_there_is_a_block_for_each_job() -> None:
-    assert len([block for block in BLOCKS if block.id.startswith("README")]) == 3
+def test_there_is_a_block_for_a_run_and_one_for_each_job() -> None:
+    assert len([block for block in BLOCKS if block.id.startswith("README")]) == 4

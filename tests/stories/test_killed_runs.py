@@ -126,6 +126,17 @@ def test_a_killed_run_is_the_run_that_nobody_killed(is_same_layout: bool, tmp_pa
 # by torchrun, in the night
 
 
+def workers_of(agent: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(agent)], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def torchrun(run: Run, layout: str, steps: int, rng: random.Random, how: str) -> bool:
     """A life that is killed at a random moment; whether it was, and did not end before."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_of(layout)}", SCRIPT]
@@ -145,19 +156,17 @@ def torchrun(run: Run, layout: str, steps: int, rng: random.Random, how: str) ->
             delay_s -= 0 if after else 0.002
         if how and after:
             time.sleep(delay_s)
-        was_running = job.poll() is None
+        was_running, workers = job.poll() is None, workers_of(job.pid)
         if how == "kill all":
-            os.killpg(job.pid, signal.SIGKILL)
+            kill([job.pid, *workers])
         elif how == "kill one":
-            workers = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-            os.kill(int(rng.choice(workers)) if workers else job.pid, signal.SIGKILL)
+            kill([rng.choice(workers or [job.pid])])
         elif how:
             job.send_signal(signal.SIGTERM)
         try:
-            job.wait(120)
+            job.wait(60)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+            kill([job.pid, *workers, *workers_of(job.pid)])
     return was_running
 
 
@@ -170,7 +179,7 @@ def many(kills: int, seed: int) -> None:
             layout = rng.choice(LAYOUTS)
             for _ in range(min(rng.randint(4, 8), kills - done)):
                 how = rng.choice(HOWS)
-                counted[how] += torchrun(run, layout, 100_000, rng, how)
+                counted[how] += torchrun(run, layout, 1000, rng, how)
                 run.look(was_asked=how == "ask")
                 print(
                     f"{how} in {layout} at {[step for step, _ in run.lives[-1]][-1:]}, newest {run.newest}", flush=True
@@ -190,4 +199,5 @@ def many(kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))  # and to leave no process behind
     many(int(sys.argv[1]), int(sys.argv[2]))

@@ -42,15 +42,18 @@ class LiveObjects:
 
     Raises FormatError for what is no dict, and for objects in tuples; NormalizationError for an optimizer without its
     model.
+
+    Args:
+        to_fill: for a load, and not to be saved.
     """
 
-    def __init__(self, user: Any) -> None:
+    def __init__(self, user: Any, *, to_fill: bool = False) -> None:
         if not isinstance(user, MutableMapping):
             raise FormatError(
                 f"the state of a run is a dict, such as {{'model': model, 'optim': optimizer, 'step': 0}}, got "
                 f"{type(user).__name__}"
             )
-        self._user = user
+        self._user, self._to_fill = user, to_fill
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
         self.state: Any = self._take(user, "")
@@ -73,22 +76,32 @@ class LiveObjects:
         raise FormatError(f"{key!r} is a {type(value).__name__} with a model or the like in it: use a dict or a list")
 
     def _object(self, value: Any, key: str) -> _Taken | None:
+        if isinstance(value, torch.Generator):
+            value = PerRank(value, on_change="keep")
         if isinstance(value, PerRank):
-            inner = self._object(value.value, key)
-            if inner is None:
-                return None
-            return _Taken(replace(value, value=inner.state), lambda got: inner.put(got.value))
+            return self._own(value)
         if models := _all(nn.Module | Stage, value):
             return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
         if optimizers := _all(Optimizer, value):
             owners = self._models_of(optimizers, key)
             state = get_optimizer_state_dict(owners, optimizers)
             return _Taken(state, lambda got: set_optimizer_state_dict(owners, optimizers, got))
-        if isinstance(value, torch.Generator):
-            return _Taken(PerRank(value.get_state(), on_change="keep"), lambda got: value.set_state(got.value))
         if _is_stateful(value):
             return _Taken(value.state_dict(), value.load_state_dict)
         return None
+
+    def _own(self, wrapper: PerRank) -> _Taken | None:
+        """Of an object that each rank has for itself. To ask a data loader for its state may start its workers, so
+        that is not done before it is filled: one that nothing comes for stays as it was made."""
+        its = wrapper.value
+        if isinstance(its, torch.Generator):
+            get, put = its.get_state, its.set_state
+        elif _is_stateful(its):
+            get, put = its.state_dict, its.load_state_dict
+        else:
+            return None
+        held = replace(wrapper, value=None if self._to_fill else get())
+        return _Taken(held, lambda got: got.value is None or put(got.value))
 
     def _models_of(self, optimizers: list[Any], key: str) -> list[nn.Module | Stage]:
         its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -347,7 +347,7 @@ class CheckpointManager:
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             steps = group.share(self._read().current() if group.rank == 0 else None, kind=list[int])
-            taken = LiveObjects(state)
+            taken = LiveObjects(state, to_fill=True)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report = self._newest_whole(steps, wanted, taken.state, options)
@@ -378,7 +378,9 @@ class CheckpointManager:
             if isinstance(found, RestoreReport):
                 return found
             passed.append(found if one is None else f"step {one}: {found}")
-            _log.warning("%s: passed over %s", self.root, passed[-1])
+            if self._claim is not None:
+                level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
+                _log.log(level, "%s: passed over %s", self.root, passed[-1])
         if wanted is None and not steps:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"
