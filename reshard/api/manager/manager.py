@@ -349,7 +349,6 @@ class CheckpointManager:
             steps = group.share(self._read().current() if group.rank == 0 else None, kind=list[int])
             taken = LiveObjects(state, to_fill=True)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report = self._newest_whole(steps, wanted, taken.state, options)
         if report is None:
             return None
