@@ -109,7 +109,16 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = {"model.embed_tokens.weight": torch.ones(16, 8), "layers.0.moe.experts.w1": torch.ones(4, 8, 8)}
     model |= {"layers.0.attention.wq.weight": torch.ones(8, 8), "layers.0.wo.weight": torch.ones(8, 8)}
     model["norm.bias"] = torch.ones(8)
-    for name in ("CHECKPOINT", "BEFORE", "AFTER", "OURS", "THEIRS", "OTHER_CHECKPOINT", "demo-out/checkpoint"):
+    for name in (
+        "CHECKPOINT",
+        "BEFORE",
+        "AFTER",
+        "OURS",
+        "THEIRS",
+        "OTHER_CHECKPOINT",
+        "demo-out/checkpoint",
+        "run/step-1",
+    ):
         reshard.save({"model": model, "step": 1}, folder / name)
     for name in ("ep4.topology", "new.topology"):
         (folder / name).write_text(str(planners.fsdp(2)))
@@ -121,10 +130,10 @@ _OF_FRAMEWORKS = {"MEGATRON_FOLDER", "OLD_MEGATRON_FOLDER", "FSDP_CHECKPOINT", "
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that need a framework's model, or install something, are read only: their options are there."""
+    """Those that need a framework's model or an engine, or install something, are read only: their options are there."""
     monkeypatch.chdir(stand_ins)
     words = shlex.split(line.split(" && ")[0].replace("NAME", "model.layers.0.wo.weight"), comments=True)[1:]
-    if "--names" in words or words[0].startswith("-") or _OF_FRAMEWORKS & set(words):
+    if {"--names", "--on"} & set(words) or words[0].startswith("-") or _OF_FRAMEWORKS & set(words):
         command = typer.main.get_command(app)
         with command.make_context("reshard", words[:], resilient_parsing=True) as context:
             name, sub, rest = command.resolve_command(context, words) if words[0][0] != "-" else ("", command, words)
