@@ -130,7 +130,7 @@ _OF_FRAMEWORKS = {"MEGATRON_FOLDER", "OLD_MEGATRON_FOLDER", "FSDP_CHECKPOINT", "
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that need a framework's model or an engine, or install something, are read only: their options are there."""
+    """Those that need a framework's model or an engine, or install something, are read only: they have the options."""
     monkeypatch.chdir(stand_ins)
     words = shlex.split(line.split(" && ")[0].replace("NAME", "model.layers.0.wo.weight"), comments=True)[1:]
     if {"--names", "--on"} & set(words) or words[0].startswith("-") or _OF_FRAMEWORKS & set(words):
