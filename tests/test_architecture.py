@@ -52,8 +52,8 @@ MOST = {
     "save: functions": 400,
     "set optimizer: local parts asked for, per tensor": 2,
 }
-"""What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions go up
-only with what the library can do, and docs/decisions.md says with what."""
+"""What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions
+go up only with what the library can do, and docs/decisions.md says with what."""
 
 
 def test_no_circles_between_modules() -> None:
