@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +24,8 @@ import torch
 
 import reshard
 from reshard.api.tasks import Processes
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, ReshardError, StorageError
+from tests.noting import Noting
 from tests.reshard.storage.conftest import _serving, s3  # noqa: F401  # fixtures
 from tests.reshard.storage.s3_server import S3Server
 
@@ -48,16 +50,21 @@ def recorded(target: Path) -> int:
     return len(list(target.glob("convert-*/*.json")))
 
 
+def staged(target: Path) -> int:
+    return len(list(target.glob("*.safetensors*")))
+
+
 def disturbed(
     source: Path, target: Path, executor: Executor, disturb: Callable[[], object], after: int
 ) -> tuple[dict[str, bytes], bool]:
-    """A conversion during which something happens once so many files are there; what is there at its end, and whether
-    it happened while the conversion ran."""
+    """A conversion during which something happens to a worker once so many files are there; what is there at its end,
+    and whether it happened while the conversion ran. Only what that worker was at is read twice."""
+    noting = Noting(target.with_suffix(".log"))
     errors: list[BaseException] = []
 
     def convert() -> None:
         try:
-            reshard.convert(source, target, executor=executor, **OPTIONS)
+            reshard.convert(source, target, executor=executor, mapping=noting, **OPTIONS)
         except BaseException as error:
             errors.append(error)
 
@@ -70,7 +77,19 @@ def disturbed(
     thread.join()
     if errors:
         raise errors[0]
+    assert len(noting.reads()) == 60
+    assert noting.reads().total() <= 60 + 1
     return files_in(target), was_midway
+
+
+DRIVER = """
+import pathlib, sys, distributed, reshard
+from tests.noting import Noting
+source, target, log, address = sys.argv[1:]
+with distributed.Client(address) as client:
+    options = {"format": "safetensors", "max_shard_bytes": 1 << 20, "executor": client.get_executor()}
+    reshard.convert(source, target, mapping=Noting(pathlib.Path(log), 0.1), **options)
+"""
 
 
 @contextmanager
@@ -108,6 +127,39 @@ def test_dask_with_workers_that_are_killed(tmp_path: Path, s3: S3Server) -> None
             reshard.convert(source, tmp_path / "late", executor=executor)
     assert reshard.compare("s3://bucket/dask", source).ok
     assert not reshard.storage.open_storage("s3://bucket/dask").list("convert-")
+
+
+def test_a_driver_of_dask_that_is_killed_or_interrupted(tmp_path: Path) -> None:
+    """A second one is refused by name while the first is there. When that has ended, nothing opens, and tasks that were
+    not begun are not; the same call, made at once, goes on with what is whole."""
+    source, wanted = made(tmp_path)
+    with dask(2) as (cluster, client), client.get_executor() as executor:
+        for how in (signal.SIGKILL, signal.SIGINT):
+            target, noting = tmp_path / how.name, Noting(tmp_path / f"{how.name}.log", 0.1)
+            given = [str(source), str(target), f"{target}.log", cluster.scheduler_address]
+            child = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, *given], cwd=Path(__file__).parents[3], stderr=subprocess.DEVNULL
+            )
+            while child.poll() is None and recorded(target) < 3:
+                time.sleep(0.001)
+            with pytest.raises(StorageError, match=rf"process {child.pid} on .* is converting to"):
+                reshard.convert(source, target, executor=executor, mapping=noting, **OPTIONS)
+            child.send_signal(how)
+            assert child.wait(30) != 0
+            assert recorded(target) < 60
+            with pytest.raises(ReshardError):
+                reshard.open(target)
+            deadline = time.monotonic() + 10
+            while how == signal.SIGINT and staged(target) != recorded(target):  # what was under way leaves nothing
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+            report = reshard.convert(source, target, executor=executor, mapping=noting, **OPTIONS)
+
+            assert 3 <= len(report.resumed) < 60
+            assert files_in(target) == wanted
+            assert len(noting.reads()) == 60
+            assert noting.reads().total() <= 60 + 2
 
 
 def test_processes_write_to_an_object_store(tmp_path: Path, s3: S3Server) -> None:  # noqa: F811

@@ -25,6 +25,7 @@ from reshard.cli.app import run
 from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError
 from reshard.ranks import liveness
 from tests.deadly import Deadly
+from tests.noting import Noting
 
 MIB = 1 << 20
 
@@ -91,9 +92,10 @@ def test_relative_paths_are_the_drivers(source: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_worker_that_dies(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
-    """By a signal that nobody can answer, some while after the first file is there."""
-    target = tmp_path / "c"
-    options: dict[str, Any] = {"format": "safetensors", "max_shard_bytes": MIB}
+    """By a signal that nobody can answer, some while after the first file is there. What the two processes had under
+    way is read again, and nothing else."""
+    target, noting = tmp_path / "c", Noting(tmp_path / "log")
+    options: dict[str, Any] = {"format": "safetensors", "max_shard_bytes": MIB, "mapping": noting}
     with Processes(2) as executor:
         thread = threading.Thread(target=lambda: reshard.convert(source, target, executor=executor, **options))
         thread.start()
@@ -107,6 +109,8 @@ def test_a_worker_that_dies(source: Path, wanted: dict[str, bytes], tmp_path: Pa
                 break
         thread.join()
     assert files_in(target) == wanted
+    assert len(noting.reads()) == 60
+    assert noting.reads().total() <= 60 + 2
 
 
 def test_a_task_that_ends_its_worker_is_tried_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,9 +241,11 @@ def test_a_second_driver_on_another_machine_is_refused(
 
 
 KILLED = """
-import sys, reshard
+import pathlib, sys, reshard
+from tests.noting import Noting
 if __name__ == "__main__":
-    reshard.convert(sys.argv[1], sys.argv[2], max_shard_bytes=1 << 20, workers=2)
+    noting = Noting(pathlib.Path(sys.argv[3]))
+    reshard.convert(sys.argv[1], sys.argv[2], max_shard_bytes=1 << 20, workers=2, mapping=noting)
 """
 
 
@@ -248,10 +254,12 @@ if __name__ == "__main__":
 def test_what_an_ended_driver_began_goes_on(
     how: signal.Signals, elsewhere: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed or interrupted, its workers end, and nothing opens; here or on another machine, the same call goes on."""
-    target = tmp_path / "c"
+    """Killed or interrupted, its workers end, and nothing opens; here or on another machine, the same call goes on, and
+    reads again what its two workers had under way."""
+    target, noting = tmp_path / "c", Noting(tmp_path / "log")
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(source), str(target)],
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(source), str(target), str(tmp_path / "log")],
+        cwd=Path(__file__).parents[3],
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -267,9 +275,11 @@ def test_what_an_ended_driver_began_goes_on(
     if elsewhere:
         unseen(monkeypatch)
 
-    report = reshard.convert(source, target, max_shard_bytes=MIB)
+    report = reshard.convert(source, target, max_shard_bytes=MIB, mapping=noting)
 
     assert len(report.resumed) >= 3
+    assert len(noting.reads()) == 60
+    assert noting.reads().total() <= 60 + 2
     assert reshard.verify(target, source).ok
     assert not list(target.glob("convert-*"))
 
