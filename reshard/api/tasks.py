@@ -40,8 +40,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
-
-import xxhash
+from uuid import uuid4
 
 from reshard.errors import CheckpointError, ReshardError
 from reshard.native.release import __version__
@@ -80,8 +79,10 @@ class Work(Protocol[T_in, R_out]):
 class _Order:
     version: str
     key: str
+    """Of this run alone: engines such as Dask know the answers to calls that are equal."""
     work: bytes
     task: Any = None
+    tries: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class _Driver:
 
     def __init__(self, executor: Executor, packed: bytes, count: int) -> None:
         self._executor, self._count, self._done = executor, count, 0
-        self._order = (__version__, xxhash.xxh3_128_hexdigest(packed), packed)
+        self._order = (__version__, uuid4().hex, packed)
         self._pending: dict[Future[_Answer], Any] = {}
         self._renews = isinstance(executor, Processes)
 
@@ -246,7 +247,7 @@ class _Driver:
             while numbered and len(self._pending) < most:
                 number, task = numbered.popleft()
                 tries[number] += 1
-                self._pending[self._submit(_perform, _Order(*self._order, task))] = number, task
+                self._pending[self._submit(_perform, _Order(*self._order, task, tries[number]))] = number, task
             for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
                 number, task = self._pending.pop(future)
                 try:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.api.tasks import Processes
+from reshard.api.tasks import Processes, run_tasks
 from reshard.errors import CheckpointError, ReshardError, StorageError
 from tests.noting import Noting
 from tests.reshard.storage.conftest import _serving, s3  # noqa: F401  # fixtures
@@ -160,6 +161,40 @@ def test_a_driver_of_dask_that_is_killed_or_interrupted(tmp_path: Path) -> None:
             assert files_in(target) == wanted
             assert len(noting.reads()) == 60
             assert noting.reads().total() <= 60 + 2
+
+
+@dataclass(frozen=True)
+class Present:
+    """Each task fails while a file is missing."""
+
+    file: Path
+
+    def begin(self) -> Callable[[int], int]:
+        """Nothing to open."""
+
+        def do(task: int) -> int:
+            if not self.file.exists():
+                raise CheckpointError("it is missing")
+            return task
+
+        return do
+
+
+def test_dask_does_again_what_failed_before(tmp_path: Path) -> None:
+    """Dask knows the answer to an equal call as long as somebody keeps that of the first, as an error's frames do."""
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'reshard[dask]'")
+    done: list[int] = []
+    with (
+        distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None, silence_logs=50) as cluster,
+        distributed.Client(cluster) as client,
+        client.get_executor() as executor,
+    ):
+        with pytest.raises(CheckpointError, match="it is missing") as kept:
+            run_tasks(Present(tmp_path / "file"), [1, 2], executor, lambda task, result: done.append(result))
+        (tmp_path / "file").touch()
+        run_tasks(Present(tmp_path / "file"), [1, 2], executor, lambda task, result: done.append(result))
+    assert kept is not None
+    assert sorted(done) == [1, 2]
 
 
 def test_processes_write_to_an_object_store(tmp_path: Path, s3: S3Server) -> None:  # noqa: F811
