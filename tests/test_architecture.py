@@ -32,7 +32,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 425_200,
+    "tokens": 426_000,
     "header %": 7.9,
     "mean line": 52.9,
     "lines over 100 %": 9.7,
@@ -87,7 +87,8 @@ def test_nothing_is_imported_by_a_name_that_is_made_up() -> None:
 def test_names_of_modules_in_strings_are_names_of_modules() -> None:
     """Strings count as arrows, so none may name what is not there."""
     texts = {text for m in HOUSE.modules.values() for text in m.strings()}
-    tables = {text for package in ("planners", "reshard") for text in HOUSE.modules[package].strings()}
+    others = ("planners", "reshard", "reshard.ranks.telemetry")  # tables of names; names of metrics
+    tables = {text for module in others for text in HOUSE.modules[module].strings()}
     assert len(texts & HOUSE.modules.keys()) > 30
     assert sorted(texts - tables - HOUSE.modules.keys()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -14,6 +15,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
 TEXTS = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
+"""Which has names below `reshard` that are no Python."""
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
@@ -71,7 +74,7 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [path for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]*)`", text) if not (ROOT / path).exists()] == []
     for name in sorted(set(re.findall(r"\b((?:planners|reshard)(?:\.[A-Za-z_]\w*)+)", text))):
-        if _framework_imports(name):
+        if f'"{name}"' not in TELEMETRY and _framework_imports(name):
             pkgutil.resolve_name(name.removesuffix(".py"))
 
 
@@ -90,3 +93,16 @@ def test_the_index_lists_every_page() -> None:
     links = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)", index.read_text(encoding="utf-8"))}
     pages = {page.resolve() for page in DOCS.rglob("*.md")} - {index.resolve()}
     assert pages - links == set()
+
+
+def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
+    logged = set()
+    for file in (ROOT / "reshard").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("_log"), level), [ast.Constant(str(line)), *_]):
+                    logged.add((level.replace("exception", "error").upper(), re.sub(r"%[.0-9]*[a-z]", "…", line)))
+    rows = re.findall(r"^\| (\w+) \| .* \| (.*) \|$", (DOCS / "monitoring.md").read_text(encoding="utf-8"), re.M)
+    told = {(level, line) for level, cell in rows for line in re.findall(r"`([^`]+)`", cell)}
+    assert len(logged) > 15
+    assert logged - told == {("INFO", "…")}, "what each phase says"

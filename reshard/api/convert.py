@@ -25,7 +25,8 @@ from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.ranks.liveness import WriterLease
-from reshard.ranks.progress import Progress, Span, phase
+from reshard.ranks.progress import Progress, phase
+from reshard.ranks.spans import Span
 from reshard.storage.base import Storage
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FormatWriter
@@ -125,7 +126,7 @@ def convert(
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with phase("convert") as phases, group.together("convert"):
+    with phase("convert", path=target) as phases, group.together("convert"):
         globs = (select,) if isinstance(select, str) else tuple(select or ())
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
         job = ConvertJob(

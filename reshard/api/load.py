@@ -109,7 +109,7 @@ def load(
         DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=deadline_s)
-    with phase("load"), group.together("load"):
+    with phase("load", path=path), group.together("load"):
         options = LoadOptions(
             strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
         )

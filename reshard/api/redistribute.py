@@ -42,7 +42,8 @@ from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.live.tensors import local_tensors
 from reshard.ranks.group import Group, device_of_kind
-from reshard.ranks.progress import Span, phase
+from reshard.ranks.progress import phase
+from reshard.ranks.spans import Span
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute", "verify_live"]
 
@@ -169,10 +170,11 @@ class Prepared:
                 if self._moving:
                     raise self._undefined(error) from error
                 raise
-            if self._before:
-                span.began_ns = self._before[0].began_ns
-                span.inner[:0], self._before = self._before, []
-            return self._report(span)
+            span.nbytes = sum(exchange.received_bytes for exchange in self._exchanges)
+        if self._before:
+            span.began_ns = self._before[0].began_ns
+            span.inner[:0], self._before = self._before, []
+        return self._report(span)
 
     def _run(self) -> None:
         group = self._group

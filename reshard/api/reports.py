@@ -17,7 +17,8 @@ import torch.distributed as dist
 from planners.notebooks import Tabled
 from reshard.errors import StorageError
 from reshard.ranks.group import Group
-from reshard.ranks.progress import EPOCH_NS, Span
+from reshard.ranks.progress import EPOCH_NS
+from reshard.ranks.spans import Span
 
 __all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "WrittenReport", "trace_of"]
 

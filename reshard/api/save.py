@@ -61,7 +61,7 @@ from reshard.ranks.global_state import (
     joined_objects,
 )
 from reshard.ranks.group import DEADLINE_S, Group
-from reshard.ranks.progress import current, phase
+from reshard.ranks.progress import current, phase, rest_of_call
 from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, place_of
 
@@ -118,7 +118,7 @@ def save(
         FormatError: a value that is no plain data; with `overwrite=False`, a checkpoint that is there already.
         StorageError: the storage failed, or is not the same folder for all ranks.
     """
-    with phase("save"):
+    with phase("save", path=path):
         with phase("earlier saves"):
             _await_saves_to(path)
         group = Group(process_group, alone=alone, deadline_s=deadline_s)
@@ -179,7 +179,7 @@ def async_save(
     what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
     path go on one after another.
     """
-    with phase("async_save"):
+    with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
         with phase("earlier saves"):
             _await_saves_to(path)
@@ -564,9 +564,12 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
 
     def run() -> None:
         try:
-            future.set_result(save())
+            with rest_of_call():
+                result = save()
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the phase under way
     thread.start()

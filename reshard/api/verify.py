@@ -135,7 +135,7 @@ def _deep_findings(
     native = checkpoint.contents.details(NativeFacts)
     sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
     sizes = {name: record.nbytes for name, record in native.files.items()} if native is not None else sizes
-    with Progress(show=progress) as bar, bar.phase("verify", total_bytes=total_bytes) as step:
+    with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
             findings = _block_findings(checkpoint, opening, sizes, executor, blocks)
         if not findings:  # which makes it needless to compare blocks of ours again
@@ -368,12 +368,13 @@ def _compare(
         left, right = _Side(a), _Side(b)
     if labels is not None:
         left.label, right.label = labels
+    subject = f"{left.label} and {right.label}"
     findings = [*_only_findings(left, right, left.tensors, right.tensors)]
     common = [name for name in left.tensors if name in right.tensors]
     exact = not rtol and not atol
     known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
     total = sum(_nbytes(x) for x in left.tensors.values())
-    with Progress(show=progress) as bar, bar.phase("compare", total_bytes=total) as step:
+    with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
         step.advance(sum(_nbytes(left.tensors[name]) for name in common if known[name] is not None))
         unknown = [name for name in common if known[name] is None]
         found = _differences(left, right, unknown, how, executor, step)
@@ -397,7 +398,7 @@ def _compare(
     sums = {name: found[name] if name in found else _Difference() for name in sizes if name in found or name in alike}
     measures = {name: one.measure(sizes[name]) for name, one in sums.items() if not one.error}
     return CompareReport(
-        f"{left.label} and {right.label}", tuple(findings), len(common), Coverage(total, read, read), covers,
+        subject, tuple(findings), len(common), Coverage(total, read, read), covers,
         measures if is_measured else None, (left.label, right.label),
     )  # fmt: skip
 

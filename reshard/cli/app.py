@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from reshard import __version__
 from reshard.cli import convert, demo, diff, gather, inspect, normalize, plan, verify
@@ -55,6 +56,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "inspect hf/ --only '*.weight' --depth 3",
         "inspect run/step-1000 --map model.layers.0.wq.weight",
         "inspect s3://bucket/run --json",
+        "inspect run/step-1000 --html",
     ],
     plan.plan: [
         "plan run/step-1000 fsdp=3",
@@ -62,7 +64,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "plan run/step-1000 dp=4,tp=2 --rule '*.wo.weight=S(0),S(1)' --rule '*=S(0),R'",
     ],
     verify.verify: ["verify run/step-1000", "verify copy/ --against run/step-1000", "verify run/step-1000 --shallow"],
-    diff.diff: ["diff run/step-1000 run/step-2000", "diff fsdp/ megatron/ --normalized", "diff a.pt b.pt --atol 1e-6"],
+    diff.diff: ["diff run/step-1000 run/step-2000", "diff fsdp/ megatron/ --normalized", "diff a.pt b.pt --html"],
     convert.convert: [
         "convert run/step-1000 hf -f safetensors --model --dtype bf16",
         "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
@@ -78,10 +80,23 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
 }
 """What each command is used for, at the end of its help."""
 
+
+class _Command(TyperCommand):
+    """Draws into a file named after it, where --html names none."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
+            if word == "--html" and following.startswith("-"):
+                args[at] = f"--html=reshard-{self.name}.html"
+        return super().parse_args(ctx, args)
+
+
 for command, examples in EXAMPLES.items():
     lines = [f"  reshard {example}" for example in examples]
     told = _flowing(command.__doc__ or "")
-    app.command(command.__name__, help=told, epilog="\n\n".join(["Examples:", *lines]).replace("[", "\\["))(command)
+    epilog = "\n\n".join(["Examples:", *lines]).replace("[", "\\[")
+    app.command(command.__name__, cls=_Command, help=told, epilog=epilog)(command)
 
 
 def _version(wanted: bool) -> None:

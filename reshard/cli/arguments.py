@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Naming", "On", "Rules", "Sides", "Source", "UsageError",
+    "AsJson", "Config", "Depth", "HintOption", "Html", "Naming", "On", "Rules", "Sides", "Source", "UsageError",
     "both_sides", "choice", "dequantized", "dtype_name", "executor_on", "in_words_of_the_command_line", "mapping_of",
     "read_hints", "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
 ]  # fmt: skip
@@ -38,6 +38,10 @@ __all__ = [
 Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Depth = Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="[FILE]", help="Draw it as one HTML file: this one, or reshard-COMMAND.html in this folder."),
+]
 Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from reshard.cli.arguments import (
     Config,
     HintOption,
+    Html,
     Naming,
     On,
     Source,
@@ -20,7 +20,7 @@ from reshard.cli.arguments import (
     read_hints,
     stored_hints,
 )
-from reshard.cli.show import console, print_json, print_report, report_as_json, size
+from reshard.cli.show import console, print_json, print_report, report_as_json, size, write_page
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -57,9 +57,7 @@ def diff(
     on: On = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw here, as one HTML file, which layers differ by how much.")
-    ] = None,
+    html: Html = None,
 ) -> None:
     """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the first element is told.
 
@@ -81,7 +79,7 @@ def diff(
     with executor_on(on) as executor:
         report = how(*sides, executor=executor, progress=not as_json)
     if html is not None:
-        html.write_text(report.to_html(), encoding="utf-8")
+        write_page(html, report.to_html(), as_json=as_json)
     if as_json:
         print_json(report_as_json(report))
     else:

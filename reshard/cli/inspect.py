@@ -8,13 +8,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import Depth, UsageError
-from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.arguments import Depth, Html, UsageError
+from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size, write_page
 from reshard.errors import KeyMismatchError, did_you_mean
 from reshard.live.garbage import gc_paused
 
@@ -38,7 +37,7 @@ def inspect(
         str | None, typer.Option("--map", metavar="NAME", help="Draw how this tensor is cut, and who holds which part.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: everything, one entry a tensor.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it here, as one HTML file.")] = None,
+    html: Html = None,
     histograms: Annotated[
         str, typer.Option(metavar="GLOB", help="With --html: read these tensors, and show their values: '*.weight'.")
     ] = "",
@@ -50,7 +49,7 @@ def inspect(
     run is complete.
     """
     if histograms and html is None:
-        raise UsageError("--histograms is of the page: add --html FILE")
+        raise UsageError("--histograms is of the page: add --html")
     shown = drawn is None and not as_json
     told = shown and os.path.exists(path)
     if told:
@@ -75,11 +74,11 @@ def inspect(
         raise KeyMismatchError(f"nothing in {checkpoint.url} is called like {only!r}{near}")
     problems = checkpoint.problems()
     if html is not None:
-        html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(checkpoint.run)), encoding="utf-8")
-        console().print(f"drawn in {html}", markup=False, soft_wrap=True)
-    elif as_json:
+        page = checkpoint.to_html(histograms=histograms, steps=_costs(checkpoint.run))
+        write_page(html, page, as_json=as_json)
+    if as_json:
         print_json(_as_json(checkpoint, names, objects, problems))
-    else:
+    elif html is None:
         _print(checkpoint, names, objects, problems, depth)
     if problems:
         raise typer.Exit(1)

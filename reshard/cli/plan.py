@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import HintOption, Rules, Sides, both_sides, read_hints, rules_of, size_in_bytes
+from reshard.cli.arguments import HintOption, Html, Rules, Sides, both_sides, read_hints, rules_of, size_in_bytes
 from reshard.cli.show import console, counted, print_json, size
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def plan(
     hint: HintOption = None,
     limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw the plan here, as one HTML file.")] = None,
+    html: Html = None,
     read_rate: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="What a host reads a second, such as 2GB: tells the time."),

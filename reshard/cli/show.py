@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch", "PrintedLeaf", "console", "counted", "fold", "print_json", "print_report",
-    "report_as_json", "short", "size",
+    "report_as_json", "short", "size", "write_page",
 ]  # fmt: skip
 
 
@@ -26,6 +27,12 @@ def console(*, stderr: bool = False) -> Console:
 
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+
+
+def write_page(file: Path, page: str, *, as_json: bool) -> None:
+    """Say where it is, too: beside JSON to those who look on."""
+    file.write_text(page, encoding="utf-8")
+    console(stderr=as_json).print(f"drawn in {file}", markup=False, soft_wrap=True)
 
 
 def print_tree(

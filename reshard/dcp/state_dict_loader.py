@@ -82,7 +82,7 @@ def _load(
     is_default = planner is None or type(planner) in defaults
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
     if type(reader) is FileSystemReader and is_default and flat and not holds_checkpointable(state):
-        with phase("load"), group.together("load"):
+        with phase("load", path=reader.checkpoint_id), group.together("load"):
             if planner is not None:  # callers read afterwards what it was told
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
             strict: Mode = "partial" if partial else "subset"
@@ -94,5 +94,5 @@ def _load(
     else:
         if planner is None or (is_default and isinstance(reader, FileSystemReader)):
             planner = DefaultLoadPlanner(flat, allow_partial_load=partial)  # torch's own loses objects of a flat dict
-        with group.together("load"):
+        with phase("load"), group.together("load"):
             run_load(state, reader, planner, group, coordinator)

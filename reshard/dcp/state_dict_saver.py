@@ -21,6 +21,7 @@ from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call, Write, run_save, storage_by_position, write_here, writer_for
 from reshard.dcp.engine.states import on_the_cpu, unwrapped
 from reshard.ranks.group import Group
+from reshard.ranks.progress import phase
 
 __all__ = ["async_save", "save", "save_state_dict"]
 
@@ -79,11 +80,12 @@ def _save(
     write: Write = write_here,
 ) -> Metadata:
     """torch's own planner as it is means the same as none: ours is quicker. Callers find in it what it would know."""
-    if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
-        return run_save(state, writer, planner, group, coordinator, write)
-    choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
-    ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
-    metadata = run_save(state, writer, ours, group, coordinator, write)
+    with phase("save", path=getattr(writer, "checkpoint_id", None)):
+        if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
+            return run_save(state, writer, planner, group, coordinator, write)
+        choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
+        ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
+        metadata = run_save(state, writer, ours, group, coordinator, write)
     if planner is not None:
         known = {**vars(ours), "metadata": metadata}
         vars(planner).update({name: value for name, value in known.items() if not name.startswith("_")})

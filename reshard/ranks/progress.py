@@ -1,8 +1,10 @@
-"""Where time goes: phases, always recorded; of long ones also events, bars, and a log line where nobody looks on."""
+"""Where time goes: phases, always recorded, which OpenTelemetry is told of where the program has it; of long ones also
+events, bars, and a log line where nobody looks on."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -13,9 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-import msgspec
-
 from planners.units import format_bytes
+from reshard.ranks.spans import Span
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID
@@ -26,11 +27,11 @@ __all__ = [
     "Listener",
     "Phase",
     "Progress",
-    "Span",
     "current",
     "format_bytes",
     "listening",
     "phase",
+    "rest_of_call",
 ]
 
 
@@ -45,50 +46,24 @@ EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 """Makes of the clock that measures, which never steps, one that counts from 1970."""
 
 
-class Span(msgspec.Struct):
-    """When something began and ended, on this rank, and what was within it."""
-
-    name: str
-    thread: str
-    began_ns: int
-    """Since 1970, by the clock of this host."""
-    ended_ns: int = 0
-    nbytes: int = 0
-    """How much was done, where that is counted."""
-    waits: bool = False
-    """Whether it was spent on hearing from other ranks."""
-    error: str = ""
-    """The class of what ended it, where it failed."""
-    inner: list[Span] = []
-
-    @property
-    def seconds(self) -> float:
-        """How long it took; what goes on in the background after a call is of it, too."""
-        return (max([self.ended_ns, *(span.ended_ns for span in self.inner)]) - self.began_ns) / 1e9
-
-    def by_phase(self) -> dict[str, float]:
-        """Seconds of what is directly within it, but for what only waits."""
-        out: dict[str, float] = {}
-        for span in self.inner:
-            if not span.waits:
-                out[span.name] = out.get(span.name, 0.0) + span.seconds
-        return out
-
-    def __str__(self) -> str:
-        """The same, in words."""
-        return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.by_phase().items())
-
-
 current: ContextVar[Span] = ContextVar("current")
 """The phase under way, in which others are recorded."""
 
 
 @contextmanager
-def phase(name: str, *, waits: bool = False) -> Iterator[Span]:
+def phase(name: str, *, waits: bool = False, path: object = None, goes_on: bool = False) -> Iterator[Span]:
     """Record when this block begins and ends, within the phase under way, if there is one. It costs a few microseconds,
-    and so is never off; blocks are phases of a call, and not its elements."""
+    and so is never off; blocks are phases of a call, and not its elements.
+
+    Args:
+        path: of the checkpoint, of whatever type; for a phase that is a whole call.
+        goes_on: unless it fails, the call is not over with this block: see `rest_of_call`.
+    """
     outer = current.get(None)
     span = Span(name, threading.current_thread().name, EPOCH_NS + time.perf_counter_ns(), waits=waits)
+    if path is not None:
+        url = getattr(path, "url", path)
+        span.path = str(url) if isinstance(url, str | os.PathLike) else ""
     if outer is not None:
         outer.inner.append(span)
     token = current.set(span)
@@ -100,6 +75,35 @@ def phase(name: str, *, waits: bool = False) -> Iterator[Span]:
     finally:
         current.reset(token)
         span.ended_ns = EPOCH_NS + time.perf_counter_ns()
+        if outer is None and not waits and (span.error or not goes_on):
+            _tell(span)
+
+
+@contextmanager
+def rest_of_call() -> Iterator[None]:
+    """What a call does in the background, within the phase that it began, if it did."""
+    call = current.get(None)
+    try:
+        yield
+    except BaseException as error:
+        if call is not None:
+            call.error = type(error).__name__
+        raise
+    finally:
+        if call is not None:
+            _tell(call)
+
+
+def _tell(call: Span) -> None:
+    """To OpenTelemetry, where the program has imported it: nothing is imported for those who have no use for it."""
+    if "opentelemetry.trace" not in sys.modules:
+        return
+    try:
+        from reshard.ranks.telemetry import tell
+
+        tell(call)
+    except Exception:  # as with listeners
+        _log.exception("OpenTelemetry could not be told of %s", call.name)
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ class Progress:
         self.bars = _Bars() if watched else None
 
     @contextmanager
-    def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Phase]:
+    def phase(self, name: str, total_bytes: int | None = None, path: object = None) -> Iterator[Phase]:
         """A phase, from its start to its end or failure."""
-        with phase(name) as span:
+        with phase(name, path=path) as span:
             step = Phase(self, span, total_bytes)
             step.tell("started")
             try:

@@ -40,7 +40,7 @@ UNUSED = (
         "reshard.stored.streaming",
         "reshard.api.convert",
     ),
-    *("reshard.api.redistribute", "reshard.mapping", "reshard.execute.exchange", "rich"),
+    *("reshard.api.redistribute", "reshard.mapping", "reshard.execute.exchange", "rich", "reshard.ranks.telemetry"),
 )
 """By no load or save of the native format."""
 
@@ -49,6 +49,7 @@ OF_OTHERS = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed._shard"),
     *("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "sympy", "networkx"),
     *("safetensors", "fsspec", "rich", "typer", "asyncio", "multiprocessing.pool", "http.client", "numpy.testing"),
+    "opentelemetry.trace",
 )
 """What takes long to import, and a state of plain tensors has no use for."""
 

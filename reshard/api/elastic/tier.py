@@ -153,7 +153,7 @@ class Tier:
             StorageError: a host has no room for what it must hold, or its folder belongs to another job.
         """
         group = self._group()
-        with phase("keep"), group.together("keep"):
+        with phase("keep", path=self.settings.folder), group.together("keep"):
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             job = self._begun(group, "keep", state_dict, step, options)
             return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
@@ -178,7 +178,7 @@ class Tier:
             bytes_per_s: bound on what each rank sends and receives together, on average.
         """
         group = self._group()
-        with phase("async_keep"):
+        with phase("async_keep", path=self.settings.folder, goes_on=True):
             with group.together("stage"):
                 if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
                     raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
@@ -238,7 +238,7 @@ class Tier:
         """
         self._settle()
         group = self._group()
-        with phase("recover"), group.together("recover"):
+        with phase("recover", path=self.settings.folder), group.together("recover"):
             if step is not None:
                 _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)

@@ -16,7 +16,8 @@ from reshard.api.reports import trace_of
 from reshard.elastic import Tier
 from reshard.errors import LayoutError, RankFailedError, ReshardError, StorageError
 from reshard.ranks import progress
-from reshard.ranks.progress import Span, phase
+from reshard.ranks.progress import phase
+from reshard.ranks.spans import Span
 from reshard.storage.memory import MemoryStorage
 from tests import gloo
 

@@ -117,6 +117,28 @@ def test_the_command_draws_a_step_of_a_run(say, saved: Path, tmp_path: Path) -> 
     assert say("inspect", saved, "--histograms", "*").code == 2, "a page is asked for"
 
 
+def test_a_page_of_no_name_is_named_after_its_command(
+    say, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = saved / "step-1", saved / "step-2"
+    said = say("inspect", one, "--html")
+    assert (said.code, said.out.splitlines()[-1]) == (0, "drawn in reshard-inspect.html")
+    assert data_of(Path("reshard-inspect.html").read_text(encoding="utf-8"))
+    said = say("diff", "--html", "--json", one, other)
+    assert (said.code, said.err) == (1, "drawn in reshard-diff.html\n")
+    assert json.loads(said.out)["findings"], "and nothing beside it"
+    assert say("plan", one, "fsdp=2", "--html", "--limit", "1").code == 0
+    assert say("plan", one, "fsdp=2", "--html=a.html").code == 0
+    pages = ["a.html", "reshard-diff.html", "reshard-inspect.html", "reshard-plan.html"]
+    assert sorted(file.name for file in tmp_path.glob("*.html")) == pages
+
+    assert say("diff", one, "--html", other).code == 2, "what follows is its file, and then there is no other"
+    assert say("inspect", "--", "--html").code == 3, "a name"
+    assert other.is_dir()
+    assert not Path("--html").exists()
+
+
 @pytest.mark.parametrize("tensor", [
     torch.zeros(0, 3), torch.tensor(2.5), torch.tensor([True, False]), torch.tensor([1 + 2j, 0j]), torch.tensor([NAN]),
     torch.tensor([1.7e308, -1.7e308], dtype=torch.float64), torch.tensor([2**62, -(2**62)]),

@@ -1,0 +1,61 @@
+"""What OpenTelemetry is told of a call when it is over: a span of it and of each of its phases, seconds, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from opentelemetry import metrics, trace
+
+from reshard.ranks.spans import Span
+
+__all__ = ["tell"]
+
+
+# Made by whatever the program has set up, or sets up later.
+_tracer = trace.get_tracer("reshard")
+_meter = metrics.get_meter("reshard")
+_seconds = _meter.create_histogram(
+    "reshard.duration",
+    unit="s",
+    description="How long calls took, with what they did in the background",
+    explicit_bucket_boundaries_advisory=[0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000],
+)
+_bytes = _meter.create_counter("reshard.bytes", unit="By", description="What calls read, wrote or moved on this rank")
+
+
+def tell(call: Span) -> None:
+    """Of a call that is over, with all that it does in the background."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    nbytes, seconds = _bytes_of(call), call.seconds
+    facts: dict[str, Any] = {"reshard.verb": call.name, "reshard.rank": rank} | _failure(call)
+    _seconds.record(seconds, facts)
+    _bytes.add(nbytes, facts)
+    where = {"reshard.path": call.path} if call.path else {}
+    _tell_spans(call, f"reshard.{call.name}", {**facts, **where, "reshard.bytes": nbytes}, None, round(seconds * 1e9))
+
+
+def _tell_spans(span: Span, name: str, facts: dict[str, Any], context: Any, took_ns: int) -> None:
+    """Of one and all within it, which belongs to what is under way in the program where `context` is None."""
+    facts |= {"thread.name": span.thread}
+    told = _tracer.start_span(name, context, attributes=facts, start_time=span.began_ns)
+    if not told.is_recording():  # nobody wants it
+        return
+    if span.error:
+        told.set_status(trace.StatusCode.ERROR, span.error)
+    within = trace.set_span_in_context(told, context)
+    for inner in span.inner:
+        some = {"reshard.rank": facts["reshard.rank"]} | _failure(inner)
+        some |= {"reshard.bytes": inner.nbytes} if inner.nbytes else {}
+        some |= {"reshard.waits": True} if inner.waits else {}
+        _tell_spans(inner, inner.name, some, within, inner.ended_ns - inner.began_ns)
+    told.end(span.began_ns + took_ns)
+
+
+def _failure(span: Span) -> dict[str, Any]:
+    return {"error.type": span.error} if span.error else {}
+
+
+def _bytes_of(span: Span) -> int:
+    """Of that phase which had the most to do: what is read is checked, too, and counts once."""
+    return max([span.nbytes, *map(_bytes_of, span.inner)])
