@@ -1,6 +1,6 @@
 """A conversion and a verification by one process, two, Dask and Ray; and what 64 machines would take for 6 TB.
 
-    python -m benchmarks.engines [--quick] [--folder /dev/shm] [--large "one process,2 processes,Dask,Ray"]
+    python -m benchmarks.engines [--quick] [--folder /dev/shm]
 
 Our format to DCP's, in files of 128 MiB, in memory that looks like a disk; then the source is verified. Each engine has
 a driver of its own, in a new process, and two workers of one thread each, which have done the same with a little
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -242,35 +242,39 @@ def simulated_s(tasks_s: Iterable[float], workers: int, each_s: float) -> float:
     return max(free)
 
 
-def save(folder: Path, mib: int) -> str:
-    """A checkpoint of tensors of 64 MiB; its name, which says its size."""
-    name = f"{mib * (1 << 20) / 1e9:.2g} GB"
-    part = torch.randn(16 << 20)
-    reshard.save({f"w{i}": part + i for i in range(mib // 64)}, folder / name)
-    return name
+def save_all(folder: Path, *, quick: bool) -> list[str]:
+    """Checkpoints of tensors of 64 MiB, and a little one; the names of the former, which say their sizes."""
+    reshard.save({f"w{i}": torch.ones(1 << 14) for i in range(32)}, folder / LITTLE)
+    names, part = [], torch.randn(16 << 20)
+    for count in (1, 4) if quick else (16, 64):
+        names.append(f"{count * (64 << 20) / 1e9:.2g} GB")
+        reshard.save({f"w{i}": part + i for i in range(count)}, folder / names[-1])
+    return names
 
 
-def rows(parent: str | None, large: Sequence[str], *, quick: bool) -> Iterator[Row]:
-    """Ours is one process, and peers are the engines."""
+def measure(parent: str | None, *, quick: bool) -> dict[str, dict[str, Any] | None]:
+    """What `drive` found for each engine, by its name."""
     folder = Path(tempfile.mkdtemp(prefix="reshard-engines-", dir=parent))
     try:
-        reshard.save({f"w{i}": torch.ones(1 << 14) for i in range(32)}, folder / LITTLE)
-        sizes = [save(folder, mib) for mib in ((64, 256) if quick else (1024, 4096))]
-        found = {name: driven(name, folder, sizes if name in large else sizes[:1]) for name in MODULES}
+        sizes = save_all(folder, quick=quick)
+        return {name: driven(name, folder, sizes) for name in MODULES}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def rows(found: dict[str, Any]) -> Iterator[Row]:
+    """Ours is one process, and peers are the engines."""
     figures = {name: one["figures"] if one else None for name, one in found.items()}
-    ours, tasks_s = figures[ONE], found[ONE]["tasks_s"]
     for workers in MACHINES:
         for name, theirs in figures.items():
             if theirs:
-                tasks = islice(cycle(tasks_s), 6 * 10**12 // FILE_BYTES)
-                each_s = theirs["a task that does nothing|ms"] / 1000
-                theirs[f"6 TB by {workers} workers, simulated|s"] = simulated_s(
-                    tasks, 1 if name == ONE else workers, each_s
+                tasks_s = islice(cycle(found[ONE]["tasks_s"]), 6 * 10**12 // FILE_BYTES)
+                seconds = simulated_s(
+                    tasks_s, 1 if name == ONE else workers, theirs["a task that does nothing|ms"] / 1000
                 )
-    for what, figure in ours.items():
-        peers = {n: (one[what],) if one else () for n, one in figures.items() if n != ONE and (not one or what in one)}
+                theirs[f"6 TB by {workers} workers, simulated|s"] = seconds
+    for what, figure in figures[ONE].items():
+        peers = {name: (one[what],) if one else () for name, one in figures.items() if name != ONE}
         yield Row("engines", *what.split("|"), (figure,), peers)
 
 
@@ -278,9 +282,8 @@ def main() -> int:
     parser = arguments(__doc__)
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     parser.add_argument("--folder", default=folder, help="where the checkpoints go: 8 GB (default: memory)")
-    parser.add_argument("--large", default=",".join(MODULES), help="who gets the large one, too (default: all)")
     options = parser.parse_args()
-    return report(rows(options.folder, options.large.split(","), quick=options.quick), options.rows)
+    return report(rows(measure(options.folder, quick=options.quick)), options.rows)
 
 
 if __name__ == "__main__":
