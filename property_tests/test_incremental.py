@@ -48,7 +48,7 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     written, prints, reused = {}, [], 0
     for rank, one in data.items():
         group = SimpleNamespace(rank=0, ranks=[rank], job_rank=rank, check=lambda: None)
-        job = save_job.SaveJob(group, storage, path, generation, SaveOptions(base="auto"), choice, base, {})  # type: ignore[arg-type]
+        job = save_job.SaveJob(group, storage, path, generation, SaveOptions(base="auto"), choice, base)  # type: ignore[arg-type]
         written[rank], kept, found = save_job.write(job, one, same)
         prints.append(found)
         reused += kept

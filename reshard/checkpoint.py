@@ -259,7 +259,7 @@ def _histogram(tensor: LazyTensor) -> Histogram:
             count += len(finite)
             total, squares = total + float(finite.sum()), squares + float(finite.square().sum())
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-    counts = torch.zeros(24, dtype=torch.float64)
+    counts = torch.zeros(24, dtype=torch.float64, device="cpu")
     if not count:
         return Histogram(0.0, 0.0, [0] * len(counts), 0.0, 0.0, odd)
     scale = max(abs(low), abs(high)) or 1.0  # the range of large numbers is no number

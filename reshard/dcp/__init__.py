@@ -44,6 +44,7 @@ from reshard.dcp.format_utils import (
     dcp_to_torch_save as dcp_to_torch_save,
     torch_save_to_dcp as torch_save_to_dcp,
 )
+from reshard.dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
 from reshard.dcp.state_dict_loader import load as load, load_state_dict as load_state_dict
 from reshard.dcp.state_dict_saver import async_save as async_save, save as save, save_state_dict as save_state_dict
 

@@ -17,15 +17,17 @@ MODULES = ["", *(f".{m.name}" for m in pkgutil.iter_modules(theirs.__path__) if 
 STATE = {f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "model_", "optimizer_")}
 PLANNERS = {"DefaultLoadPlanner", "DefaultSavePlanner"}
 STORAGES = {"FileSystemReader", "FileSystemWriter"}
+HUGGING_FACE = {"HuggingFaceStorageWriter"}
 CALLS = {"async_save", "load", "load_state_dict", "save", "save_state_dict"}
 OURS = {
-    "": PLANNERS | STORAGES | CALLS,
+    "": PLANNERS | STORAGES | CALLS | HUGGING_FACE,
     ".default_planner": PLANNERS,
     ".filesystem": STORAGES,
     ".format_utils": {
         *("BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"),
         "DefaultLoadPlanner",
     },
+    ".hf_storage": HUGGING_FACE,
     ".state_dict": STATE | {"StateDictOptions"},
     ".state_dict_loader": {"load", "load_state_dict", "DefaultLoadPlanner"},
     ".state_dict_saver": {"async_save", "save", "save_state_dict", "DefaultSavePlanner"},
