@@ -673,6 +673,15 @@ class StateLayout(Mapping[str, TensorLayout]):
         """FQNs grouped by `TensorLayout.geometry_key`, names sorted: what can share one plan."""
         return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
+    def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], str]) -> dict[str, str]:
+        """What `describe` says of the layout of each FQN; of those that are cut alike it is asked once."""
+        texts: dict[object, str] = {}
+        out = {}
+        for fqn in fqns:
+            key = self._tensors[fqn].geometry_key
+            out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(self._tensors[fqn]))
+        return out
+
     def uncut_axes(self) -> dict[str, tuple[str, ...]]:
         """Axes of more than one rank that cut no tensor, each with the names of those that are copied along it."""
         copied: dict[str, list[str]] = {}

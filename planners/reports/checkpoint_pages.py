@@ -97,7 +97,7 @@ class Shown:
 def checkpoint_page(shown: Shown) -> str:
     """The checkpoint as an HTML page: its tree, lazily, so that it may have 200,000 tensors; how each lies on its mesh,
     drawn; values, where they were given; files, and the steps of its run."""
-    tree, lie = _Tree(), _lie(shown.layout)
+    tree, lie = _Tree(), shown.layout.described(shown.layout, _lies)
     pictures = _Pictures(shown.layout)
     for name in shown.layout:
         layout = shown.layout[name]
@@ -255,18 +255,6 @@ class _Pictures:
 
     def number(self, name: str) -> int:
         return self._numbers.get(self._key(name), -1)
-
-
-def _lie(layout: StateLayout) -> dict[str, str]:
-    """How each tensor lies, in words."""
-    words: dict[object, str] = {}
-    out = {}
-    for name in layout:
-        kind = layout[name].geometry_key
-        if kind not in words:
-            words[kind] = _lies(layout[name])
-        out[name] = words[kind]
-    return out
 
 
 def _lies(layout: TensorLayout) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -183,7 +183,7 @@ def _print(
 
     screen = console()
     layout = checkpoint.layout
-    texts = _layout_texts(layout, names)
+    texts = layout.described(names, _layout_text)
     total = sum(layout[name].spec.nbytes for name in names)
     screen.print(
         f"format {checkpoint.format}, {counted(len(names), 'tensor')}, {size(total)}, "
@@ -222,18 +222,6 @@ def _totals(layout: StateLayout, texts: Mapping[str, str]) -> dict[str, dict[str
 
 Cuts = tuple[tuple[int, tuple[int, ...]], ...]
 """For each dim that is cut: its number, and the sizes of its pieces."""
-
-
-def _layout_texts(layout: StateLayout, names: Iterable[str]) -> dict[str, str]:
-    """By name; equal layouts are told once."""
-    texts: dict[object, str] = {}
-    out = {}
-    for name in names:
-        kind = layout[name].geometry_key
-        if kind not in texts:
-            texts[kind] = _layout_text(layout[name])
-        out[name] = texts[kind]
-    return out
 
 
 def _layout_text(layout: TensorLayout) -> str:

@@ -1,7 +1,10 @@
 """torch's own: storages of safetensors files in Hugging Face's layout; the writer leaves no files of older saves."""
 
+import json
+import logging
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import hf_storage as _torch
@@ -9,23 +12,28 @@ from torch.distributed.checkpoint.hf_storage import *  # noqa: F403
 
 __getattr__ = partial(getattr, _torch)
 
+_log = logging.getLogger("reshard")
 _WRITTEN = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
 """How torch's writer calls its files."""
 
 
 class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore[no-redef]
-    """torch's. What it wrote before into the same folder, from other ranks or into other files, is removed: readers
-    would take it for parts of this checkpoint."""
+    """torch's. Files of its naming that an earlier save left in the folder, from other ranks or into other files, are
+    removed when the new ones are whole, and named by a warning in the log: readers would take them for parts of this
+    checkpoint."""
 
     def finish(self, metadata: Any, results: Any) -> None:
         """On one rank, when all have written."""
-        self._remove_others(self.path, {one.storage_data.relative_path for rank in results for one in rank})
-        if whole := getattr(self, "consolidated_output_path", None):
-            self._remove_others(whole, set())  # they are written next
+        written = {one.storage_data.relative_path for rank in results for one in rank}
+        self._remove_others(self.path, written)  # before they are consolidated with the new ones
         super().finish(metadata, results)
+        if whole := getattr(self, "consolidated_output_path", None):
+            index = json.loads(Path(whole, "model.safetensors.index.json").read_text(encoding="utf-8"))
+            self._remove_others(whole, set(index["weight_map"].values()))
 
     def _remove_others(self, folder: Any, written: set[str]) -> None:
         for file in map(str, self.fs.ls(folder)):
             name = file.rpartition("/")[2]
             if _WRITTEN.fullmatch(name) and name not in written:
+                _log.warning("%s: %s is of an earlier save, and was removed", folder, name)
                 self.fs.rm_file(self.fs.concat_path(folder, name))

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +25,7 @@ from reshard.execute.segments import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
     FileFootprint,
+    OneOrMany,
     ReadFootprint,
     Segment,
     SegmentPart,
@@ -619,9 +619,6 @@ class OwnMemory:
         self._files = []
 
 
-Turns = TypeVar("Turns", int, npt.NDArray[np.int64])
-
-
 class MachineMemory:
     """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
     many. Where they are is said as (number of the memory, byte in it)."""
@@ -656,7 +653,7 @@ class MachineMemory:
         """Where it is counted how many slots a rank has `FILLED`, or through how many turns it is."""
         return 0, self.step * place + _COUNTER_STEP * what
 
-    def slot_at(self, place: int, turn: Turns) -> Turns:
+    def slot_at(self, place: int, turn: OneOrMany) -> OneOrMany:
         """The byte of its memory at which a rank fills in a turn, or in each of several: one of its few slots."""
         slots, slot_bytes = self._sizes[place]
         return _COUNTER_BYTES + turn % slots * slot_bytes

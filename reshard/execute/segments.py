@@ -26,11 +26,30 @@ from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES",
-    "WHOLE_SHARE", "Check", "FileFootprint", "ReadFootprint", "RemoteReading", "Segment",
-    "SegmentPart", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
-    "has_whole_blocks", "parts_between", "parts_by_segment", "read_segment", "segment_bytes",
-    "segment_end", "touch_us_per_mib", "unchecked_bytes",
+    "LARGE_FILE_BYTES",
+    "LOCAL_SEGMENT_BYTES",
+    "REMOTE_SEGMENT_BYTES",
+    "TAIL_PAGE_BYTES",
+    "WHOLE_SHARE",
+    "Check",
+    "FileFootprint",
+    "OneOrMany",
+    "ReadFootprint",
+    "RemoteReading",
+    "Segment",
+    "SegmentPart",
+    "assign_segments",
+    "compare_segment",
+    "copy_parts",
+    "footprint_of",
+    "has_whole_blocks",
+    "parts_between",
+    "parts_by_segment",
+    "read_segment",
+    "segment_bytes",
+    "segment_end",
+    "touch_us_per_mib",
+    "unchecked_bytes",
 ]  # fmt: skip
 
 
@@ -269,12 +288,12 @@ def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterat
             yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
 
 
-Positions = TypeVar("Positions", int, npt.NDArray[np.int64])
+OneOrMany = TypeVar("OneOrMany", int, npt.NDArray[np.int64])
 
 
-def segment_end(source: FileSource, stop: Positions) -> Positions:
+def segment_end(source: FileSource, stop: OneOrMany) -> OneOrMany:
     """How far a piece that ends at byte `stop`, or each of many, is read."""
-    return cast("Positions", np.minimum(stop + TAIL_BYTES, source.nbytes))
+    return cast("OneOrMany", np.minimum(stop + TAIL_BYTES, source.nbytes))
 
 
 def read_segment(source: FileSource, start: int, stop: int, slot: memoryview) -> None:

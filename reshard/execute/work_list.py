@@ -80,7 +80,8 @@ class Ending(IntEnum):
     """The turn is over; what comes with it is the counter that is still waited for, or -1."""
     CALLS = 2
     OUTSIDE = 3
-    """An entry leaves the memory that it names, or makes no sense: it was not begun."""
+    """An entry leaves the memory that it names, or makes no sense: nothing was done that would. Of a TAKE, the copies
+    before the one that is wrong are in place."""
     ENDED = 4
     """A file ended early."""
     FAILED = 5

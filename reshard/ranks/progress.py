@@ -71,11 +71,12 @@ def phase(name: str, *, waits: bool = False, path: object = None, goes_on: bool 
         yield span
     except BaseException as error:
         span.error = type(error).__name__
+        goes_on = False
         raise
     finally:
         current.reset(token)
         span.ended_ns = EPOCH_NS + time.perf_counter_ns()
-        if outer is None and not waits and (span.error or not goes_on):
+        if outer is None and not waits and not goes_on:
             _tell(span)
 
 

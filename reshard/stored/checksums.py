@@ -16,7 +16,7 @@ from planners.geometry.box import ByteRuns, Window
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "Checking", "Checksums", "Counts", "Range", "add_touched", "may_check",
+    "BlockChecksums", "Checking", "Checksums", "Numbers", "Range", "add_touched", "may_check",
     "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
@@ -43,8 +43,7 @@ nothing of the file."""
 
 Range = tuple[int, int]
 """First byte, and one past the last."""
-Counts = npt.NDArray[np.int64]
-Positions = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 _NEAR_BYTES = 64 << 10
 """Runs of bytes with smaller gaps are looked up together."""
@@ -123,7 +122,7 @@ class Checksums(ABC):
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
 
-    def are_pending(self, blocks: Positions) -> npt.NDArray[np.bool_]:
+    def are_pending(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
         """Whether each of some blocks, (n, 2), was not compared yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
 
@@ -136,7 +135,7 @@ class Checksums(ABC):
         """Compare a block, whose bytes are given in pieces; it is not pending any more if it is right."""
 
     @abstractmethod
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
         """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many lie in no block.
 
         Args:
@@ -193,10 +192,10 @@ class BlockChecksums(Checksums):
             self._digests = np.frombuffer(self._load(), dtype="<u8")
         return self._digests
 
-    def are_pending(self, blocks: Positions) -> npt.NDArray[np.bool_]:
+    def are_pending(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
         return np.asarray(np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] == 0)
 
-    def compare(self, view: memoryview, blocks: Positions) -> list[Range]:
+    def compare(self, view: memoryview, blocks: Numbers) -> list[Range]:
         """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
         those that are wrong."""
         found = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in blocks.tolist()]
@@ -205,7 +204,7 @@ class BlockChecksums(Checksums):
         np.frombuffer(self._seen, np.uint8)[numbers[right]] = 1
         return list(map(tuple, blocks[~right].tolist()))
 
-    def any_pending(self, starts: Positions, stops: Positions) -> npt.NDArray[np.bool_]:
+    def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
         """Of many ranges [start, stop): whether a block that shares bytes with it was not compared yet."""
         first, last = self._blocks_of(starts, stops)
         base = int(first.min(initial=len(self._seen)))
@@ -213,7 +212,7 @@ class BlockChecksums(Checksums):
         right = np.concatenate(([0], right))
         return np.asarray(right[last - base] - right[first - base] < last - first)
 
-    def mark_right(self, starts: Positions, stops: Positions) -> int:
+    def mark_right(self, starts: Numbers, stops: Numbers) -> int:
         """All blocks within many ranges [start, stop), which are disjoint, were found to be right. Returns the bytes of
         those that were pending."""
         first, last = self._blocks_of(starts, stops)
@@ -224,7 +223,7 @@ class BlockChecksums(Checksums):
         seen[blocks] = 1
         return int(np.minimum((blocks + 1) * self.block_bytes, self.nbytes).sum() - (blocks * self.block_bytes).sum())
 
-    def _blocks_of(self, starts: Positions, stops: Positions) -> tuple[Positions, Positions]:
+    def _blocks_of(self, starts: Numbers, stops: Numbers) -> tuple[Numbers, Numbers]:
         return starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
 
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
@@ -247,7 +246,7 @@ class BlockChecksums(Checksums):
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
 
-    def between(self, start: int, stop: int) -> Positions:
+    def between(self, start: int, stop: int) -> Numbers:
         """All blocks, (n, 2), of a range that begins and ends where some do."""
         starts = np.arange(start, stop, self.block_bytes, dtype=np.int64)
         return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
@@ -258,7 +257,7 @@ class BlockChecksums(Checksums):
         first = -(-start // size) * size
         return first, max(first, stop if stop >= self.nbytes else stop // size * size)
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
         size, count = self.block_bytes, len(self._seen)
         wanted = np.zeros(count + 1, np.int64)
         if ranges:
@@ -281,7 +280,7 @@ def touched_ranges(window: Window) -> list[Range]:
     return [(start, start + size) for start, size in window.runs().in_order().joined(_NEAR_BYTES)]
 
 
-def add_touched(counts: Counts, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
+def add_touched(counts: Numbers, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
     """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
 
     Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
@@ -319,7 +318,7 @@ def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int,
 
 
 def _add_alike(
-    counts: Counts, size: int, start: Positions, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
+    counts: Numbers, size: int, start: Numbers, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
 ) -> None:
     """What windows that differ only in where they start touch."""
     start = start[:, None]

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from planners.geometry.box import Window
-from reshard.stored.checksums import Checksums, Counts, Range
+from reshard.stored.checksums import Checksums, Numbers, Range
 
 try:  # many times as fast where processors multiply without carry: the extra `crc32`
     from isal.isal_zlib import crc32
@@ -81,7 +81,7 @@ class RecordChecksums(Checksums):
         record.is_right = crc == record.crc()
         return record.is_right
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Counts, Counts, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
         counts: dict[Range, int] = {}
         outside = 0
         runs = [(start, stop, stop - start) for start, stop in ranges]

@@ -209,6 +209,30 @@ def test_a_folder_that_was_written_from_other_files_keeps_none_of_them(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_a_consolidated_folder_keeps_what_was_there_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    module = pytest.importorskip("reshard.dcp.hf_storage", reason="this torch has no Hugging Face storage")
+
+    def save(state, files):
+        options = {"save_distributed": True, "enable_consolidation": True, "fqn_to_index_mapping": files}
+        ours.save(state, storage_writer=module.HuggingFaceStorageWriter(str(tmp_path), **options), no_dist=True)
+
+    def files():
+        return sorted(path.name for path in tmp_path.glob("*.safetensors"))
+
+    def fail(*args, **options):
+        raise OSError("no space left")
+
+    save({"a": torch.ones(4), "b": torch.ones(2)}, {"a": 1, "b": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(theirs.hf_storage, "consolidate_safetensors_files", fail)
+        with pytest.raises(theirs.CheckpointException, match="no space left"):
+            save({"a": torch.zeros(4)}, {"a": 1})
+    assert files() == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+    save({"a": torch.zeros(4)}, {"a": 1})
+    assert files() == ["model-00001-of-00001.safetensors"]
+
+
 def test_items_may_have_zeros_for_more_dims_than_there_are():
     target = {"w": torch.zeros(4)}
     planner = ours.DefaultLoadPlanner()

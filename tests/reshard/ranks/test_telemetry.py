@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, FormatError
-from reshard.ranks.progress import current, phase
+from reshard.ranks import progress
+from reshard.ranks.progress import current, phase, rest_of_call
 from reshard.storage.memory import MemoryStorage
 
 ROOT = Path(__file__).parents[3]
@@ -161,6 +162,17 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     assert (moved["load", None], moved["load", "CheckpointNotFoundError"]) == (NBYTES, 0)
     assert "OpenTelemetry could not be told of save" in told["err"], "and the save was made"
     assert reshard.verify(tmp_path / "e").ok
+
+
+def test_a_call_is_told_once_though_its_background_fails_before_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(progress, "_tell", lambda call: told.append(call.error))
+    with phase("call", goes_on=True), pytest.raises(FormatError), rest_of_call():
+        raise FormatError("at once")
+    assert told == ["FormatError"]
+    with pytest.raises(FormatError), phase("call", goes_on=True):
+        raise FormatError("before anything goes on")
+    assert told == ["FormatError"] * 2
 
 
 def test_phases_cost_next_to_nothing(tmp_path: Path) -> None:
