@@ -28,7 +28,8 @@ class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore
         self._remove_others(self.path, written)  # before they are consolidated with the new ones
         super().finish(metadata, results)
         if whole := getattr(self, "consolidated_output_path", None):
-            index = json.loads(Path(whole, "model.safetensors.index.json").read_text(encoding="utf-8"))
+            names = Path(whole, _torch._metadata_fn)  # type: ignore[attr-defined]
+            index = json.loads(names.read_text(encoding="utf-8"))
             self._remove_others(whole, set(index["weight_map"].values()))
 
     def _remove_others(self, folder: Any, written: set[str]) -> None:
