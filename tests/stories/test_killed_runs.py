@@ -24,7 +24,7 @@ import torch.distributed as dist
 from reshard.api.manager.ledger import whole_steps
 from tests import gloo
 from tests.stories import trained_by_manager
-from tests.stories.trained_by_manager import KEEP
+from tests.stories.trained_by_manager import EVERY, KEEP
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 LAYOUTS = ["4x1", "2x2", "3x1", "2x1", "1x2", "1x1", "1x4"]
@@ -41,13 +41,14 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.root, self.memory = folder / "run", folder / "memory"
         self.told, self.lives = folder / "told", list[list[tuple[int, float]]]()
-        self.newest = 0
+        self.newest = self.stored = 0
 
     def arguments(self, layout: str, steps: int) -> tuple[str, str, str, int, str]:
         return str(self.root), str(self.memory), layout, steps, str(self.told)
 
     def look(self, *, was_asked: bool = False, has_ended: bool = False) -> None:
-        """After a life: it went on from the newest save, and storage holds what the policy says."""
+        """After a life: it went on from the newest save, and storage holds what the policy says: nothing else if it
+        saved and ended by itself, and what a kill left beside its last save otherwise."""
         lines = [line.split() for line in self.told.read_text().splitlines()] if self.told.exists() else []
         rows = [(int(line[0]), float.fromhex(line[1])) for line in lines if len(line) == 2]
         self.told.unlink(missing_ok=True)
@@ -55,27 +56,32 @@ class Run:
         assert steps == list(range(self.newest + 1, self.newest + 1 + len(steps))), "not from the newest save"
         self.lives.append(rows)
         whole = whole_steps(str(self.root)) if self.root.exists() else []
+        has_saved = max([*whole, 0]) > self.stored
+        is_tidy = has_saved and (was_asked or has_ended)
         beyond = sorted(set(whole) - KEEP.kept({step: {} for step in whole}))
-        assert len(beyond) <= (0 if was_asked or has_ended else 1), f"{whole} are more than {KEEP} wants"
+        assert len(beyond) <= (0 if is_tidy else 1), f"{whole} are more than {KEEP} wants"
         unfinished = {path.name for path in self.root.glob("step-*")} - {f"step-{step}" for step in whole}
-        assert len(unfinished) <= (0 if was_asked or has_ended else 2), f"{unfinished} were never whole"
+        assert len(unfinished) <= (0 if is_tidy else 2), f"{unfinished} were never whole"
+        assert has_saved or not has_ended, f"{whole}: the last life had a save to make"
+        self.stored = max([*whole, 0])
         kept = [int(path.parent.name.split("-")[2]) for path in self.memory.glob("*/0*-step-*/manifest.json")]
         if was_asked and steps:
             assert max(whole) == steps[-1], f"asked to end at {steps[-1]}, but storage has {whole}"
         self.newest = max([*whole, *kept, 0])
         assert self.newest >= max([*steps, 0]) - 4, "more was lost than steps behind the newest save"
 
-    def check(self, straight: list[tuple[int, float]], *, is_same_layout: bool) -> int:
-        """All lives together are the run that nobody killed; how many steps were made."""
+    def last(self) -> int:
+        """Of the life that ends it: beyond what any has made, and saved."""
+        return max([step for one in self.lives for step, _ in one], default=0) // EVERY * EVERY + EVERY
+
+    def check(self, straight: list[tuple[int, float]], *, is_same_layout: bool) -> list[float]:
+        """All lives together are the run that nobody killed; by which part of itself the loss of each step differs."""
         expected = dict(straight)
         rows = [row for life in self.lives for row in life]
-        for step, loss in rows:
-            if is_same_layout:
-                assert loss == expected[step], f"step {step}"
-            else:
-                assert loss == pytest.approx(expected[step], rel=RELATIVE), f"step {step}"
+        apart = [abs(loss - expected[step]) / expected[step] for step, loss in rows]
+        assert max(apart) <= (0 if is_same_layout else RELATIVE), rows[apart.index(max(apart))]
         assert {step for step, _ in rows} == set(range(1, max(expected) + 1))
-        return len(rows)
+        return apart
 
 
 def world_of(layout: str) -> int:
@@ -110,7 +116,7 @@ def test_a_killed_run_is_the_run_that_nobody_killed(is_same_layout: bool, tmp_pa
     rng, run = random.Random(int(is_same_layout)), Run(tmp_path)
     lives = [("2x2", "ask"), ("3x1", "kill all"), ("1x2", "")]
     for layout, how in [("2x1", "kill one"), ("2x1", "")] if is_same_layout else lives:
-        steps = 1000 if how else max(step for one in run.lives for step, _ in [*one, (0, 0.0)]) + 3
+        steps = 1000 if how else run.last()
         end = (how, rng.randint(3, 12), rng.random() * 0.05)
         ends = gloo.outcomes(life, world_of(layout), *run.arguments(layout, steps), end, store="parent")
         assert how not in ("", "ask") or all(one.error is None and not one.exitcode for one in ends), ends
@@ -120,7 +126,7 @@ def test_a_killed_run_is_the_run_that_nobody_killed(is_same_layout: bool, tmp_pa
     last = run.lives[-1][-1][0]
     gloo.run(life, 2, *straight.arguments("2x1", last), ("", 0, 0.0))
     straight.look(has_ended=True)
-    assert run.check(straight.lives[0], is_same_layout=is_same_layout) >= last
+    assert len(run.check(straight.lives[0], is_same_layout=is_same_layout)) >= last
 
 
 # by torchrun, in the night
@@ -173,29 +179,31 @@ def torchrun(run: Run, layout: str, steps: int, rng: random.Random, how: str) ->
 def many(kills: int, seed: int) -> None:
     """Runs of a few kills each, every other one in one layout only."""
     rng, done, counted = random.Random(seed), 0, Counter[str]()
+    apart: dict[bool, list[float]] = {True: [], False: []}
     while done < kills:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             run, is_same = Run(Path(folder)), rng.random() < 0.5
             layout = rng.choice(LAYOUTS)
             for _ in range(min(rng.randint(4, 8), kills - done)):
                 how = rng.choice(HOWS)
-                counted[how] += torchrun(run, layout, 1000, rng, how)
+                counted.update({how: torchrun(run, layout, 1000, rng, how), layout: 1})
                 run.look(was_asked=how == "ask")
                 print(
                     f"{how} in {layout} at {[step for step, _ in run.lives[-1]][-1:]}, newest {run.newest}", flush=True
                 )
                 layout = layout if is_same else rng.choice(LAYOUTS)
                 done += 1
-            last = max([step for one in run.lives for step, _ in one], default=0) + 3
+            last = run.last()
             torchrun(run, layout, last, rng, "")
             run.look(has_ended=True)
             straight = Run(Path(folder, "straight"))
             straight.told.parent.mkdir()
             torchrun(straight, layout, last, rng, "")
             straight.look(has_ended=True)
-            steps = run.check(straight.lives[0], is_same_layout=is_same)
-            print(f"{last} steps, {steps} made, {'bit-equal' if is_same else f'equal within {RELATIVE}'}", flush=True)
-    print(f"seed {seed}: {dict(counted)} of {kills} hit a run that was going on", flush=True)
+            apart[is_same] += (its := run.check(straight.lives[0], is_same_layout=is_same))
+            print(f"{last} steps, {len(its)} made, {'bit-equal' if is_same else f'within {max(its):.1e}'}", flush=True)
+    print(f"seed {seed}, {kills} kills: {dict(counted)}; {len(apart[True])} steps in one layout, all bit-equal")
+    print(f"{len(apart[False])} steps across layouts, at most {max(apart[False], default=0):.2g} of the loss apart")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import reshard
 from reshard import Every, Keep
 
-KEEP = Keep(last=2, every=25)
+EVERY, KEEP = 4, Keep(last=2, every=25)
 
 
 def train(root: str, memory: str, layout: str, steps: int, told: str) -> None:
@@ -31,7 +31,7 @@ def train(root: str, memory: str, layout: str, steps: int, told: str) -> None:
     state = {"model": model, "optim": optimizer, "schedule": schedule, "step": 0}
     tier = reshard.elastic.Tier(memory, copies=0)
     with reshard.CheckpointManager(
-        root, every=Every(steps=4), keep=KEEP, whole_every=3, memory=tier, memory_every=Every(steps=2)
+        root, every=Every(steps=EVERY), keep=KEEP, whole_every=3, memory=tier, memory_every=Every(steps=2)
     ) as manager:
         manager.restore(state)
         while state["step"] < steps:

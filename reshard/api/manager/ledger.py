@@ -86,7 +86,7 @@ class Ledger:
 
     def put(self, step: int, record: StepRecord) -> None:
         """Before its save begins. What was set aside of that step goes."""
-        if self._of(step).is_aside:
+        if step in self.aside():
             remove_checkpoints(self.root, [step_path(self.root, step)])
         self.steps[step] = record
         self.publish()
@@ -100,7 +100,7 @@ class Ledger:
 
     def current(self) -> list[int]:
         """The whole steps that count, in their order."""
-        return [step for step in whole_steps(self.root) if not self._of(step).is_aside]
+        return [step for step in whole_steps(self.root) if step not in self.aside()]
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Of the whole steps that count."""
@@ -114,6 +114,10 @@ class Ledger:
                 return found
             found += 1
         return found
+
+    def aside(self) -> set[int]:
+        """The steps that do not count."""
+        return {step for step, record in self.steps.items() if record.is_aside}
 
     def tidy(self, kept: Collection[int]) -> None:
         """Remove all whole steps but these, and what killed saves have left."""

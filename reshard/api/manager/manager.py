@@ -162,6 +162,8 @@ class CheckpointManager:
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
+        self._is_tidy = False
+        """Whether storage holds no more than the policy says, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = _Signals(preemption.signals if self._may_save else ())
         self._answered: set[str] = set()
@@ -275,7 +277,9 @@ class CheckpointManager:
             based = None
             if self._claim is not None:
                 self._claim.check()
-                based = self._ledger.saves_since_whole() + 1 < self._whole_every and bool(self._ledger.current())
+                if not self._is_tidy:  # a job killed before it removed older steps has left them
+                    self._tidy(but=self._ledger.aside())
+                based = self._is_based()
                 self._ledger.put(step, StepRecord(metrics, is_based=based))
             based = group.share(based, kind=bool)
             taken = LiveObjects(state).state
@@ -292,19 +296,26 @@ class CheckpointManager:
         else:
             self._pending["storage"] = pending
 
+    def _is_based(self) -> bool:
+        """On the first rank: whether the next save reuses what an earlier one has."""
+        if self._whole_every == 1:
+            return False
+        return self._ledger.saves_since_whole() + 1 < self._whole_every and bool(self._ledger.current())
+
     def _follow(self, pending: PendingSave) -> None:
         """On the first rank: its save is over when older steps are gone."""
         pending.result()
         self._tidy()
 
-    def _tidy(self) -> None:
-        """After a save to storage, on the first rank: what it wrote stays, whatever happens here."""
+    def _tidy(self, but: Collection[int] = ()) -> None:
+        """On the first rank, remove what the policy does not want: what was saved stays, whatever happens here."""
         if self._claim is None:
             return
         try:
-            self._ledger.tidy(self.keep.kept(self._ledger.metrics()))
+            self._ledger.tidy({*self.keep.kept(self._ledger.metrics()), *but})
+            self._is_tidy = True
         except ReshardError as error:
-            _log.warning("a step is saved in %s, but older ones could not be removed: %s", self.root, error)
+            _log.warning("older steps in %s could not be removed: %s", self.root, error)
 
     def _keep(self, step: int, state: Any) -> None:
         """Collective."""

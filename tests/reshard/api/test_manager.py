@@ -218,6 +218,22 @@ def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) ->
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
 
 
+def test_what_a_killed_job_did_not_remove_goes_before_the_next_save(tmp_path: Path) -> None:
+    """Else a job that is killed there again and again would fill the storage."""
+    for step in range(1, 6):
+        reshard.save({"w": torch.full((3,), float(step))}, tmp_path / f"step-{step}")
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), keep=Keep(last=2), background=False) as manager:
+        manager.restore({"w": torch.zeros(3)}, 4, discard_newer=True)
+        with (
+            mock.patch.object(deciding, "save", side_effect=StorageError("full")),
+            pytest.raises(StorageError, match="full"),
+        ):
+            manager.save(5, {"w": torch.zeros(3)})
+        assert ledger.whole_steps(str(tmp_path)) == [3, 4]
+        assert manager.save(6, {"w": torch.zeros(3)})
+        assert manager.all_steps() == [4, 6]
+
+
 def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     root, based = tmp_path / "run", []
     state = {"frozen": torch.randn(100_000), "w": torch.zeros(3)}
@@ -398,7 +414,7 @@ def test_an_error_of_the_loop_is_what_one_sees(tmp_path: Path) -> None:
             manager.save(1, {"w": torch.zeros(3)})
             raise ZeroDivisionError("of the loop")
 
-    failing = mock.patch.object(deciding.Ledger, "tidy", side_effect=MemoryError("no more"))
+    failing = mock.patch.object(deciding.Ledger, "tidy", side_effect=[None, MemoryError("no more")])  # before, after
     with failing, pytest.raises(ZeroDivisionError, match="of the loop") as caught:
         loop()
     assert caught.value.__notes__ == [f"closing the manager of {tmp_path / 'run'} failed, too: no more"]
