@@ -42,6 +42,8 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # the wheel and the sdist, each tried in an environment of its own, away from the repository
+# files in wheels have the time of the commit, so that two builds of one commit are the same
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date +%s)
 dist: $(VENV)/.ready
 	rm -rf dist build
 	$(BIN)/python -m build --quiet

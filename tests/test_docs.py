@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.index_readme import for_index
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -106,3 +108,11 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
     told = {(level, line) for level, cell in rows for line in re.findall(r"`([^`]+)`", cell)}
     assert len(logged) > 15
     assert logged - told == {("INFO", "…")}, "what each phase says"
+
+
+def test_links_of_the_readme_lead_somewhere_on_a_package_index() -> None:
+    text = for_index("[a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)", "https://x.example/blob/v1/")
+    assert text == (
+        "[a](https://x.example/blob/v1/docs/a.md#b) ![c](https://x.example/blob/v1/d.png) "
+        "[e](https://f.example/) [g](#h)"
+    )
