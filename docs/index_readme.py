@@ -1,4 +1,4 @@
-"""README.md for a package index, where relative links lead nowhere: `python -m docs.index_readme URL > README.index.md`.
+"""README.md for a package index, where relative links do not work: `python -m docs.index_readme URL`.
 
 URL is where the files of this release can be read, such as the address of the repository's tree at the release tag.
 """
