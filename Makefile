@@ -39,7 +39,7 @@ check: $(VENV)/.ready
 
 # warnings are errors; the pages are in site/
 docs: $(VENV)/.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # the wheel and the sdist, each tried in an environment of its own, away from the repository
 # files in wheels have the time of the commit, so that two builds of one commit are the same

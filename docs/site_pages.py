@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+_log = logging.getLogger("mkdocs.hooks.site_pages")
 ROOT = Path(__file__).parents[1]
 FROM_ROOT = {
     "start.md": "README.md",
@@ -16,6 +18,7 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
 }
 """Page of the site -> file in the root."""
+_FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(https?:[^\" >]+)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -43,3 +46,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{match[1]}{'../' * depth}{inside or 'README.md'}{match[3] if inside else ')'}"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """A page that would fetch something from the network is a warning, and so ends a strict build."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        for fetched in _FETCHED.findall(page.read_text(encoding="utf-8")):
+            _log.warning("%s fetches %s", page.name, fetched)

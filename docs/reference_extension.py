@@ -1,0 +1,89 @@
+"""What the reference shows of the source: defaults as values, options by name, sections and links. Griffe runs it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+_MODULES = ("elastic", "errors", "mapping")
+_PAGES = Path(__file__).parent
+_SECTION = re.compile(r"^([ \t]*Raises) \((.+)\):$", re.MULTILINE)
+_RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
+_PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
+
+
+class Reference(griffe.Extension):
+    """Completes what griffe reads from the source of a package with what Python knows of it."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Every public function, class and method of the package and of its modules with public names."""
+        for module in (pkg, *(pkg.members[name] for name in _MODULES if name in pkg.members)):
+            for path, found in _public(module, module.path, _names(module.path)):
+                if found.docstring:
+                    found.docstring.value = _with_links(_SECTION.sub(_as_title, found.docstring.value))
+                if found.is_function:
+                    _complete(found, pkgutil.resolve_name(path))
+
+
+def _names(module: str) -> list[str]:
+    """The public names of a module."""
+    known = vars(importlib.import_module(module))
+    return known.get("__all__") or [name for name in known if not name.startswith("_")]
+
+
+def _public(parent: Any, path: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Path, and what griffe has of it, of each name of a module, and of the members of its classes."""
+    for name in names:
+        if name not in parent.members:
+            continue
+        found = parent.members[name]
+        found = found.final_target if found.is_alias else found
+        yield f"{path}.{name}", found
+        if found.is_class:
+            members = [each for each in found.members if not each.startswith("_") or each == "__init__"]
+            yield from _public(found, f"{path}.{name}", members)
+
+
+def _complete(function: griffe.Function, value: Any) -> None:
+    """Defaults that the source names get their values; options that it collects are listed."""
+    known = inspect.signature(value).parameters
+    for parameter in list(function.parameters):
+        if parameter.kind is griffe.ParameterKind.var_keyword and parameter.name not in known:
+            del function.parameters[parameter.name]
+        elif parameter.name in known and parameter.default is not None:
+            parameter.default = _shown(known[parameter.name].default, str(parameter.default))
+    listed = {parameter.name for parameter in function.parameters}
+    for name, one in known.items():
+        if name not in listed and one.kind is one.KEYWORD_ONLY:
+            default = _shown(one.default, "...")
+            kind = griffe.ParameterKind.keyword_only
+            function.parameters.add(griffe.Parameter(name, annotation=str(one.annotation), kind=kind, default=default))
+    if function.docstring and function.returns is not None:
+        text = function.docstring.value
+        function.docstring.value = _RETURNS.sub(lambda match: f"{match[0]}{function.returns}: ", text)
+
+
+def _as_title(section: re.Match[str]) -> str:
+    """The heading of a section that says where or when, in the form that griffe knows."""
+    title = section[2].replace("`", "")
+    return f"{section[1]}: Raises ({title}):"
+
+
+def _shown(default: Any, source: str) -> str:
+    """A number, text or the like as it is written; of all else, what the source says."""
+    if type(default) is int and default > 9999:
+        return f"{default:_}"
+    plain = isinstance(default, bool | int | float | str | tuple) or default is None
+    return repr(default) if plain else source
+
+
+def _with_links(text: str) -> str:
+    """Pages that a docstring names become links; all reference pages are in one folder."""
+    return _PAGE.sub(lambda match: f"[{match[1]}](../{match[1]})" if (_PAGES / match[1]).is_file() else match[0], text)
