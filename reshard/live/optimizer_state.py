@@ -40,13 +40,18 @@ class LazyOptimizerState(dict[Any, Any]):
 
     Attributes:
         parameters: name -> the parameter, or something on the meta device of its shape.
+        offered: the parameters whose state is only what the optimizer would begin with: a load keeps of it what the
+            checkpoint has.
         is_complete: whether it has its places already: then a load adds none, and only ties those
             that are there.
     """
 
-    def __init__(self, state: Mapping[Any, Any], parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self, state: Mapping[Any, Any], parameters: Mapping[str, Any], offered: Container[str] = frozenset()
+    ) -> None:
         super().__init__(state)
         self.parameters = parameters
+        self.offered = offered
         self.is_complete = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,7 +104,7 @@ def materialize(
             waiting.append((path, leaf))
 
     map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
-    before = [(one, dict(one)) for _, one in waiting]
+    before = [(one, dict(one), one.offered) for _, one in waiting]
     try:
         if waiting:
             rows = list(saved)
@@ -150,7 +155,18 @@ def fill(
         for path, kind in (() if one.is_complete else containers.items())
         if path[: len(above)] == above and _owner(path[len(above) :], one.parameters, groups) is not None
     }
-    one.update(unflatten(there.leaves | leaves, there.containers | kinds))
+    kept = {
+        path: leaf
+        for path, leaf in there.leaves.items()
+        if path in leaves or _owner(path, one.parameters, groups=False) not in one.offered
+    }
+    filled = unflatten(kept | leaves, there.containers | kinds)
+    if leaves and is_flat(filled) and not groups:  # files of DCP have no empty dict, which would say the same
+        owners = {_owner(path[:1], one.parameters, groups) for path in (*kept, *leaves, *kinds)}
+        filled |= {f"state.{name}": {} for name in one.parameters if name not in owners}
+    one.offered = frozenset()
+    one.clear()
+    one.update(filled)
 
 
 def _of_classes(
@@ -234,10 +250,11 @@ def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
     return {names.get(key, key): value.detach() for key, value in found.items() if not is_lazy(value)}
 
 
-def _put_back(before: Iterable[tuple[LazyOptimizerState, dict[Any, Any]]]) -> None:
-    for one, was in before:
+def _put_back(before: Iterable[tuple[LazyOptimizerState, dict[Any, Any], Container[str]]]) -> None:
+    for one, was, offered in before:
         one.clear()
         one.update(was)
+        one.offered = offered
 
 
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:

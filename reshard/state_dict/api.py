@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from reshard.state_dict.broadcast import receive_model, receive_optimizer, setti
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.model import apply_model, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
-from reshard.state_dict.optimizer import apply_optimizers, plan_optimizers, read_optimizers
+from reshard.state_dict.optimizer import apply_optimizers, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import StateKind
@@ -235,6 +235,8 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     whole = read_optimizers(live)
     cold = _without_state(whole, live)
+    offered = initial_state(live) if options.in_chunks and not submodules else {}
+    whole["state"].update(offered)
     if submodules:
         prefixes = live.live.prefixes(submodules)
         short = {n: _short(n, p, options) for p in prefixes for n in live.by_name if n.startswith(p)}
@@ -252,13 +254,15 @@ def _optimizer_state(
     out = flatten_optimizer(whole) if options.flatten_optimizer_state_dict else whole
     if not cold:
         return out
-    listed = {name for group in whole["param_groups"] for name in group["params"]} - whole["state"].keys()
+    with_state = whole["state"].keys() - offered.keys()
+    listed = {name for group in whole["param_groups"] for name in group["params"]} - with_state
     if options.flatten_optimizer_state_dict:
         # so that it can be told from state that was lost
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
-        out.update({f"state.{name}": {} for name, one in cold.items() if name in listed and keeps[one.optimizer]})
+        lacking = listed - offered.keys()
+        out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
     cold = {name: one for name, one in cold.items() if one.name in listed}
-    return _awaiting(out, cold, options) if cold and not submodules else out
+    return _awaiting(out, cold, offered, options) if cold and not submodules else out
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
@@ -271,7 +275,10 @@ def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, Opt
 
 
 def _awaiting(
-    state: dict[str, Any], cold: Mapping[str, OptimizedParameter], options: StateDictOptions
+    state: dict[str, Any],
+    cold: Mapping[str, OptimizedParameter],
+    offered: Container[str],
+    options: StateDictOptions,
 ) -> dict[str, Any]:
     """The state dict of an optimizer that has no state of some parameters, in which a load sees
     where it is to go."""
@@ -282,8 +289,8 @@ def _awaiting(
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
-        return LazyOptimizerState(state, parameters)
-    return {**state, "state": LazyOptimizerState(state["state"], parameters)}
+        return LazyOptimizerState(state, parameters, offered)
+    return {**state, "state": LazyOptimizerState(state["state"], parameters, offered)}
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

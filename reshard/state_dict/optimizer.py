@@ -38,7 +38,7 @@ from reshard.state_dict.optimizer_parameters import (
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
-__all__ = ["apply_optimizers", "plan_optimizers", "read_optimizers"]
+__all__ = ["apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers"]
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
@@ -84,6 +84,19 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
             }
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
+
+
+def initial_state(live: LiveOptimizers) -> dict[str, Any]:
+    """By name, the state with which optimizers that have none would begin; they stay without."""
+    out: dict[str, Any] = {}
+    for k, optimizer in enumerate(live.optimizers):
+        kind = StateKind(optimizer)
+        for one in () if optimizer.state else live.parameters[k]:
+            if values := kind.initial(one):
+                out[one.name] = (
+                    values if one.piece is None else split_state(one.piece, one.parameter, values, copy=True)
+                )
+    return out
 
 
 def _listed(
@@ -303,6 +316,11 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
             kind = type(live.optimizers[one.optimizer]).__name__
             lines.append(f"  Unexpected key: state {key!r} of {one.name}, for which {kind} has no use")
     lines += [f"  misfit: {fault}" for fault in faults]
+    if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
+        lines.append(
+            "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
+            "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
+        )
     if strict and (match.missing or match.lost or match.strangers or match.foreign):
         lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import split_flat_key
 from reshard.live.state import same_value
+from reshard.live.tensors import tensor_class
 from reshard.live.wrappers import loads_itself
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
@@ -359,6 +360,9 @@ _SCHEMAS = {
 }
 
 
+_SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
+
+
 class Misfit(NamedTuple):
     """What is wrong with the keys of one parameter's saved state."""
 
@@ -420,6 +424,22 @@ class StateKind:
         are."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
+
+    def initial(self, one: OptimizedParameter) -> dict[str, Any]:
+        """The state with which the optimizer would begin to step a parameter; {} where that is not known."""
+        parameter, group = one.parameter.detach(), self._optimizer.param_groups[one.group]
+        unknown = self._schema is None or not self.keeps_state or self._base == "Adafactor" or tensor_class(parameter)
+        if self._schema is None or unknown or not one.parameter.requires_grad:
+            return {}
+        keys = [*self._schema.always, *(key for field, key in self._schema.under.items() if _is_set(group.get(field)))]
+        begins = {"eta": group["lr"], "step_size": group["lr"], "mu": 1.0, "mu_product": 1.0}
+        device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
+
+        def value(key: str) -> Any:
+            begin = float(begins.get(key, 0.0))
+            return torch.full((), begin, device=device) if key in _SCALARS else torch.full_like(parameter, begin)
+
+        return {key: 0 if (self._base, key) == ("SparseAdam", "step") else value(key) for key in keys}
 
     @functools.cached_property
     def keeps_state(self) -> bool:

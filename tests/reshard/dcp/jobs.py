@@ -258,20 +258,27 @@ def fresh_sharded_optimizer(folder: str, kind: str) -> bool:
     state = {"app": dict(zip(("m", "o"), reshard.get_state_dict(again, fresh)))}
     ours.load(state, checkpoint_id=folder)
     reshard.set_state_dict(again, fresh, model_state_dict=state["app"]["m"], optim_state_dict=state["app"]["o"])
-    for one, by in ((model, optimizer), (again, fresh)):
+    third, offered = build()
+    face = dict(zip(("m", "o"), ours.state_dict.get_state_dict(third, offered)))
+    moments = {type(face["o"]["state"][name]["exp_avg"]) for name in face["m"]}
+    if offered.state or face["o"]["state"].keys() != face["m"].keys() or moments != {DTensor}:
+        return False
+    ours.load({"app": face}, checkpoint_id=folder)
+    ours.state_dict.set_state_dict(third, offered, model_state_dict=face["m"], optim_state_dict=face["o"])
+    for one, by in ((model, optimizer), (again, fresh), (third, offered)):
         by.zero_grad()
         one(torch.ones(2, 5)).sum().backward()
         by.step()
     steps = [int(value["step"]) for by in (optimizer, fresh) for value in by.state.values()]
-    (weights, states), (weights_again, states_again) = whole(model, optimizer), whole(again, fresh)
-    return (
-        set(steps) == {2}
-        and all(torch.equal(weights[k], weights_again[k]) for k in weights)
+    weights, states = whole(model, optimizer)
+    return set(steps) == {2} and all(
+        all(torch.equal(weights[k], weights_again[k]) for k in weights)
         and all(
             torch.equal(value, states_again["state"][k][name])
             for k, values in states["state"].items()
             for name, value in values.items()
         )
+        for weights_again, states_again in (whole(again, fresh), whole(third, offered))
     )
 
 

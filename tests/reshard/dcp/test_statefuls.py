@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
+import torch.distributed.checkpoint.state_dict as their_state
 
 import reshard
 import reshard.dcp as ours
+from reshard.dcp.state_dict import get_optimizer_state_dict
 from reshard.errors import KeyMismatchError
 from tests import gloo
 from tests.reshard.dcp import jobs
+from tests.reshard.state_dict.torch_optimizers import CLASSES, make, takes
 from tests.same import assert_same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
@@ -156,3 +159,67 @@ def test_a_fresh_state_dict_is_a_plain_one(tmp_path):
 )
 def test_a_fresh_sharded_optimizer_gets_its_state(tmp_path, kind):
     assert all(gloo.run(jobs.fresh_sharded_optimizer, 2, str(tmp_path), kind))
+
+
+FLAT = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
+BEGIN_WITH_STATE = [name for name in CLASSES if name not in ("Adafactor", "LBFGS", "SGD")]
+
+
+@pytest.mark.parametrize("name", BEGIN_WITH_STATE)
+def test_what_the_face_offers_of_a_fresh_optimizer_is_what_it_begins_with(name):
+    """As torch offers it, but nothing is stepped: going on from it is the same as beginning."""
+
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2, bias=takes(name, torch.zeros(1)))
+        return model, make(name, model.parameters(), {"amsgrad": True} if name in ("Adam", "AdamW") else {})
+
+    def stepped(model, optimizer):
+        for _ in range(2):
+            gradient = torch.arange(6.0).reshape(2, 3)
+            model.weight.grad = gradient.to_sparse() if name == "SparseAdam" else gradient
+            optimizer.step()
+        return get_optimizer_state_dict(model, optimizer)["state"]["weight"] | {"weight": model.weight.detach()}
+
+    (plain, begins), (model, optimizer), (theirs_, their_optimizer) = build(), build(), build()
+    offered = get_optimizer_state_dict(model, optimizer)
+    if name != "SparseAdam":  # of which torch's own way takes a dense gradient
+        made = their_state.get_optimizer_state_dict(theirs_, their_optimizer)
+        assert {k: sorted(v) for k, v in offered["state"].items()} == {k: sorted(v) for k, v in made["state"].items()}
+
+    assert offered["state"]
+    assert name == "Adagrad" or not optimizer.state
+    reshard.set_optimizer_state_dict(model, optimizer, offered)
+    assert_same(stepped(model, optimizer), stepped(plain, begins))
+
+
+@pytest.mark.parametrize("options", [None, FLAT])
+def test_a_load_keeps_of_what_is_offered_what_was_saved(tmp_path, options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    model[0](torch.ones(1, 3)).sum().backward()  # the second layer never has a gradient
+    optimizer.step()
+    ours.save({"o": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path)
+    target = {"o": get_optimizer_state_dict(model, fresh, options=options)}
+    with pytest.raises(KeyMismatchError):
+        ours.load({**target, "more": torch.ones(1)}, checkpoint_id=tmp_path)
+    assert len(
+        [key for key in (target["o"] if options else target["o"]["state"]) if "1.bias" in key and "group" not in key]
+    )
+
+    ours.load(target, checkpoint_id=tmp_path)
+
+    report = reshard.set_optimizer_state_dict(model, fresh, target["o"])
+    assert report.cold == ("1.weight", "1.bias")
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_groups_of_another_pipeline_stage_are_refused_with_the_way_round():
+    stages = [torch.nn.ModuleDict({str(i): torch.nn.Linear(2, 2)}) for i in range(2)]
+    optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages]
+    first, second = (get_optimizer_state_dict(*pair) for pair in zip(stages, optimizers))
+    with pytest.raises(KeyMismatchError, match="flatten_optimizer_state_dict=True"):
+        reshard.set_optimizer_state_dict(
+            stages[1], optimizers[1], {"state": second["state"], "param_groups": first["param_groups"]}
+        )
