@@ -1,6 +1,6 @@
-"""The page of figures: `python -m benchmarks [--full] [--write]`, or only some by their names.
+"""All benchmarks: `python -m benchmarks [--full] [--write]`, or some by their names.
 
-    python -m benchmarks --write              # measure all, and put the tables into docs/speed.md
+    python -m benchmarks --write              # measure all, and fill the tables into benchmarks/RESULTS.md
     python -m benchmarks --write load save    # only these two: the other tables stay as they are
     python -m benchmarks load save            # print these two, with all their cases
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import goals
-from benchmarks.page import README, RESULTS, SPEED, Results, Row, filled, merged, with_figures
+from benchmarks.page import README, RESULTS, SPEED, TABLES, Results, Row, filled, merged, with_figures
 
 ON_THE_PAGE = (
     "load",
@@ -86,10 +86,16 @@ def on_the_page(results: Results) -> dict[str, str]:
     return {"goals": goals.table(results.rows), **absent, **results.parts()}
 
 
+def summary(text: str, results: Results) -> str:
+    """The page for users, with these figures."""
+    return filled(with_figures(text, results.rows), {"where": results.where})
+
+
 def keep(results: Results) -> None:
-    """In the file of figures, in the page, and where the README has some of them."""
+    """Store the results, and write them into every page that shows some of them."""
     RESULTS.write_text(results.to_json())
-    SPEED.write_text(filled(SPEED.read_text(), on_the_page(results)))
+    TABLES.write_text(filled(TABLES.read_text(), on_the_page(results)))
+    SPEED.write_text(summary(SPEED.read_text(), results))
     README.write_text(with_figures(README.read_text(), results.rows))
 
 
@@ -97,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or left out")
     parser.add_argument("--quick", action="store_true", help="the default of the page, and for names: smaller cases")
-    parser.add_argument("--write", action="store_true", help="keep what is measured, and put it into docs/speed.md")
+    parser.add_argument("--write", action="store_true", help="store the results, and fill them into the pages")
     parser.add_argument("--again", action="store_true", help="measure nothing: the page of the figures that were kept")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these, of {', '.join(NAMES)}")
     options = parser.parse_args()

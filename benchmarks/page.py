@@ -1,7 +1,8 @@
-"""What benchmarks measured, as data, and the one page that is made of it.
+"""The rows that benchmarks measure, and the pages that show them.
 
-A benchmark yields rows. `python -m benchmarks` gathers those of all of them, prints the page, and with `--write` keeps
-the rows in `benchmarks/results.json` and puts the tables into `docs/speed.md`, between their marks.
+A benchmark yields rows. `python -m benchmarks` collects the rows of all benchmarks and prints their tables. With
+`--write` it stores the rows in `benchmarks/results.json`, fills the tables into `benchmarks/RESULTS.md`, and single
+figures into `docs/speed.md` and `README.md`, between their marks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["README", "RESULTS", "SPEED", "Results", "Row", "arguments", "filled", "merged", "report", "with_figures"]
+__all__ = [
+    "README",
+    "RESULTS",
+    "SPEED",
+    "TABLES",
+    "Results",
+    "Row",
+    "arguments",
+    "filled",
+    "merged",
+    "report",
+    "with_figures",
+]
 
 RESULTS = Path(__file__).with_name("results.json")
+TABLES = Path(__file__).with_name("RESULTS.md")
 README = Path(__file__).parents[1] / "README.md"
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
 
@@ -143,7 +157,7 @@ _MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTA
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
-    """`docs/speed.md` with each part between its marks. Raises ValueError unless it has just one place for each."""
+    """A page with each part between its marks. Raises ValueError unless it has exactly one place for each."""
     places = [mark[1] for mark in _MARKS.findall(text)]
     if sorted(places) != sorted(parts):
         raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(parts)}")

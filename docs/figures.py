@@ -1,8 +1,7 @@
-"""The house in figures, each with its goal: `python -m docs.figures [--json] [--changes 200]`.
+"""The source in figures, each with its goal: `python -m docs.figures [--json] [--changes 200]`.
 
-What source is counted by: how much there is, how much of it only says where other things are, how many names stand for
-more than one thing, over how many folders a framework lies, and how much of the house one call walks through.
-`tests/test_architecture.py` holds what can be held.
+The figures: size, the share of headers, names with several meanings, folders per framework, and the modules and
+functions that one call runs through. `tests/test_architecture.py` lets none of them grow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import median
 
-from docs.rooms import PACKAGES, ROOT, House, Module
+from docs.import_graph import ROOT, TOP_LEVEL, Codebase, Module
 
 __all__ = ["FRAMEWORKS", "GOALS", "Figure", "changes", "of_calls", "of_source"]
 
@@ -64,9 +63,9 @@ class Figure:
         return GOALS.get(self.name)
 
 
-def of_source(house: House) -> Iterator[Figure]:
+def of_source(codebase: Codebase) -> Iterator[Figure]:
     """What is seen by reading the source."""
-    modules = list(house.modules.values())
+    modules = list(codebase.modules.values())
     lines = [line for module in modules for line in module.text.splitlines()]
     written = [line for line in lines if line.strip()]
     yield Figure("tokens", sum(map(_tokens, modules)), "names, operators and numbers")
@@ -77,12 +76,12 @@ def of_source(house: House) -> Iterator[Figure]:
     yield Figure("mean line", sum(map(len, written)) / len(written), "characters, without blank lines")
     wide = sum(len(line) > WIDE for line in written)
     yield Figure(f"lines over {WIDE} %", 100 * wide / len(written), "without blank lines")
-    again = {name: n for name, n in Counter(name for name, _ in _classes(house)).most_common() if n > 1}
+    again = {name: n for name, n in Counter(name for name, _ in _classes(codebase)).most_common() if n > 1}
     yield Figure("names of several classes", len(again), ", ".join(f"{name} {n}" for name, n in again.items()))
-    alike = list(_alike(house))
+    alike = list(_alike(codebase))
     yield Figure("pairs of like classes", len(alike), "; ".join(f"{a} and {b}" for a, b in alike))
     for framework in FRAMEWORKS:
-        folders = _folders_that_say(house, framework)
+        folders = _folders_that_say(codebase, framework)
         yield Figure(f"folders of {framework}", len(folders), ", ".join(folders))
 
 
@@ -105,24 +104,24 @@ def _is_header(node: ast.stmt, first: bool) -> bool:
     return isinstance(node, ast.Import | ast.ImportFrom) or (first and isinstance(node, ast.Expr))
 
 
-def _classes(house: House) -> Iterator[tuple[str, set[str]]]:
+def _classes(codebase: Codebase) -> Iterator[tuple[str, set[str]]]:
     """The name of each class, whether private or not, and the fields that it declares."""
-    for module in house.modules.values():
+    for module in codebase.modules.values():
         for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 declared = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
                 yield node.name.lstrip("_"), {target.id for target in declared if isinstance(target, ast.Name)}
 
 
-def _alike(house: House) -> Iterator[tuple[str, str]]:
-    for (one, fields), (other, others) in combinations(_classes(house), 2):
+def _alike(codebase: Codebase) -> Iterator[tuple[str, str]]:
+    for (one, fields), (other, others) in combinations(_classes(codebase), 2):
         if len(fields & others) >= SHARED_FIELDS:
             yield one, other
 
 
-def _folders_that_say(house: House, word: str) -> list[str]:
+def _folders_that_say(codebase: Codebase, word: str) -> list[str]:
     """Folders with a module in which the word stands three times."""
-    found = [m for m in house.modules.values() if len(re.findall(word, m.text, re.I)) >= 3]
+    found = [m for m in codebase.modules.values() if len(re.findall(word, m.text, re.I)) >= 3]
     return sorted({module.path.rpartition("/")[0] for module in found})
 
 
@@ -150,7 +149,7 @@ def changes(last: int) -> Iterator[Figure]:
     command = ["git", "log", f"-{last}", "--format=%x00", "--name-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     commits = [
-        sum(path.split("/")[0] in PACKAGES and path.endswith(".py") for path in commit.split())
+        sum(path.split("/")[0] in TOP_LEVEL and path.endswith(".py") for path in commit.split())
         for commit in done.stdout.split("\0")
     ]
     touched = sorted(filter(None, commits))
@@ -174,7 +173,7 @@ def main() -> int:
     parser.add_argument("--no-calls", action="store_true", help="start no processes: what is seen by reading only")
     parser.add_argument("--changes", type=int, default=200, metavar="N", help="look at so many commits")
     options = parser.parse_args()
-    figures = [*of_source(House.read()), *changes(options.changes)]
+    figures = [*of_source(Codebase.read()), *changes(options.changes)]
     if not options.no_calls:
         figures += of_calls()
     if options.json:

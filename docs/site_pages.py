@@ -16,8 +16,9 @@ FROM_ROOT = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
+    "results.md": "benchmarks/RESULTS.md",
 }
-"""Page of the site -> file in the root."""
+"""Page of the site -> file in the repository."""
 _FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(https?:[^\" >]+)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
@@ -32,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to where those pages and their neighbours are on the site; what is not on it is told by its path."""
     source = FROM_ROOT.get(page.file.src_uri)
-    folder = ROOT if source else (ROOT / "docs" / page.file.src_uri).parent
+    folder = (ROOT / (source or f"docs/{page.file.src_uri}")).parent
     depth = page.file.src_uri.count("/")
 
     def moved(match: re.Match[str]) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
-from docs.rooms import PACKAGES, ROOT
+from docs.import_graph import ROOT, TOP_LEVEL
 from reshard.live.tensors import local_tensors
 
 __all__ = ["RANKS", "Function", "Seen", "calls"]
@@ -75,7 +75,7 @@ def _functions(call: Callable[[], object]) -> set[Function]:
     source = [(code, Path(code.co_filename)) for code in seen if Path(code.co_filename).is_relative_to(ROOT)]
     named = [(path.relative_to(ROOT), code) for code, path in source if not code.co_name.startswith("<")]
     return {
-        (path.as_posix(), code.co_qualname, code.co_firstlineno) for path, code in named if path.parts[0] in PACKAGES
+        (path.as_posix(), code.co_qualname, code.co_firstlineno) for path, code in named if path.parts[0] in TOP_LEVEL
     }
 
 

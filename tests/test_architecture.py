@@ -1,4 +1,5 @@
-"""The house stands as docs/architecture.md and CONTRIBUTING.md say: no circles, arrows down, small rooms, borders."""
+"""The source follows docs/architecture.md and CONTRIBUTING.md: layers, no import cycles, short modules, and private
+names of torch in a few modules only."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from docs import figures
-from docs.draw_rooms import BOX, PICTURE, arrows_of, draw, drawn, roles
-from docs.rooms import (
+from docs.draw_architecture import BOX, PICTURE, draw, drawn, package_imports, roles
+from docs.import_graph import (
     MAX_FUNCTION_LINES,
     MAX_MODULE_LINES,
     ROOT,
-    House,
-    borders,
-    fits,
-    floors,
-    room_of,
-    rooms_named,
+    Codebase,
+    layers,
+    matches,
+    package_of,
+    packages_named,
+    private_torch_modules,
 )
 
-HOUSE = House.read()
+CODEBASE = Codebase.read()
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-FLOORS = floors(PAGE)
-BORDERS = borders((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+LAYERS = layers(PAGE)
+PRIVATE_TORCH_MODULES = private_torch_modules((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
@@ -56,26 +57,26 @@ MOST = {
 go up only with what the library can do, and docs/decisions.md says with what."""
 
 
-def test_no_circles_between_modules() -> None:
-    assert HOUSE.circles() == []
+def test_no_cycles_between_modules() -> None:
+    assert CODEBASE.cycles() == []
 
 
-def test_no_circles_between_rooms_and_folders() -> None:
-    assert HOUSE.room_circles() == []
+def test_no_cycles_between_packages_and_folders() -> None:
+    assert CODEBASE.package_cycles() == []
 
 
-def test_every_room_is_on_one_floor() -> None:
-    assert sorted(room for floor in FLOORS for room in floor) == sorted(HOUSE.rooms)
+def test_every_package_is_in_one_layer() -> None:
+    assert sorted(package for layer in LAYERS for package in layer) == sorted(CODEBASE.packages)
 
 
-def test_arrows_between_rooms_lead_to_lower_floors() -> None:
-    assert HOUSE.uphill(FLOORS) == {}
+def test_imports_between_packages_lead_to_lower_layers() -> None:
+    assert CODEBASE.upward_imports(LAYERS) == {}
 
 
 def test_nothing_is_imported_by_a_name_that_is_made_up() -> None:
     """But for the two public tables and that of formats, whose entries count as arrows, and the other name of all
     planners."""
-    made_up = {m.name: [line for line, name in m.imports_by_name() if name is None] for m in HOUSE.modules.values()}
+    made_up = {m.name: [line for line, name in m.imports_by_name() if name is None] for m in CODEBASE.modules.values()}
     assert {name: len(lines) for name, lines in made_up.items() if lines} == {
         "planners": 1,
         "reshard": 1,
@@ -86,32 +87,31 @@ def test_nothing_is_imported_by_a_name_that_is_made_up() -> None:
 
 def test_names_of_modules_in_strings_are_names_of_modules() -> None:
     """Strings count as arrows, so none may name what is not there."""
-    texts = {text for m in HOUSE.modules.values() for text in m.strings()}
+    texts = {text for m in CODEBASE.modules.values() for text in m.strings()}
     others = ("planners", "reshard", "reshard.ranks.telemetry")  # tables of names; names of metrics
-    tables = {text for module in others for text in HOUSE.modules[module].strings()}
-    assert len(texts & HOUSE.modules.keys()) > 30
-    assert sorted(texts - tables - HOUSE.modules.keys()) == []
+    tables = {text for module in others for text in CODEBASE.modules[module].strings()}
+    assert len(texts & CODEBASE.modules.keys()) > 30
+    assert sorted(texts - tables - CODEBASE.modules.keys()) == []
 
 
 def test_packages_hold_a_docstring_and_names() -> None:
     """But for the two public tables, whose names are imported on first use, and the entry point of the command."""
-    code = {m.name for m in HOUSE.modules.values() if m.is_package and list(m.functions())}
+    code = {m.name for m in CODEBASE.modules.values() if m.is_package and list(m.functions())}
     assert code == {"planners", "reshard", "reshard.cli"}
 
 
-def test_modules_are_chapters() -> None:
-    """What is read together stands together; what is longer is read by nobody."""
-    assert {m.name: m.lines for m in HOUSE.modules.values() if m.lines > MAX_MODULE_LINES} == {}
+def test_modules_are_short() -> None:
+    assert {m.name: m.lines for m in CODEBASE.modules.values() if m.lines > MAX_MODULE_LINES} == {}
 
 
 def test_figures_of_the_source_do_not_grow() -> None:
-    grown = {f.name: f.value for f in figures.of_source(HOUSE) if f.name in MOST and f.value > MOST[f.name]}
+    grown = {f.name: f.value for f in figures.of_source(CODEBASE) if f.name in MOST and f.value > MOST[f.name]}
     assert grown == {}, "see what is counted: python -m docs.figures --details"
 
 
 @pytest.mark.gloo
 @pytest.mark.host_only("what a device adds to a call is counted on none")
-def test_calls_go_through_no_more_of_the_house() -> None:
+def test_calls_run_through_no_more_of_the_source() -> None:
     found = {figure.name: figure.value for figure in figures.of_calls()}
 
     assert {name: value for name, value in found.items() if value > MOST[name]} == {}, "python -m docs.figures"
@@ -125,68 +125,66 @@ def test_what_has_a_goal_is_held() -> None:
 
 
 def test_functions_are_short() -> None:
-    long = {f"{m.name}.{f}": n for m in HOUSE.modules.values() for f, n in m.functions() if n > MAX_FUNCTION_LINES}
+    long = {f"{m.name}.{f}": n for m in CODEBASE.modules.values() for f, n in m.functions() if n > MAX_FUNCTION_LINES}
     assert set(long) == LONG_FUNCTIONS, long
 
 
-def test_private_names_of_torch_are_used_at_the_borders_only() -> None:
-    users = {m.path: m.private_torch() for m in HOUSE.modules.values() if m.private_torch()}
-    assert {path: names for path, names in users.items() if not any(fits(path, b) for b in BORDERS)} == {}
+def test_private_names_of_torch_are_used_in_listed_modules_only() -> None:
+    users = {m.path: m.private_torch() for m in CODEBASE.modules.values() if m.private_torch()}
+    listed = {path for path in users for entry in PRIVATE_TORCH_MODULES if matches(path, entry)}
+    assert {path: names for path, names in users.items() if path not in listed} == {}
 
 
-def test_every_border_is_one() -> None:
-    """What CONTRIBUTING.md lists uses such names."""
-    users = [m.path for m in HOUSE.modules.values() if m.private_torch()]
-    assert [b for b in BORDERS if not any(fits(path, b) for path in users)] == []
-    assert len(BORDERS) > 3
+def test_every_listed_module_uses_private_names_of_torch() -> None:
+    users = [m.path for m in CODEBASE.modules.values() if m.private_torch()]
+    assert [b for b in PRIVATE_TORCH_MODULES if not any(matches(path, b) for path in users)] == []
+    assert len(PRIVATE_TORCH_MODULES) > 3
 
 
 def test_planners_import_no_torch_and_nothing_of_reshard() -> None:
     outside = {"torch", "reshard", "msgspec", "safetensors", "rich", "typer", "os", "io", "pathlib", "time", "socket"}
     found = {
         (module.name, base)
-        for module in HOUSE.modules.values()
+        for module in CODEBASE.modules.values()
         for base, _ in module.imports()
         if module.name.split(".")[0] == "planners" and base.split(".")[0] in outside
     }
     assert found == set()
 
 
-def test_tests_are_in_the_rooms_of_what_they_test() -> None:
-    """One folder a room, `tests/stories` for what goes through several, and at the top what is about the repository."""
+def test_tests_are_in_the_packages_of_what_they_test() -> None:
+    """One folder per package, `tests/stories` for tests that span several, and repository tests at the top."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    rooms = {Path(*room.split(".")) for room in HOUSE.rooms}
-    allowed = {Path(), Path("stories"), *rooms}
-    assert {
-        str(f) for f in folders if not any(f == room or (room.parts[1:] and room in f.parents) for room in allowed)
-    } == set()
+    packages = {Path(*package.split(".")) for package in CODEBASE.packages}
+    allowed = {Path(), Path("stories"), *packages}
+    assert {str(f) for f in folders if not any(f == p or (p.parts[1:] and p in f.parents) for p in allowed)} == set()
 
 
-def test_the_picture_is_of_these_rooms() -> None:
-    """Rooms and arrows; lines of code may have changed since it was drawn."""
-    rooms, arrows = drawn(PICTURE.read_text(encoding="utf-8"))
+def test_the_picture_is_of_these_packages() -> None:
+    """Packages and imports; the lines of code may have changed since it was drawn."""
+    packages, arrows = drawn(PICTURE.read_text(encoding="utf-8"))
 
-    redraw = "draw it anew: python -m docs.draw_rooms"
-    assert rooms == set(HOUSE.rooms) - {"planners"}, redraw
-    assert arrows == arrows_of(HOUSE), redraw
+    redraw = "redraw it: python -m docs.draw_architecture"
+    assert packages == set(CODEBASE.packages) - {"planners"}, redraw
+    assert arrows == package_imports(CODEBASE), redraw
 
 
 def paragraphs(page: str) -> dict[str, str]:
-    """What the page says under the heading of each room."""
+    """What the page says under the heading of each package."""
     found = re.findall(r"^### (.*?): .*?\n(.*?)(?=^##)", page, re.M | re.S)
-    return {room: text for names, text in found for room in rooms_named(names)}
+    return {package: text for names, text in found for package in packages_named(names)}
 
 
-def test_every_room_is_described_with_every_entry() -> None:
+def test_every_package_is_described_with_every_entry() -> None:
     described = paragraphs(PAGE)
-    assert sorted(described) == sorted(roles(PAGE)) == sorted(HOUSE.rooms)
+    assert sorted(described) == sorted(roles(PAGE)) == sorted(CODEBASE.packages)
     unnamed = {
         name
-        for room, text in described.items()
-        for name in HOUSE.rooms.nodes[room]["modules"]
-        if name.count(".") > 1 and not HOUSE.modules[name].is_face and f"`{name.split('.')[2]}`" not in text
+        for package, text in described.items()
+        for name in CODEBASE.packages.nodes[package]["modules"]
+        if name.count(".") > 1 and not CODEBASE.modules[name].only_reexports and f"`{name.split('.')[2]}`" not in text
     }
-    assert unnamed == set(), "name them in the paragraph of their room in docs/architecture.md"
+    assert unnamed == set(), "name them in the paragraph of their package in docs/architecture.md"
     assert min(len(text.split()) for text in described.values()) > 20
 
 
@@ -197,17 +195,17 @@ def test_functions_that_the_page_names_are_there() -> None:
         pkgutil.resolve_name(name)
 
 
-# what the checks above see in made-up houses: each is wrong in one way
+# what the checks above see in small made-up sources: each is wrong in one way
 
 
-def house(tmp_path: Path, files: Mapping[str, str]) -> House:
+def codebase(tmp_path: Path, files: Mapping[str, str]) -> Codebase:
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
-    return House.read(tmp_path)
+    return Codebase.read(tmp_path)
 
 
-CIRCLES = [
+CYCLES = [
     ("def f():\n    from reshard.one.b import x\n", "from reshard.one.a import y\n", "in a function"),
     ("if TYPE_CHECKING:\n    from reshard.one import b\n", "import reshard.one.a\n", "for types only"),
     ("from .b import x\n", "from . import a\n", "relative"),
@@ -216,23 +214,23 @@ CIRCLES = [
 ]
 
 
-@pytest.mark.parametrize(("a", "b", "note"), CIRCLES, ids=[row[2] for row in CIRCLES])
-def test_a_circle_is_seen(a: str, b: str, note: str, tmp_path: Path) -> None:
-    made = house(tmp_path, {"reshard/one/__init__.py": "", "reshard/one/a.py": a, "reshard/one/b.py": b})
+@pytest.mark.parametrize(("a", "b", "note"), CYCLES, ids=[row[2] for row in CYCLES])
+def test_a_cycle_is_seen(a: str, b: str, note: str, tmp_path: Path) -> None:
+    made = codebase(tmp_path, {"reshard/one/__init__.py": "", "reshard/one/a.py": a, "reshard/one/b.py": b})
 
-    assert made.circles() == [["reshard.one.a", "reshard.one.b"]]
-    assert made.room_circles() == []
+    assert made.cycles() == [["reshard.one.a", "reshard.one.b"]]
+    assert made.package_cycles() == []
 
 
-def test_a_chain_is_no_circle(tmp_path: Path) -> None:
+def test_a_chain_is_no_cycle(tmp_path: Path) -> None:
     text = "from reshard.one import b\n"
-    made = house(tmp_path, {"reshard/one/__init__.py": "", "reshard/one/a.py": text, "reshard/one/b.py": "import os\n"})
+    made = codebase(tmp_path, {"reshard/one/__init__.py": "", "reshard/one/a.py": text, "reshard/one/b.py": ""})
 
     assert list(made.arrows.edges) == [("reshard.one.a", "reshard.one.b")]
-    assert made.circles() == []
+    assert made.cycles() == []
 
 
-TWO_ROOMS = {
+TWO_PACKAGES = {
     "reshard/__init__.py": "_HOME = {'x': 'high.a'}\n",
     "reshard/high/__init__.py": "",
     "reshard/high/a.py": "from reshard.low.b import x\n",
@@ -240,43 +238,43 @@ TWO_ROOMS = {
     "reshard/low/b.py": "from planners import box\n",
     "planners/box.py": "",
 }
-SMALL = "# A\n\n## Floors\n\n| floor | rooms |\n|---|---|\n| 1 | `reshard` |\n| 2 | `reshard.high` |\n"
-SMALL += "| 3 | `reshard.low` |\n| 4 | `planners.box` |\n\n## Rooms\n\n| `reshard.other` |\n"
+SMALL = "# A\n\n## Layers\n\n| layer | packages |\n|---|---|\n| 1 | `reshard` |\n| 2 | `reshard.high` |\n"
+SMALL += "| 3 | `reshard.low` |\n| 4 | `planners.box` |\n\n## Packages\n\n| `reshard.other` |\n"
 
 
-def test_floors_are_read_off_the_page() -> None:
-    assert floors(SMALL) == [["reshard"], ["reshard.high"], ["reshard.low"], ["planners.box"]]
+def test_layers_are_read_off_the_page() -> None:
+    assert layers(SMALL) == [["reshard"], ["reshard.high"], ["reshard.low"], ["planners.box"]]
 
 
-def test_an_arrow_that_leads_up_is_seen(tmp_path: Path) -> None:
-    made = house(tmp_path, TWO_ROOMS)
-    assert made.uphill(floors(SMALL)) == {}
-    assert sorted(made.rooms.edges) == [
+def test_an_import_that_leads_up_is_seen(tmp_path: Path) -> None:
+    made = codebase(tmp_path, TWO_PACKAGES)
+    assert made.upward_imports(layers(SMALL)) == {}
+    assert sorted(made.packages.edges) == [
         ("reshard", "reshard.high"),
         ("reshard.high", "reshard.low"),
         ("reshard.low", "planners.box"),
     ]
 
-    swapped = floors(SMALL.replace(".high", ".x").replace(".low", ".high").replace(".x", ".low"))
-    assert made.uphill(swapped) == {("reshard.high", "reshard.low"): [("reshard.high.a", "reshard.low.b")]}
+    swapped = layers(SMALL.replace(".high", ".x").replace(".low", ".high").replace(".x", ".low"))
+    assert made.upward_imports(swapped) == {("reshard.high", "reshard.low"): [("reshard.high.a", "reshard.low.b")]}
     beside = [["reshard"], ["reshard.high", "reshard.low"], ["planners.box"]]
-    assert list(made.uphill(beside)) == [("reshard.high", "reshard.low")]
+    assert list(made.upward_imports(beside)) == [("reshard.high", "reshard.low")]
 
 
-def test_a_circle_of_rooms_and_folders_is_seen_though_no_module_is_in_one(tmp_path: Path) -> None:
+def test_a_cycle_of_packages_and_folders_is_seen_though_no_module_is_in_one(tmp_path: Path) -> None:
     back = {"reshard/low/c.py": "from reshard.high.d import x\n", "reshard/high/d.py": ""}
-    made = house(tmp_path, {**TWO_ROOMS, **back})
+    made = codebase(tmp_path, {**TWO_PACKAGES, **back})
 
-    assert made.circles() == []
-    assert made.room_circles() == [("reshard.high", "reshard.low")]
+    assert made.cycles() == []
+    assert made.package_cycles() == [("reshard.high", "reshard.low")]
     inner = {"reshard/low/p/a.py": "import reshard.low.q.a\n", "reshard/low/q/a.py": "", "reshard/low/p/c.py": ""}
     inner["reshard/low/q/b.py"] = "from reshard.low.p import c\n"
-    assert ("reshard.low.p", "reshard.low.q") in house(tmp_path, inner).room_circles()
+    assert ("reshard.low.p", "reshard.low.q") in codebase(tmp_path, inner).package_cycles()
 
 
 def test_sizes_are_seen(tmp_path: Path) -> None:
     long = {"reshard/high/long.py": "def f():\n" + "    x = 1\n" * 60 + "\n" * 740}
-    made = house(tmp_path, {**TWO_ROOMS, **long})
+    made = codebase(tmp_path, {**TWO_PACKAGES, **long})
 
     assert {m.name for m in made.modules.values() if m.lines > MAX_MODULE_LINES} == {"reshard.high.long"}
     assert list(made.modules["reshard.high.long"].functions()) == [("f", 61)]
@@ -313,7 +311,7 @@ def f():
 def test_figures_are_counted(tmp_path: Path) -> None:
     other = COUNTED.replace("One", "_One").replace("megatron", "Megatron, megatron-core and " + "MEGATRON" * 10)
     texts = {"reshard/low/a.py": COUNTED, "reshard/high/b.py": other, "reshard/high/c.py": "x = 1\n\n"}
-    found = {figure.name: figure for figure in figures.of_source(house(tmp_path, texts))}
+    found = {figure.name: figure for figure in figures.of_source(codebase(tmp_path, texts))}
     values = {name: figure.value for name, figure in found.items()}
     written = [line for text in texts.values() for line in text.splitlines() if line]
 
@@ -342,48 +340,48 @@ PRIVATE = [
 
 @pytest.mark.parametrize(("text", "wanted"), PRIVATE, ids=[row[0].splitlines()[-1][:40] for row in PRIVATE])
 def test_private_names_of_torch_are_seen(text: str, wanted: set[str], tmp_path: Path) -> None:
-    found = house(tmp_path, {"reshard/high/a.py": text}).modules["reshard.high.a"].private_torch()
+    found = codebase(tmp_path, {"reshard/high/a.py": text}).modules["reshard.high.a"].private_torch()
 
     assert bool(found) == bool(wanted)
     assert all(any(name in each for each in found) for name in wanted)
 
 
-def test_borders_are_read_off_the_page() -> None:
+def test_private_torch_modules_are_read_off_the_page() -> None:
     page = "**Words.** `reshard/no.py`\n\n**Private names of torch** in `reshard/state/a.py`, `reshard/dcp/*`.\n\n"
     page += "`reshard/b.py`"
-    assert borders(page) == ["reshard/state/a.py", "reshard/dcp/*"]
-    assert fits("reshard/dcp/x.py", "reshard/dcp/*")
-    assert not fits("reshard/dcp_x.py", "reshard/dcp/*")
-    assert fits("reshard/state/a.py", "reshard/state/a.py")
-    assert not fits("reshard/state/ab.py", "reshard/state/a.py")
+    assert private_torch_modules(page) == ["reshard/state/a.py", "reshard/dcp/*"]
+    assert matches("reshard/dcp/x.py", "reshard/dcp/*")
+    assert not matches("reshard/dcp_x.py", "reshard/dcp/*")
+    assert matches("reshard/state/a.py", "reshard/state/a.py")
+    assert not matches("reshard/state/ab.py", "reshard/state/a.py")
 
 
 def test_imports_by_made_up_names_are_seen(tmp_path: Path) -> None:
     text = "import importlib\n\nimportlib.import_module('reshard.low')\n__import__(name)\n"
-    [one, other] = house(tmp_path, {"reshard/a.py": text}).modules["reshard.a"].imports_by_name()
+    [one, other] = codebase(tmp_path, {"reshard/a.py": text}).modules["reshard.a"].imports_by_name()
 
     assert (one, other) == ((3, "reshard.low"), (4, None))
 
 
-def test_a_room_is_a_folder_or_a_module_by_itself() -> None:
-    assert room_of("reshard.live.fingerprint_sums") == "reshard.live"
-    assert (room_of("reshard.errors"), room_of("planners")) == ("reshard.errors", "planners")
+def test_a_package_is_a_folder_or_a_module_by_itself() -> None:
+    assert package_of("reshard.live.fingerprint_sums") == "reshard.live"
+    assert (package_of("reshard.errors"), package_of("planners")) == ("reshard.errors", "planners")
 
 
 def test_a_picture_says_what_was_drawn(tmp_path: Path) -> None:
-    made = house(tmp_path, TWO_ROOMS)
-    rooms, arrows = drawn(draw(made, SMALL))
+    made = codebase(tmp_path, TWO_PACKAGES)
+    packages, arrows = drawn(draw(made, SMALL))
 
-    assert rooms == {"reshard", "reshard.high", "reshard.low", "planners.box"}
+    assert packages == {"reshard", "reshard.high", "reshard.low", "planners.box"}
     assert arrows == {("reshard", "reshard.high"), ("reshard.high", "reshard.low"), ("reshard.low", "planners")}
-    other = house(tmp_path, {"reshard/low/b.py": ""})
+    other = codebase(tmp_path, {"reshard/low/b.py": ""})
     assert drawn(draw(other, SMALL))[1] == arrows - {("reshard.low", "planners")}
 
 
 def test_texts_of_the_picture_fit_their_boxes() -> None:
     """By a generous width of a letter: three lines below the name at the most, none wider than the box."""
-    found = re.findall(r'<text class="(role|imports)" x="([\d.]+)" y="([\d.]+)">([^<]*)<', draw(HOUSE, PAGE))
+    found = re.findall(r'<text class="(role|imports)" x="([\d.]+)" y="([\d.]+)">([^<]*)<', draw(CODEBASE, PAGE))
     assert len(found) > 30
     assert [text for kind, _, _, text in found if len(text) * (6.6 if kind == "role" else 5.5) > BOX[0] - 20] == []
-    for _, box in re.findall(r'data-room="([\w.]+)"(.*?)</g>', draw(HOUSE, PAGE), re.S):
+    for _, box in re.findall(r'data-package="([\w.]+)"(.*?)</g>', draw(CODEBASE, PAGE), re.S):
         assert box.count('class="imports"') <= 2

@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REWRITTEN = [
     "README.md",
+    "docs/architecture.md",
+    "docs/edge-cases.md",
     "docs/glossary.md",
+    "docs/speed.md",
 ]
 """Pages that are held to the list; a page that is rewritten is added here."""
 RETIRED = {

@@ -1,4 +1,4 @@
-"""The page of figures is what its formatter makes of the figures that were kept."""
+"""The pages of figures are what their formatter makes of the stored results."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.__main__ import ORDER, on_the_page
+from benchmarks.__main__ import ORDER, on_the_page, summary
 from benchmarks.goals import Goal, table
-from benchmarks.page import README, RESULTS, SPEED, Results, Row, filled, merged, with_figures
+from benchmarks.page import README, RESULTS, SPEED, TABLES, Results, Row, filled, merged, with_figures
 
 ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.5, 0.5, 2.0))
 
 
-def test_the_page_shows_the_figures_that_were_kept() -> None:
+def test_the_pages_show_the_stored_results() -> None:
     """`python -m benchmarks --again --write` makes it so."""
     results = Results.from_json(RESULTS.read_text())
 
-    assert filled(SPEED.read_text(), on_the_page(results)) == SPEED.read_text()
+    assert filled(TABLES.read_text(), on_the_page(results)) == TABLES.read_text()
+    assert summary(SPEED.read_text(), results) == SPEED.read_text()
+    assert SPEED.read_text().count("<!-- figure of ") > 30
     assert results.to_json() == RESULTS.read_text()
     assert set(results.sections) == set(ORDER)
 
@@ -27,7 +29,7 @@ def test_tables_that_were_not_measured_say_so() -> None:
 
     assert parts["where"] == "here"
     assert "Not measured there" in parts["cold"]
-    assert filled(SPEED.read_text(), parts) != SPEED.read_text()
+    assert filled(TABLES.read_text(), parts) != TABLES.read_text()
 
 
 def test_the_readme_has_the_page_s_figures() -> None:

@@ -1,7 +1,7 @@
-"""The house as the source draws it: modules, who imports whom, their rooms, and the floors of architecture.md.
+"""The modules of the source, their imports, their packages, and the layers of architecture.md.
 
-An arrow is any import, at the top, in a function or for type checking only; a name of a module in a string (a table of
-names, a program to start) is an arrow, too, so that nothing hides one.
+Every import counts: at the top, in a function, or for type checking only. The name of a module in a string (a table
+of names, a program to start) also counts as an import.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import networkx as nx
 
-__all__ = ["ROOT", "House", "Module", "borders", "fits", "floors", "room_of", "rooms_named"]
+__all__ = ["ROOT", "Codebase", "Module", "layers", "matches", "package_of", "packages_named", "private_torch_modules"]
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("planners", "reshard")
+TOP_LEVEL = ("planners", "reshard")
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 800, 60
 
 
-def room_of(module: str) -> str:
-    """The folder right below `planners` or `reshard`, or the module that is there by itself; `python -m reshard`
-    runs the command."""
+def package_of(module: str) -> str:
+    """The package of a module: a folder or a single module directly below `planners` or `reshard`. `python -m reshard`
+    belongs to the command line."""
     if module == "reshard.__main__":
         return "reshard.cli"
     return ".".join(module.split(".")[:2])
@@ -55,7 +55,7 @@ class Module:
         return self.text.count("\n")
 
     def imports(self) -> Iterator[tuple[str, str | None]]:
-        """(module, name taken from it, or None), wherever in the file the import stands."""
+        """(module, name imported from it, or None) for each import anywhere in the file."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, None) for alias in node.names)
@@ -65,7 +65,7 @@ class Module:
                 yield from ((base, alias.name) for alias in node.names)
 
     def imports_by_name(self) -> Iterator[tuple[int, str | None]]:
-        """(line, name) of each call that imports by a string; the name is None unless it stands there."""
+        """(line, name) of each call that imports by a string; the name is None unless it is a literal."""
         for node in self.nodes:
             if not isinstance(node, ast.Call):
                 continue
@@ -76,18 +76,18 @@ class Module:
                 yield node.lineno, first.value if literal else None
 
     def strings(self) -> Iterator[str]:
-        """Every string in the file that could name a module; the tables of the packages leave their own name out."""
+        """Every string that could name a module; the tables in `planners` and `reshard` omit that prefix."""
         for node in self.nodes:
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)*", text):
                 if re.match(r"(planners|reshard)\.", text):
                     yield text
-                elif self.name in PACKAGES:
+                elif self.name in TOP_LEVEL:
                     yield f"{self.name}.{text}"
 
     @property
-    def is_face(self) -> bool:
-        """Whether it only gives names of others: an old name of a module, or torch's name for it."""
+    def only_reexports(self) -> bool:
+        """Whether the module only re-exports names: an old name of a module, or torch's name for it."""
         kinds = {
             type(node)
             for node in self.tree.body
@@ -139,14 +139,14 @@ def _is_private(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class House:
-    """All modules by name, and what follows from them."""
+class Codebase:
+    """All modules by name, with their imports and packages."""
 
     modules: Mapping[str, Module]
 
     @classmethod
-    def read(cls, root: Path = ROOT, packages: Sequence[str] = PACKAGES) -> House:
-        """The house below `root`."""
+    def read(cls, root: Path = ROOT, packages: Sequence[str] = TOP_LEVEL) -> Codebase:
+        """The codebase below `root`."""
         paths = sorted(path.relative_to(root) for package in packages for path in (root / package).rglob("*.py"))
         names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
         texts = [(root / path).read_text(encoding="utf-8") for path in paths]
@@ -154,7 +154,7 @@ class House:
 
     @cached_property
     def arrows(self) -> nx.DiGraph:
-        """Who imports whom."""
+        """The imports between modules."""
         graph = nx.DiGraph()
         graph.add_nodes_from(self.modules)
         for module in self.modules.values():
@@ -164,62 +164,63 @@ class House:
         return graph
 
     @cached_property
-    def rooms(self) -> nx.DiGraph:
-        """Which room imports from which; each has its modules under "modules"."""
+    def packages(self) -> nx.DiGraph:
+        """The imports between packages. Each node has its modules under "modules"."""
         graph = nx.DiGraph()
         for name in self.modules:
-            graph.add_node(room_of(name))
-            graph.nodes[room_of(name)].setdefault("modules", []).append(name)
-        graph.add_edges_from((room_of(a), room_of(b)) for a, b in self.arrows.edges if room_of(a) != room_of(b))
+            graph.add_node(package_of(name))
+            graph.nodes[package_of(name)].setdefault("modules", []).append(name)
+        ends = ((package_of(a), package_of(b)) for a, b in self.arrows.edges)
+        graph.add_edges_from((a, b) for a, b in ends if a != b)
         return graph
 
-    def lines(self, room: str) -> int:
-        """Lines of code of a room."""
-        return sum(self.modules[name].lines for name in self.rooms.nodes[room]["modules"])
+    def lines(self, package: str) -> int:
+        """Lines of code of a package."""
+        return sum(self.modules[name].lines for name in self.packages.nodes[package]["modules"])
 
-    def circles(self) -> list[list[str]]:
-        """Groups of modules each of which leads to every other."""
+    def cycles(self) -> list[list[str]]:
+        """Groups of modules that import each other, directly or not."""
         return sorted(sorted(group) for group in nx.strongly_connected_components(self.arrows) if len(group) > 1)
 
-    def room_circles(self) -> list[list[str]]:
-        """The same of rooms, and of the folders in them."""
+    def package_cycles(self) -> list[list[str]]:
+        """The same for packages, and for the folders in them."""
         folders = nx.DiGraph()
         for a, b in self.arrows.edges:
             if not (self.modules[a].is_package or self.modules[b].is_package):
                 one, other = a.rpartition(".")[0], b.rpartition(".")[0]
                 if not f"{one}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{one}."):
                     folders.add_edge(one, other)
-        groups = [*nx.strongly_connected_components(self.rooms), *nx.strongly_connected_components(folders)]
+        groups = [*nx.strongly_connected_components(self.packages), *nx.strongly_connected_components(folders)]
         return sorted({tuple(sorted(group)) for group in groups if len(group) > 1})
 
-    def uphill(self, floors: Sequence[Sequence[str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-        """Arrows between rooms that do not lead to a lower floor, with the modules that draw them."""
-        level = {room: i for i, floor in enumerate(floors) for room in floor}
+    def upward_imports(self, layers: Sequence[Sequence[str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
+        """Imports between packages that do not lead to a lower layer, with their modules."""
+        level = {package: i for i, layer in enumerate(layers) for package in layer}
         wrong: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for a, b in self.arrows.edges:
-            rooms = room_of(a), room_of(b)
-            if rooms[0] != rooms[1] and not level[rooms[0]] < level[rooms[1]]:
-                wrong.setdefault(rooms, []).append((a, b))
+            packages = package_of(a), package_of(b)
+            if packages[0] != packages[1] and not level[packages[0]] < level[packages[1]]:
+                wrong.setdefault(packages, []).append((a, b))
         return wrong
 
 
-def rooms_named(text: str) -> list[str]:
-    """The rooms that a text names in backticks."""
+def packages_named(text: str) -> list[str]:
+    """The packages that a text names in backticks."""
     return re.findall(r"`((?:planners|reshard)(?:\.\w+)?)`", text)
 
 
-def floors(page: str) -> list[list[str]]:
-    """The floors that docs/architecture.md lists, from the top down: a row of the table under "## Floors" each."""
-    section = page.split("\n## Floors\n", 1)[1].split("\n## ", 1)[0]
-    return [found for line in section.splitlines() if line.startswith("|") and (found := rooms_named(line))]
+def layers(page: str) -> list[list[str]]:
+    """The layers that docs/architecture.md lists from top to bottom: the rows of the table under "## Layers"."""
+    section = page.split("\n## Layers\n", 1)[1].split("\n## ", 1)[0]
+    return [found for line in section.splitlines() if line.startswith("|") and (found := packages_named(line))]
 
 
-def borders(page: str) -> list[str]:
-    """The paths that CONTRIBUTING.md lists as borders to torch's private names; `folder/*` is all below a folder."""
+def private_torch_modules(page: str) -> list[str]:
+    """The paths that CONTRIBUTING.md lists as users of torch's private names; `folder/*` is all below a folder."""
     paragraph = next(p for p in page.split("\n\n") if p.startswith("**Private names of torch**"))
     return re.findall(r"`(reshard/[\w/*.]+)`", paragraph)
 
 
-def fits(path: str, border: str) -> bool:
-    """Whether the file at `path` is one that `border` lists."""
-    return path.startswith(border.removesuffix("*")) if border.endswith("/*") else path == border
+def matches(path: str, listed: str) -> bool:
+    """Whether the file at `path` is one that the entry `listed` covers."""
+    return path.startswith(listed.removesuffix("*")) if listed.endswith("/*") else path == listed
