@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from planners.geometry.box import Box
@@ -59,7 +60,8 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     ticks = " " * (margin + 1) + "".join(f"{text:<{w + 3}}" for text, w in zip(starts, wide)) + str(columns[-1])
     marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]
     grid = _grid(cells, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
-    return "\n".join([head, words, *([ticks.rstrip()] if shown else []), *grid])
+    texts = [textwrap.fill(text, width, break_on_hyphens=False) for text in (head, words)]
+    return "\n".join([*texts, *([ticks.rstrip()] if shown else []), *grid])
 
 
 def _grid(cells: Sequence[Sequence[str]], wide: Sequence[int], marks: Sequence[str], margin: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from reshard import __version__
-from reshard.cli import convert, demo, diff, gather, inspect, normalize, plan, verify
+from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
@@ -62,6 +62,10 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "plan run/step-1000 fsdp=3",
         "plan run/step-1000 fsdp=48,tp=16 --html plan.html --read-rate 2GB",
         "plan run/step-1000 dp=4,tp=2 --rule '*.wo.weight=S(0),S(1)' --rule '*=S(0),R'",
+    ],
+    explain.explain: [
+        "explain '_S(0, 2),S(0) on dp=2,tp=2'",
+        "explain 'S(0),S(1) on dp=4,tp=2' --shape 4096,1024",
     ],
     verify.verify: ["verify run/step-1000", "verify copy/ --against run/step-1000", "verify run/step-1000 --shallow"],
     diff.diff: ["diff run/step-1000 run/step-2000", "diff fsdp/ megatron/ --normalized", "diff a.pt b.pt --html"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +50,32 @@ def print_tree(
     screen.print(tree, soft_wrap=not screen.is_terminal)
     for note in notes:
         screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
+
+
+def print_text(screen: Console, text: str, style: str = "") -> None:
+    """Words as they are, wrapped on a terminal; elsewhere lines have any length."""
+    screen.print(text, style=style, markup=False, soft_wrap=not screen.is_terminal)
+
+
+def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Each row a sign and what there is to say of it, in two columns; wrapped as `print_text` does."""
+    rows = list(rows)
+    indent = max((len(sign) for sign, _ in rows), default=0) + 4
+    width = screen.width if screen.is_terminal else sys.maxsize
+    hanging = " " * (indent if indent < width // 2 else 4)
+    for sign, text in rows:
+        lead = f"  {sign:<{indent - 2}}"
+        wrapped = textwrap.fill(text, width, initial_indent=lead, subsequent_indent=hanging, break_on_hyphens=False)
+        screen.print(wrapped, markup=False, soft_wrap=True)
+
+
+def print_legend(screen: Console, short_forms: Iterable[str]) -> None:
+    """What the signs in these short forms of layouts mean."""
+    from planners.geometry.words import legend
+
+    if signs := legend(short_forms):
+        screen.print("\n[bold]Notation[/]")
+        print_rows(screen, signs)
 
 
 def print_json(value: Any) -> None:

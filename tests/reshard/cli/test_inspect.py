@@ -239,3 +239,45 @@ def test_a_map_fits_the_terminal_however_many_cuts_there_are(layout: TensorLayou
     assert all(len(line) <= 60 for line in drawn)
     assert len(drawn) < 40
     assert ("which is cut, too" in text) == (layout.spec.shape == (4, 4, 4)), "the only one of three cuts"
+
+
+def test_a_short_form_is_explained(say) -> None:
+    said = say("explain", "_S(0, 2),S(0) on dp=2,tp=2")
+
+    assert said.out.startswith("dim 0 sharded over tp, then dp\n")
+    assert "0 ┌───┐\n  │ 0 │\n2 ├───┤\n  │ 2 │\n4 ├───┤\n  │ 1 │\n6 ├───┤\n  │ 3 │\n8 └───┘" in said.out
+    assert "  _S(d, n)      dim d is sharded over this axis after" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["S(3) on x=2"], "dim 3 sharded over x"),
+        (["_S(0,4) on dp=2"], "8 └"),
+        (["B(0, 4+2+2) on tp=2"], "8 └"),
+        (["R on dp=1"], "unsharded"),
+        (["S(0),S(1) on dp=2,tp=2", "--shape", "7,5"], "7 └"),
+        (["S(0) on dp=256", "--shape", "512"], "0   2   4"),
+    ],
+)
+def test_every_short_form_is_drawn(say, words, told) -> None:
+    assert told in say("explain", *words).out
+
+
+def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
+    assert "┌" not in say("explain", "S(0) on dp=65").out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["fsdp=2"], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
+        (["S(0) on dp=2,tp=2"], "has 2 axes, but 1 placements"),
+        (["S(1) on dp=2", "--shape", "4"], "does not have"),
+        (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),
+    ],
+)
+def test_what_is_no_short_form(say, words, told) -> None:
+    said = say("explain", *words)
+
+    assert (said.code, told in said.err) == (2, True)

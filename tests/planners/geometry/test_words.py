@@ -1,0 +1,99 @@
+"""Layouts in words: what the glossary promises, and that the order of axes is the one in which they shard."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from planners import Box, Mesh, PlanError, Shard, StridedShard, TensorLayout, TensorSpec
+from planners.geometry import words
+from planners.geometry.words import in_words, legend, parse_layout, short_form
+
+GLOSSARY = (Path(__file__).parents[3] / "docs/glossary.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([^`]+ on [^`]+)` \| (.*) \|$", GLOSSARY, re.MULTILINE)
+
+
+def test_the_examples_of_the_module() -> None:
+    assert doctest.testmod(words).failed == 0
+    assert len(ROWS) == 6
+
+
+@pytest.mark.parametrize(("short", "told"), ROWS)
+def test_the_table_of_the_glossary(short: str, told: str) -> None:
+    assert told.replace("`", "").startswith(in_words(parse_layout(short)))
+    assert short_form(parse_layout(short)) == short
+
+
+@pytest.mark.parametrize(
+    ("short", "told"),
+    [
+        ("R on world=1", "unsharded"),
+        ("S(0),S(1) on dp=4,tp=1", "dim 0 sharded over dp"),
+        ("R,R on dp=2,tp=2", "replicated over dp and tp"),
+        ("R,R,R on a=2,b=2,c=2", "replicated over a, b, and c"),
+        ("S(0),R on dp.cp=4,tp=2", "replicated over tp; dim 0 sharded over dp and cp together"),
+        ("_S(0, 3) on dp=2", "dim 0 sharded over dp within each of 3 parts"),
+        ("B(1, 1+1+1+1+1),S(1) on tp=2,dp=2", "dim 1 sharded over tp within each of 5 blocks, then dp"),
+        ("S(0) on dp=2@3,1", "dim 0 sharded over dp; on ranks 3, 1"),
+        ("R on dp=1@5", "unsharded; on rank 5"),
+    ],
+)
+def test_what_else_occurs(short: str, told: str) -> None:
+    assert in_words(parse_layout(short)) == told
+
+
+def test_what_has_no_mesh() -> None:
+    spec = TensorSpec("w", (6, 4), "float32")
+
+    def told(*boxes: Box) -> str:
+        return in_words(TensorLayout.from_boxes(spec, {rank: [box] for rank, box in enumerate(boxes)}))
+
+    assert told(Box((0, 0), (6, 4))) == "in one chunk"
+    assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 4))) == "dim 0 in 2 chunks"
+    assert told(Box((0, 0), (1, 4)), Box((1, 0), (5, 4))) == "dim 0 in 2 chunks of different sizes"
+    assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 2))) == "2 chunks of any shape"
+    flat = TensorLayout.from_flat_ranges(spec, {0: (0, 7), 1: (7, 24)})
+    assert (in_words(flat), short_form(flat)) == ("ranges of the flattened tensor", "")
+
+
+@given(st.data())
+def test_axes_shard_in_the_order_of_the_words(data: st.DataObject) -> None:
+    """The same axes, arranged in that order and sharding plainly, give every rank the same rows."""
+    sizes = data.draw(st.lists(st.integers(2, 3), min_size=1, max_size=3))
+    names = "abc"[: len(sizes)]
+    placements = []
+    for at in range(len(sizes)):
+        later = sizes[at + 1 :]
+        factors = {math.prod(chosen) for n in range(len(later) + 1) for chosen in itertools.combinations(later, n)}
+        factor = data.draw(st.sampled_from(sorted(factors)))
+        placements.append(Shard(0) if factor == 1 else StridedShard(0, factor))
+    mesh = Mesh(list(zip(names, sizes)))
+    given = TensorLayout(TensorSpec("w", (math.prod(sizes) * 6,), "int8"), mesh, placements)
+    told = in_words(given).removeprefix("dim 0 sharded over ")
+    if "within" in told:
+        return
+    order = told.split(", then ")
+    turned = mesh.submesh(*order)
+    assert sorted(order) == list(names)
+    plain = TensorLayout(given.spec, turned, [Shard(0)] * len(sizes))
+    assert [given.boxes(rank) for rank in range(mesh.size)] == [plain.boxes(rank) for rank in range(mesh.size)]
+
+
+def test_the_legend_has_what_occurs() -> None:
+    assert [sign for sign, _ in legend(["_S(0, 2),S(0) on dp=2,tp=2"])] == ["S(d)", "_S(d, n)", "on dp=4,tp=2"]
+    assert [sign for sign, _ in legend(["_S(0, 2),R on dp.cp=2,tp=2@0,1,2,4"])] == [
+        "_S(d, n)", "R", "on dp=4,tp=2", "dp.cp=8", "@0,2,1,3",
+    ]  # fmt: skip
+    assert legend([""]) == []
+
+
+@pytest.mark.parametrize("text", ["", "S(0)", "fsdp=4", "S(0) on dp=2,tp=2", "X on dp=2", "S(0) on dp=0"])
+def test_what_is_no_short_form_is_refused(text: str) -> None:
+    with pytest.raises(PlanError):
+        parse_layout(text)
