@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -27,7 +28,19 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from the root."""
     for page, source in FROM_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
+        files.append(File.generated(config, f"{notebook.stem}.md", content=as_page(notebook)))
     return files
+
+
+def as_page(notebook: Path) -> str:
+    """A notebook as Markdown: its texts, its code and what the code printed."""
+    parts = [f"[Download this page as a notebook]({notebook.name})"]
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source, code = "".join(cell["source"]), cell["cell_type"] == "code"
+        parts.append(f"```python\n{source}\n```" if code else source)
+        parts += [f"```text\n{''.join(output['text']).rstrip()}\n```" for output in cell.get("outputs", ())]
+    return "\n\n".join([parts[1], parts[0], *parts[2:]]) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -44,6 +57,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         inside = {(ROOT / of).resolve(): name for name, of in FROM_ROOT.items()}.get(path)
         if inside is None and path.is_relative_to(ROOT / "docs") and path.is_file():
             inside = path.relative_to(ROOT / "docs").as_posix()
+            if path.suffix == ".ipynb" and path.stem != Path(page.file.src_uri).stem:
+                inside = str(Path(inside).with_suffix(".md"))
         return f"{match[1]}{'../' * depth}{inside or 'README.md'}{match[3] if inside else ')'}"
 
     return _LINK.sub(moved, markdown)

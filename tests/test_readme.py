@@ -24,7 +24,14 @@ from tests import gloo
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "manager.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    DOCS / "manager.md",
+    DOCS / "environment.md",
+    *sorted(DOCS.glob("migrate/*.md")),
+    *sorted(DOCS.glob("recipes/*.md")),
+]
 NEEDS = {"from-dcp:0": requires("no_dist" in inspect.signature(dcp.load).parameters, "takes no `no_dist`")}
 BLOCKS = [
     pytest.param(

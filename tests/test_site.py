@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import json
+from pathlib import Path
 
 import griffe
 import pytest
@@ -41,3 +45,17 @@ def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     assert "StorageError" in {str(one.annotation) for one in raises.value}
     assert returns.value[0].description.startswith('`{"state": {fqn: {name: value}}')
     assert "(../incremental.md)" in save.value
+
+
+def test_the_tutorial_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
+    programs = [cell for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, object] = {"__name__": "__main__"}
+
+    for number, cell in enumerate(programs):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+        assert printed.getvalue() == "".join("".join(output["text"]) for output in cell["outputs"])
+    assert len(programs) == 8

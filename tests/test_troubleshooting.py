@@ -1,0 +1,134 @@
+"""The errors that the page of symptoms quotes are those that users get: each is provoked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import reshard
+from tests import gloo
+from tests.test_readme import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
+STATE = {"model": {"w": torch.arange(12.0).reshape(4, 3), "b": torch.zeros(3)}, "step": 7}
+
+
+class Other:
+    """No plain data."""
+
+
+def _is_quoted(error: Exception) -> str:
+    """The quote that fits; `…` stands for any text."""
+    text = f"{type(error).__name__}: {error}"
+    patterns = {quote: re.escape(quote).replace("…", ".*") for quote in QUOTED}
+    fitting = [quote for quote, pattern in patterns.items() if re.fullmatch(pattern, text, re.DOTALL)]
+    assert fitting, f"docs/troubleshooting.md quotes no such error: {text}"
+    return fitting[0]
+
+
+def _target(**other: torch.Tensor) -> dict[str, object]:
+    return {"model": {"w": torch.zeros(4, 3), "b": torch.zeros(3)} | other, "step": 0}
+
+
+def _incomplete() -> None:
+    shutil.copytree("run/step-7", "run/step-8")
+    Path("run/step-8/manifest.json").unlink()
+    reshard.open("run/step-8")
+
+
+def _changed() -> None:
+    shutil.copytree("run/step-7", "run/step-6")
+    [file] = Path("run/step-6").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    reshard.load(_target(), "run/step-6")
+
+
+def _function() -> None:
+    torch.save({"a": os.system}, "other.pt")
+    reshard.open("other.pt")
+
+
+def _numbered() -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "old.pt")
+    reshard.open("old.pt").normalized()
+
+
+def _renamed() -> None:
+    reshard.load({"model": {"w": torch.zeros(4, 3), "c": torch.zeros(3)}, "step": 0}, "run/step-7")
+
+
+def _unjoined() -> None:
+    os.environ["WORLD_SIZE"] = "4"
+    try:
+        reshard.save(STATE, "run/step-9")
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+PROVOKE: list[Callable[[], object]] = [
+    lambda: reshard.open("run/step-9"),
+    _incomplete,
+    _changed,
+    _function,
+    _renamed,
+    lambda: reshard.load(_target(w=torch.zeros(5, 3)), "run/step-7"),
+    lambda: reshard.load(_target(w=torch.zeros(4, 3, dtype=torch.bfloat16)), "run/step-7"),
+    _numbered,
+    lambda: reshard.save(nn.Linear(2, 2), "run/step-9"),  # type: ignore[arg-type]
+    lambda: reshard.save({"x": Other()}, "run/step-9"),
+    _unjoined,
+    lambda: reshard.save(STATE, "file/step-9"),
+]
+
+
+def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    Path("file").write_text("in the way")
+    reshard.save(STATE, "run/step-7")
+    seen = []
+    for provoke in PROVOKE:
+        with pytest.raises(reshard.ReshardError) as caught:
+            provoke()
+        seen.append(_is_quoted(caught.value))
+
+    assert len(set(seen)) == len(PROVOKE) == 12
+    ranks = [quote for quote in QUOTED if quote not in seen]
+    assert [quote.partition(":")[0] for quote in ranks] == ["KeyMismatchError", "RankFailedError", "DeadlineError"]
+
+
+def _on_ranks(folder: str) -> None:
+    rank = dist.get_rank()
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.save({"seed": rank}, f"{folder}/a")
+    assert "values differ" in _is_quoted(caught.value)
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.save({"x": Other() if rank else 1}, f"{folder}/b")
+    assert rank == 1 or _is_quoted(caught.value).startswith("RankFailedError")
+    if rank == 1:
+        time.sleep(1.2)
+        return
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.save({"x": 1}, f"{folder}/c", deadline_s=0.5)
+    assert _is_quoted(caught.value).startswith("DeadlineError")
+
+
+@pytest.mark.gloo
+def test_so_are_the_errors_of_several_ranks(tmp_path: Path) -> None:
+    gloo.run(_on_ranks, 2, str(tmp_path))
