@@ -10,12 +10,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REWRITTEN = [
     "README.md",
+    "docs/README.md",
     "docs/architecture.md",
     "docs/decisions.md",
     "docs/edge-cases.md",
+    "docs/environment.md",
+    "docs/faq.md",
     "docs/formats.md",
     "docs/glossary.md",
+    "docs/migrate/from-accelerate.md",
+    "docs/migrate/from-orbax.md",
     "docs/speed.md",
+    "docs/support.md",
+    "docs/troubleshooting.md",
     "docs/what-ok-means.md",
     "docs/why-not.md",
 ]

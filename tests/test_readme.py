@@ -28,7 +28,6 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     DOCS / "manager.md",
-    DOCS / "environment.md",
     *sorted(DOCS.glob("migrate/*.md")),
     *sorted(DOCS.glob("recipes/*.md")),
 ]
