@@ -170,26 +170,36 @@ def test_the_figures_of_the_great_plan_are_what_its_program_says() -> None:
     assert re.sub(seconds, "", done.stdout, flags=re.M) == re.sub(seconds, "", block[1], flags=re.M)
 
 
-def _on_this_rank(source: str, folder: str) -> None:
+def _on_this_rank(source: str, folder: str) -> object:
+    """The step after which the recipe began, of those that resume."""
     os.chdir(folder)
-    exec(compile(source, "recipe", "exec"), {"__name__": "__main__"})
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(source, "recipe", "exec"), names)
+    return names.get("begin")
 
 
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_resuming_runs_on_several_ranks(tmp_path: Path) -> None:
-    """It begins on 3 ranks; a copy that expects a save resumes on 2."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "resume:0"]
-    begin, resume = (
-        source,
-        source.replace("train(steps=10) == 0", "train(steps=30) == 20").replace(
-            "train(steps=20) == 10", "train(steps=40) == 30"
-        ),
-    )
-    assert begin != resume
 
-    gloo.run(_on_this_rank, 3, begin, str(tmp_path))
-    gloo.run(_on_this_rank, 2, resume, str(tmp_path))
+    assert gloo.run(_on_this_rank, 3, source, str(tmp_path)) == [0] * 3
+    assert gloo.run(_on_this_rank, 2, source, str(tmp_path)) == [10] * 2
+    assert reshard.open(tmp_path / "checkpoints" / "newest").objects["step"] == 20
+
+
+@requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
+@pytest.mark.gloo
+def test_the_recipe_for_lost_hosts_resumes_from_memory_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """The first job ends after 14 steps, as if killed: storage has step 10, and memory step 14."""
+    [source] = [block.values[0] for block in BLOCKS if block.id == "elastic:0"]
+    killed = source.replace("STEPS = 30", "STEPS = 14").replace("tier.clear()", "tier")
+    assert "STEPS = 14" in killed
+    assert "tier.clear()" not in killed
+
+    assert gloo.run(_on_this_rank, 2, killed, str(tmp_path)) == [0] * 2
+    assert gloo.run(_on_this_rank, 1, source, str(tmp_path)) == [14]
+    assert reshard.open(tmp_path / "checkpoints" / "newest").objects["step"] == 30
 
 
 @pytest.mark.gloo
