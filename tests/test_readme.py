@@ -202,13 +202,25 @@ def test_the_recipe_for_lost_hosts_resumes_from_memory_on_another_number_of_rank
     assert reshard.open(tmp_path / "checkpoints" / "newest").objects["step"] == 30
 
 
+PIPELINE_CHECK = """
+again, again_optimizer = build()
+for group in again_optimizer.param_groups:
+    group["lr"] = 9.0
+resume(again, again_optimizer)
+assert [g["lr"] for g in again_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
+for a, b in zip(stages[0].module.parameters(), again[0].module.parameters(), strict=True):
+    assert torch.equal(a, b)
+    assert torch.equal(optimizer.state[a]["exp_avg"], again_optimizer.state[b]["exp_avg"])
+"""
+
+
 @pytest.mark.gloo
 def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path) -> None:
     """Each run resumes what the one before saved: 2 stages, 1, 4; all steps were counted in the end."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "pipeline:0"]
 
     for stages in (2, 1, 4):
-        gloo.run(_on_this_rank, stages, source, str(tmp_path))
+        gloo.run(_on_this_rank, stages, source + PIPELINE_CHECK, str(tmp_path))
 
     saved = reshard.open(tmp_path / "checkpoints" / "pipeline").nested()
     names = [f"layers.{i}.{name}" for i in range(4) for name in ("bias", "weight")]
@@ -233,13 +245,20 @@ def test_the_recipe_for_adapters_runs_under_fsdp2(tmp_path: Path) -> None:
     gloo.run(_on_this_rank, 2, changed, str(tmp_path))
 
 
+DEEPSPEED_CHECK = """
+assert [g["weight_decay"] for g in optimizer.param_groups] == [g["weight_decay"] for g in groups]
+full = reshard.get_optimizer_state_dict(model, optimizer, options=reshard.StateDictOptions(full_state_dict=True))
+assert reshard.compare({"it": full["state"]}, {"it": saved["optim"]["state"]}).ok
+"""
+
+
 @pytest.mark.gloo
 def test_the_recipe_for_deepspeed_fills_fsdp2(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
     [source] = [block.values[0] for block in BLOCKS if block.id == "from-deepspeed:0"]
 
-    gloo.run(_on_this_rank, 2, source, str(tmp_path))
+    gloo.run(_on_this_rank, 2, source + DEEPSPEED_CHECK, str(tmp_path))
 
     assert reshard.verify(tmp_path / "ours").ok
 
