@@ -14,6 +14,7 @@ _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointManager": "api.manager",
     "ConvertReport": "api.convert",
+    "ElasticSampler": "api.manager",
     "Every": "api.manager",
     "FqnMap": "state_dict",
     "Keep": "api.manager",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from reshard.api.load import LoadReport as LoadReport, load as load
     from reshard.api.manager import (
         CheckpointManager as CheckpointManager,
+        ElasticSampler as ElasticSampler,
         Every as Every,
         Keep as Keep,
         Preemption as Preemption,

@@ -2,5 +2,6 @@
 
 from reshard.api.manager.manager import CheckpointManager, RestoreReport, StepReport
 from reshard.api.manager.policies import Every, Keep, Preemption
+from reshard.api.manager.sampler import ElasticSampler
 
-__all__ = ["CheckpointManager", "Every", "Keep", "Preemption", "RestoreReport", "StepReport"]
+__all__ = ["CheckpointManager", "ElasticSampler", "Every", "Keep", "Preemption", "RestoreReport", "StepReport"]

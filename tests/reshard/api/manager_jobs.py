@@ -142,6 +142,26 @@ def loaders(root: str, on_change: Any, steps: int) -> tuple[Any, int]:
         return next(loader), state["epoch"]
 
 
+def elastic(root: str, batches: int, batch: int) -> tuple[list[int], int]:
+    """A job that is ended after so many batches of each rank, in the middle of a step that it does not save: what it
+    was given up to its last save, and the epoch that it is in."""
+    sampler = reshard.ElasticSampler(101, seed=3)
+    loader = torch.utils.data.DataLoader(range(101), batch_size=batch, sampler=sampler)
+    state, taken, saved = {"data": sampler, "step": 0}, [], 0
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=2)) as manager:
+        manager.restore(state)
+        for number, its in enumerate(sampler.over(loader), 1):
+            taken += its.tolist()
+            state["step"] += 1
+            if manager.save(state["step"], state).storage:
+                saved = len(taken)
+            if number == batches:
+                break
+        else:
+            return taken, sampler.epoch
+    return taken[:saved], sampler.epoch
+
+
 def failing(root: str) -> tuple[list[str], list[int], list[str]]:
     """A save fails in the background on one rank: who is told, and when."""
     rank, said = dist.get_rank(), []

@@ -492,3 +492,15 @@ def test_data_loaders_of_each_rank_on_a_changed_number_of_ranks(tmp_path: Path) 
             assert all(wanted in text for text, _ in found), note
         else:
             assert [value for value, _ in found] == wanted, note
+
+
+@pytest.mark.gloo
+def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> None:
+    seen: list[int] = []
+    # steps are saved by twos, so a job that ends after 3 repeats nothing that it saved, and its third batch comes again
+    for world, batches, batch in ((4, 3, 3), (2, 4, 4), (3, 3, 5), (1, 99, 7)):
+        found = gloo.run(jobs.elastic, world, str(tmp_path / "run"), batches, batch)
+        seen += [index for taken, _ in found for index in taken]
+        assert {epoch for _, epoch in found} == {int(world == 1)}
+
+    assert sorted(seen) == list(range(101))
