@@ -26,23 +26,24 @@ BOX, PILL = (318, 92), (196, 34)
 FOUNDATION = ("reshard.state", "reshard.errors", "planners.findings", "planners.errors", "planners.units")
 """Every package may import these. They are drawn small, without lines."""
 
-NAMES_ONLY = ("reshard", "reshard.normalization", "reshard.trace", "reshard.fingerprints")
+NAMES_ONLY = ("reshard", "reshard.normalization", "reshard.trace", "reshard.fingerprints", "reshard.planners")
 """Packages that only define names. They are drawn small."""
 
 ACROSS = {
-    "reshard.normalization": 0.13,
-    "reshard": 0.34,
-    "reshard.trace": 0.64,
-    "reshard.fingerprints": 0.86,
-    "reshard.dcp": 0.34,
+    "reshard.normalization": 0.1,
+    "reshard": 0.3,
+    "reshard.trace": 0.5,
+    "reshard.fingerprints": 0.69,
+    "reshard.dcp": 0.3,
+    "reshard.elastic": 0.85,
     "reshard.state_dict": 0.16,
     "reshard.mapping": 0.76,
     "reshard.execute": 0.32,
     "reshard.checkpoint": 0.8,
     "reshard.formats": 0.8,
-    "reshard.native": 0.62,
+    "reshard.native": 0.74,
     "reshard.ranks": 0.2,
-    "reshard.stored": 0.62,
+    "reshard.stored": 0.56,
     "reshard.live": 0.3,
     "reshard.storage": 0.76,
     "planners.reports": 0.34,
@@ -107,7 +108,8 @@ def drawn(svg: str) -> tuple[set[str], set[tuple[str, str]]]:
 
 def _lines(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
     """The imports that no longer path implies."""
-    return sorted(nx.transitive_reduction(nx.DiGraph(pair for pair in arrows if pair[1] not in FOUNDATION)).edges)
+    shown = [(a, b) for a, b in arrows if not {a, b} & {*FOUNDATION, "reshard.planners"}]
+    return sorted(nx.transitive_reduction(nx.DiGraph(shown)).edges)
 
 
 def _place(levels: Sequence[Sequence[str]], top: float, left: float, right: float) -> tuple[list[PlacedPackage], float]:
@@ -192,7 +194,8 @@ def _box(
     yield f'<text class="name" x="{x + 14:.1f}" y="{placed.y + 23:g}">{label}</text>'
     count = f"{codebase.lines(placed.name):,} lines"
     yield f'<text x="{x + w - 14:.1f}" y="{placed.y + 23:g}" text-anchor="end">{count}</text>'
-    yield f'<text class="role" x="{x + 14:.1f}" y="{placed.y + 43:g}">{escape(words.get(placed.name, ""))}</text>'
+    role = escape(words.get(placed.name, "").replace("`", ""))
+    yield f'<text class="role" x="{x + 14:.1f}" y="{placed.y + 43:g}">{role}</text>'
     named = ", ".join(name.removeprefix(f"{package}.") for name in imports if name not in FOUNDATION)
     for i, line in enumerate(textwrap.wrap(f"imports {named}" if named else "", 53)):
         yield f'<text class="imports" x="{x + 14:.1f}" y="{placed.y + 63 + 15 * i:g}">{escape(line)}</text>'
