@@ -15,6 +15,7 @@ import griffe
 _MODULES = ("elastic", "errors", "mapping")
 _PAGES = Path(__file__).parent
 _SECTION = re.compile(r"^([ \t]*Raises) \((.+)\):$", re.MULTILINE)
+_TAG = re.compile(r"`[^`]*`|<(\w+)>")
 _RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
 _PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
 
@@ -27,7 +28,8 @@ class Reference(griffe.Extension):
         for module in (pkg, *(pkg.members[name] for name in _MODULES if name in pkg.members)):
             for path, found in _public(module, module.path, _names(module.path)):
                 if found.docstring:
-                    found.docstring.value = _with_links(_SECTION.sub(_as_title, found.docstring.value))
+                    text = _TAG.sub(_escaped, _SECTION.sub(_as_title, found.docstring.value))
+                    found.docstring.value = _PAGE.sub(_link, text)
                 if found.is_function:
                     _complete(found, pkgutil.resolve_name(path))
 
@@ -84,6 +86,15 @@ def _shown(default: Any, source: str) -> str:
     return repr(default) if plain else source
 
 
-def _with_links(text: str) -> str:
-    """Pages that a docstring names become links; all reference pages are in one folder."""
-    return _PAGE.sub(lambda match: f"[{match[1]}](../{match[1]})" if (_PAGES / match[1]).is_file() else match[0], text)
+def _escaped(found: re.Match[str]) -> str:
+    """Names such as <fqn> outside of code, which would be taken for HTML."""
+    return f"&lt;{found[1]}>" if found[1] else found[0]
+
+
+def _link(match: re.Match[str]) -> str:
+    """A page that a docstring names, by its title; all reference pages are in one folder."""
+    page = _PAGES / match[1]
+    if not page.is_file():
+        return match[0]
+    title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../{match[1]})"
