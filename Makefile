@@ -66,6 +66,7 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.reshard.api.test_engines 20 $(SEED)
 	$(BIN)/python -m tests.reshard.execute.test_work_list 200000 $(SEED)
 	$(BIN)/python -m tests.stories.test_killed_runs 60 $(SEED)
+	$(BIN)/python -m tests.power 10000 $(SEED)
 
 clean:
 	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

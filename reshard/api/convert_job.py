@@ -419,7 +419,7 @@ class Journal:
         self.give_up()
         names = self.storage.list()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
-        whole = tuple(msgspec.json.decode(self.storage.read(name), type=WrittenFile).name for name in records)
+        whole = tuple(done.name for done in map(self._record, records) if done is not None)
         for name in _unpublished(self.storage, names, self._job_id):
             is_claim = name.endswith(f"/{commit.CLAIM}")
             if not (whole and is_claim) and not (whole and name.startswith(whole)):
@@ -438,19 +438,24 @@ class Journal:
 
     def is_finished(self, file: str) -> bool:
         """Whether a file has a record, and still has the length and checksum that this says."""
-        try:
-            done = msgspec.json.decode(self.storage.read(f"{self.folder}/{_flat(file)}.json"), type=WrittenFile)
-            nbytes = self.storage.size(done.name)
-        except CheckpointNotFoundError:
+        done = self._record(f"{self.folder}/{_flat(file)}.json")
+        if done is None or self.storage.list(done.name).get(done.name) != done.nbytes:
             return False
-        return nbytes == done.nbytes and self._digest(done.name, nbytes) == done.digest
+        return self._digest(done.name, done.nbytes) == done.digest
+
+    def _record(self, name: str) -> WrittenFile | None:
+        """None if there is none that can be read."""
+        try:
+            return msgspec.json.decode(self.storage.read(name), type=WrittenFile)
+        except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
         """The records of all files. Raises StorageError if one is missing, or its file is not as long as it was."""
         out, seen = {}, self.storage.list()
         for file in files:
             name = f"{self.folder}/{_flat(file)}.json"
-            done = msgspec.json.decode(self.storage.read(name), type=WrittenFile) if name in seen else None
+            done = self._record(name) if name in seen else None
             if done is None or seen.get(done.name) != done.nbytes:
                 raise StorageError(
                     f"{file} was written by another process, but is not seen in {self.storage.url}: the folder must be "
@@ -493,6 +498,8 @@ def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str =
                 storage.delete(name)
         _remove_records(storage, names, folder)
         removed.append(job_id)
+    for folder in filter(is_job, storage.empty_folders()):
+        storage.delete(f"{folder}/{_CLAIM}")
     return removed
 
 

@@ -132,8 +132,8 @@ def remove_checkpoints(
         inner = open_storage(path)
         by_id = generations_in(inner)
         if not any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
-            inner.delete(HF_INDEX)
-            inner.delete(MANIFEST)
+            inner.retract(HF_INDEX)
+            inner.retract(MANIFEST)
             gone.append(path)
     kept = tuple(sorted(name for name in storage.list() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves

@@ -229,7 +229,7 @@ def _open_at(
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
                 raise
-    looked_at = tuple(files[name] for name in names if not name.endswith("/"))
+    looked_at = contents.files or tuple(files[name] for name in names if not name.endswith("/"))
     return replace(contents, files=looked_at, checking=files.checking), url
 
 

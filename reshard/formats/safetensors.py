@@ -359,9 +359,9 @@ class SafetensorsWriter(FormatWriter):
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give the files their names, and publish the index last."""
         old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
-        for name in old:
-            if name not in done:
-                storage.delete(name)
+        for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
+            if name not in done or len(done) > 1:
+                storage.retract(name)
         for name, written in done.items():
             storage.commit(written.name, name)
         if len(done) > 1:

@@ -85,6 +85,10 @@ class Storage(ABC):
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
 
+    def retract(self, name: str) -> None:
+        """Remove an object so that no crash brings it back: before what it refers to is removed."""
+        self.delete(name)
+
     def temporary(self, name: str, token: str) -> str:
         """The name under which to write an object that must not be seen yet; `commit` gives it its own name.
 

@@ -23,7 +23,7 @@ from reshard.storage.base import PlacedWriter, Storage, Writer, check_name, chec
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "make_folder", "sync_folder"]
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class LocalStorage(Storage):
         path = self._path(name)
         with self._errors("create", name):
             for _ in range(_CREATE_TRIES):
-                self._make_folder(path.parent)
+                make_folder(path.parent)
                 # another process may remove the folder, empty as it still is, before our file is in it
                 with suppress(FileNotFoundError):
                     return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
@@ -153,7 +153,7 @@ class LocalStorage(Storage):
             try:
                 with self._errors("publish", name):
                     os.replace(self.root / beside, path)
-                    _sync_folder(path.parent)
+                    sync_folder(path.parent)
                 return
             except CheckpointNotFoundError:  # somebody took it for one that a killed process left, and cleaned up
                 if last:
@@ -171,14 +171,15 @@ class LocalStorage(Storage):
     def commit(self, temporary: str, name: str) -> None:
         path = self._path(name)
         with self._errors("publish", name), suppress(FileNotFoundError):
-            os.replace(self._path(temporary), path)
-            _sync_folder(path.parent)
+            with suppress(FileNotFoundError):
+                os.replace(self._path(temporary), path)
+            sync_folder(path.parent)  # also of one who was killed before
 
     def link(self, name: str, other: str) -> bool:
         path, beside = self._path(name), self._path(other)
         with self._errors("link", name):
             for _ in range(_CREATE_TRIES):
-                self._make_folder(beside.parent)
+                make_folder(beside.parent)
                 try:
                     os.link(path, beside)
                 except FileExistsError:
@@ -191,7 +192,7 @@ class LocalStorage(Storage):
                         return False
                     raise
                 else:
-                    _sync_folder(beside.parent)
+                    sync_folder(beside.parent)
                     return True
         raise StorageError(f"cannot link {name} in {self.url}: somebody keeps removing the folder of {other}")
 
@@ -209,20 +210,14 @@ class LocalStorage(Storage):
                     break
                 folder = folder.parent
 
+    def retract(self, name: str) -> None:
+        path = self._path(name)
+        with self._errors("delete", name), suppress(FileNotFoundError):
+            path.unlink()
+            sync_folder(path.parent)
+
     def _path(self, name: str) -> Path:
         return self.root / check_name(name, self.url)
-
-    def _make_folder(self, folder: Path) -> None:
-        missing: list[Path] = []
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
-        for folder in reversed(missing):
-            with suppress(FileExistsError):
-                folder.mkdir()
-            if folder.is_symlink() and not folder.exists():
-                raise NotADirectoryError(errno.ENOTDIR, "the link leads nowhere", str(folder))
-            _sync_folder(folder.parent)
 
     def _with_file(self, name: str, verb: str, use: Callable[[int, int], T]) -> T:
         """What `use` makes of the open file and its length in bytes; `verb` says in errors what could not be done."""
@@ -271,7 +266,7 @@ class _LocalWriter(Writer):
         with self._storage._errors("write", self._name):
             os.fsync(self._file)
             self._close()
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
 
     def _abort(self) -> None:
         is_ours = self._file < 0 or self._is_named()
@@ -304,7 +299,22 @@ class _LocalPlacedWriter(_LocalWriter, PlacedWriter):
                 data = data[done:]
 
 
-def _sync_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """A folder and those above it, durably, as far as they are not there."""
+    missing: list[Path] = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if folder.is_symlink() and not folder.exists():
+            raise NotADirectoryError(errno.ENOTDIR, "the link leads nowhere", str(folder))
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, and those that are gone."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

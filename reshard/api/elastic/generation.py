@@ -39,7 +39,7 @@ from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.storage.base import Storage, Writer
-from reshard.storage.local import LocalStorage
+from reshard.storage.local import LocalStorage, make_folder, sync_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -155,7 +155,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
     names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
     ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
     for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
-        storage.delete(name)
+        (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():
         if name.partition("/")[0] not in kept:
             storage.delete(f"{name}/nothing")
@@ -456,7 +456,7 @@ def _layout(side: Places, sizes: Mapping[str, int], world: int) -> StateLayout:
 def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
     """The file, and memory for what will be written to it: where there is none, writing to it would end the process."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(file).st_size < nbytes:
@@ -489,6 +489,7 @@ def _sync(path: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+        sync_folder(path.parent)
     except OSError as error:
         raise StorageError(f"cannot make {path} durable: {error.strerror or error}") from error
 

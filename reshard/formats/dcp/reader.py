@@ -89,7 +89,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     for file in found or by_rank:
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
-    _check_files(index, storage, names, folder)
+    needed = _check_files(index, storage, names, folder)
     items = Items(files, folder, undo)
     tensors: dict[str, Callable[[], StoredTensor]] = {
         key: lambda key=key, metas=metas: _tensor(key, metas, index.items.get(key, {}), items)  # type: ignore[misc]
@@ -102,7 +102,8 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     facts = DcpFacts(
         lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
     )
-    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format="dcp", facts=facts)
+    named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
+    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format="dcp", facts=facts, files=named)
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
@@ -158,8 +159,8 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     return result
 
 
-def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> None:
-    """Raises DamagedCheckpointError if a file is missing or ends before an item does."""
+def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> list[str]:
+    """The files that are named. Raises DamagedCheckpointError if one is missing or ends before an item does."""
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():
         for item in items.values():
@@ -178,6 +179,7 @@ def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], f
                 f"{storage.url}/{folder}{file}: cut short: {key!r} should end at byte {stop}, but the file has "
                 f"{names[folder + file]} bytes"
             )
+    return sorted(folder + file for file in needed)
 
 
 def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | None, Item], items: Items) -> StoredTensor:

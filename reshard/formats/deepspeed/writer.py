@@ -116,6 +116,8 @@ class DeepSpeedWriter(ArchivesWriter):
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give all files their names, write the small ones, then the one that names their folder."""
+        if not storage.list(f"{self.tag}/").keys().isdisjoint(done):  # old and new files in one folder are neither
+            storage.retract(_LATEST)
         for name, written in done.items():
             storage.commit(written.name, name)
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}

@@ -79,6 +79,7 @@ class MegatronWriter(DcpWriter):
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Publish what describes the files, then the file that names their folder."""
+        storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
         storage.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
         storage.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
         self.publish(storage, done, None, self.folder)

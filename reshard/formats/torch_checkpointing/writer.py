@@ -60,7 +60,7 @@ class TorchCheckpointingWriter(ArchivesWriter):
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""
-        storage.delete(METADATA)
+        storage.retract(METADATA)
         for name, written in done.items():
             storage.commit(written.name, name)
         for name in filter(ITEM.fullmatch, storage.list()):
