@@ -61,7 +61,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
                 inside = str(Path(inside).with_suffix(".md"))
         return f"{match[1]}{'../' * depth}{inside or 'README.md'}{match[3] if inside else ')'}"
 
-    return _LINK.sub(moved, markdown)
+    terms = "" if page.file.src_uri == "glossary.md" else f"\n\n[Glossary of terms]({'../' * depth}glossary.md)\n"
+    return _LINK.sub(moved, markdown) + terms
 
 
 def on_post_build(config: Any) -> None:
