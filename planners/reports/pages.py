@@ -545,7 +545,8 @@ th { position: sticky; top: 0; background: var(--card); color: var(--soft); font
   cursor: pointer; }
 th, td { vertical-align: top; padding: 7px 16px 7px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td:nth-child(n+5) { white-space: normal; min-width: 150px; }
-td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace; }
+td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace;
+  white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
 td:nth-child(2), th:nth-child(2), td:nth-child(4), th:nth-child(4) { text-align: right; }
 .js .tensor:not(.shown) { display: none; }
 """

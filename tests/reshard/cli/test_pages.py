@@ -261,3 +261,18 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
     page.ask("document.querySelector('th button').click()")
     assert page.ask("document.querySelector('#worst tbody td').textContent") == "model.layers.7.w"
     assert_sound(page, width)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_plan_s_table_of_long_names_is_seen_whole(width: int, browser: Browser, tmp_path: Path, say) -> None:
+    names = [f"optim.state.model.layers.{i}.post_attention.mlp.gate_projection.weight.exp_avg_sq" for i in range(3)]
+    reshard.save({name: torch.zeros(8, 8) for name in names}, tmp_path / "c")
+    file = tmp_path / "plan.html"
+    assert say("plan", tmp_path / "c", "fsdp=2,tp=2", "--rule", "*=S(0),S(0)", "--html", file).code == 0
+    page = browser.open(file, width=width)
+    assert_sound(page, width)
+    table = "document.querySelector('.scroll')"
+    assert page.ask(f"{table}.querySelector('td').offsetWidth") <= 0.6 * width
+    if width == 1400:
+        assert page.ask(f"{table}.scrollWidth") == page.ask(f"{table}.clientWidth"), "what is saved and wanted"
