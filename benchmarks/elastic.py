@@ -4,6 +4,10 @@ Four gloo processes on two simulated hosts keep a state cut by rows; then one ho
 processes, on the host that is left and on a new one, want columns. Beside `keep` and `recover` are `reshard.save` and
 `reshard.load` of the same state in a folder; the floor of a host's memory is what was planned. On one machine the
 network is memory, and the folder is in the page cache: a real storage is slower, and so is a real network.
+
+Then 2 and 4 processes on two hosts keep in the background. How long they wait in `async_keep` is beside `keep`; the
+floor is one copy of the same bytes, into memory that is there. A loop of training (a product of matrices, and a sum
+over all ranks) goes on beside copies at a bounded pace; the peer has no bound, and the floor is the loop alone.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,7 @@ import reshard
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run, timed
 
-RANKS, TENSORS = 4, 8
+RANKS, TENSORS, STEPS = 4, 8, 200
 
 
 def cut(rows: int, dim: int, value: float) -> dict[str, Any]:
@@ -63,6 +68,67 @@ def recover(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[flo
     return found
 
 
+def of_rows(nbytes: int) -> dict[str, Any]:
+    """So many bytes on each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.ones(nbytes // TENSORS // 4096, 1024)
+    return {f"layers.{i}": DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for i in range(TENSORS)}
+
+
+def of_two_hosts(memory: str) -> Any:
+    return reshard.elastic.Tier(memory, host="ab"[dist.get_rank() * 2 // dist.get_world_size()])
+
+
+def waits(memory: str, nbytes: int, repeats: int) -> list[tuple[float, float, float]]:
+    """Seconds in `async_keep`, in `keep`, and of one copy; the first round is for nothing."""
+    tier, state, found = of_two_hosts(memory), of_rows(nbytes), []
+    rooms = [torch.ones_like(tensor.to_local()) for tensor in state.values()]
+    for step in range(repeats + 1):
+        copy, _ = timed(lambda: [room.copy_(t.to_local()) for room, t in zip(rooms, state.values(), strict=True)])
+        ours, pending = timed(lambda step=step: tier.async_keep(state, 2 * step))
+        pending.result()
+        whole, _ = timed(lambda step=step: tier.keep(state, 2 * step + 1))
+        found.append((ours, whole, copy))
+    return found[1:]
+
+
+def loop() -> tuple[float, float]:
+    """Seconds of a loop of training, and of its slowest step."""
+    weights, gradients, steps = torch.ones(384, 384), torch.ones(1 << 18), []
+    for _ in range(STEPS):
+        took, _ = timed(lambda: (weights @ weights, dist.all_reduce(gradients)))
+        steps.append(took)
+    return sum(steps), max(steps)
+
+
+def beside(memory: str, nbytes: int, repeats: int) -> list[tuple[tuple[float, float], ...]]:
+    """Of loops beside copies that are bounded and not, and of one alone."""
+    tier, state, found = of_two_hosts(memory), of_rows(nbytes), []
+    for step in range(repeats + 1):
+        one = []
+        for number, bound in enumerate((nbytes, 1e15)):  # what is sent and received takes 2 s, or as long as it must
+            pending = tier.async_keep(state, 2 * step + number, bytes_per_s=bound)
+            one.append(loop())
+            pending.result()
+        found.append((*one, loop()))
+    return found[1:]
+
+
+def background(megabytes: int, repeats: int) -> Iterator[Row]:
+    """Rows of keeping in the background."""
+    shm, nbytes = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None, megabytes << 20
+    for ranks in (2, 4):
+        name = f"{ranks} ranks, {megabytes} MiB each"
+        with tempfile.TemporaryDirectory(dir=shm) as memory:
+            ours, whole, copy = zip(*run(waits, ranks, memory, nbytes, repeats)[0], strict=True)
+        yield Row("elastic", f"{name}: wait in async_keep", "s", ours, {"keep": whole}, floor=copy)
+        with tempfile.TemporaryDirectory(dir=shm) as memory:
+            rounds = run(beside, ranks, memory, nbytes, repeats)[0]
+        for i, what in enumerate((f"{STEPS} steps beside it", "the slowest step")):
+            bounded, free, alone = ([one[i] for one in loops] for loops in zip(*rounds, strict=True))
+            yield Row("elastic", f"{name}: {what}", "s", (*bounded,), {"no bound": (*free,)}, floor=(*alone,))
+
+
 def rows(size: int, repeats: int, folder: str | None) -> Iterator[Row]:
     """`size`: rows of the matrices; `folder`: where the checkpoint lies."""
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -82,7 +148,8 @@ def main() -> int:
     parser.add_argument("--folder", default=None, help="where the checkpoint lies; default: the temporary folder")
     options = parser.parse_args()
     size, repeats = (1024, 3) if options.quick else (4096, 5)
-    return report(rows(size, repeats, options.folder), options.rows)
+    kept = chain(rows(size, repeats, options.folder), background(32 if options.quick else 128, repeats + 2))
+    return report(kept, options.rows)
 
 
 if __name__ == "__main__":

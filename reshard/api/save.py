@@ -66,8 +66,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, place_of
 
 __all__ = [
-    "Agreement", "CachedPlan", "SaveReport", "async_save", "await_place", "ended_for", "find_plan",
-    "forget_background_save", "keep_plan", "meet_before_save", "save", "start_in_background",
+    "SaveReport", "agreed_plan", "async_save", "await_place", "ended_for", "forget_background_save",
+    "save", "start_in_background",
 ]  # fmt: skip
 
 
@@ -230,22 +230,10 @@ def _prepare(
 
     The ranks meet for the last time when all of them have staged theirs: what fails on one by then fails on all.
     """
-    with phase("plan"):
-        storage = open_storage(path)
-        holdings = holdings_of(state_dict, options)
-        kept = find_plan(holdings, group, options)
-    met, data = _meet(holdings, storage, path, group, options, kept, stage, None)
-    if data is None or met.census is None:
-        with phase("plan"):
-            if kept is not None:  # nothing that was found by what is not so
-                holdings = holdings_of(state_dict, options)
-            answers = group.distinct_answers(holdings.description, known=met.pool)
-            census, plan = planned_writes(holdings, group, options, answers)
-            kept = keep_plan(holdings, group, options, census, plan, met.pool)
-        met, data = _meet(holdings, storage, path, group, options, kept, stage, met)
-    assert kept is not None, "there is a plan"
-    assert data is not None, "all ranks have planned the same"
-    assert met.census is not None
+    storage = open_storage(path)
+    first_word = partial(_first_word, storage, path, options)
+    _, kept, met, census, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
+    assert data is not None, "all ranks have staged"
     assert met.first is not None
     try:
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
@@ -253,45 +241,15 @@ def _prepare(
                 f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
             )
         if options.globs is not None:
-            check_globs(options.globs, met.census)
+            check_globs(options.globs, census)
         (save_id, choice), base = met.first, None
-        generation = Generation(storage, save_id, commit.begin(), met.census, kept.plan, options.globs)
+        generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs)
         if choice.save_id is not None:
             base, choice = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
         data.release()
         raise
     return SaveJob(group, storage, str(path), generation, options, choice, base), data
-
-
-def _meet(
-    holdings: LocalState,
-    storage: Storage,
-    path: Any,
-    group: Group,
-    options: SaveOptions,
-    kept: CachedPlan | None,
-    stage: _Staging,
-    before: Agreement | None,
-) -> tuple[Agreement, ToWrite | None]:
-    """Collective: stage by the plan that this rank has, and see whether all have it. What is staged, if so."""
-    data, first = None, None
-    try:
-        if kept is not None:
-            if group.rank == 0:
-                with phase("base"):
-                    first = _first_word(storage, path, options, kept.census)
-            with phase("stage"):
-                data = stage(entries_of(kept.items, holdings.state, group.job_rank))
-        met = meet_before_save(holdings, group, options, kept, first, before=before)
-    except BaseException:
-        if data is not None:
-            data.release()
-        raise
-    if met.census is None and data is not None:
-        data.release()
-        data = None
-    return met, data
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
@@ -489,7 +447,67 @@ def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
     """Of what a plan depends on, as far as this rank knows."""
     said = hashlib.sha256(holdings.description).digest()
     chosen = (options.globs, options.divide_above_bytes)
-    return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, group.ranks, chosen))).digest()
+    return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, list(group.ranks), chosen))).digest()
+
+
+class AgreedPlan(NamedTuple):
+    """The plan that all ranks have of what they hold."""
+
+    holdings: LocalState
+    kept: CachedPlan
+    met: Agreement
+    census: GlobalState
+    """With objects."""
+    data: ToWrite | None
+    """What was staged."""
+
+
+@gc_paused()
+def agreed_plan(
+    state_dict: Any,
+    group: Group,
+    options: SaveOptions,
+    *,
+    stage: _Staging | None = None,
+    first_word: Callable[[GlobalState], FirstWord] | None = None,
+) -> AgreedPlan:
+    """Collective: the plan of a save before that was alike, or one that is made now.
+
+    The ranks meet for the last time when all of them have staged: what fails on one by then fails on all.
+
+    Args:
+        stage: what this rank writes, while it is on its way to the others.
+        first_word: on the first rank, what it has for all.
+    """
+    with phase("plan"):
+        holdings = holdings_of(state_dict, options)
+        kept = find_plan(holdings, group, options)
+    met: Agreement | None = None
+    while True:
+        data, first = None, None
+        try:
+            if kept is not None and first_word is not None and group.rank == 0:
+                with phase("base"):
+                    first = first_word(kept.census)
+            if kept is not None and stage is not None:
+                with phase("stage"):
+                    data = stage(entries_of(kept.items, holdings.state, group.job_rank))
+            before, met = met, meet_before_save(holdings, group, options, kept, first, before=met)
+        except BaseException:
+            if data is not None:
+                data.release()
+            raise
+        if kept is not None and met.census is not None:
+            return AgreedPlan(holdings, kept, met, met.census, data)
+        if data is not None:
+            data.release()
+        assert before is None, "all ranks have planned the same"
+        with phase("plan"):
+            if kept is not None:  # nothing that was found by what is not so
+                holdings = holdings_of(state_dict, options)
+            answers = group.distinct_answers(holdings.description, known=met.pool)
+            census, plan = planned_writes(holdings, group, options, answers)
+            kept = keep_plan(holdings, group, options, census, plan, met.pool)
 
 
 def meet_before_save(

@@ -37,16 +37,13 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
-from reshard.api.save import start_in_background
+from reshard.api.save import agreed_plan, start_in_background
 from reshard.api.save_job import (
     Choice,
     SaveJob,
     SaveOptions,
     ToWrite,
     entries_of,
-    holdings_of,
-    own_items,
-    planned_writes,
     staged,
     tally,
     total,
@@ -58,7 +55,6 @@ from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
 from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_manifest
-from reshard.ranks.global_state import with_objects
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import current, phase
 from reshard.storage.base import check_name
@@ -67,7 +63,7 @@ from reshard.storage.local import LocalStorage
 if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = ["Tier"]
+__all__ = ["Tier", "check_bytes_per_s"]
 
 _PACED_BYTES = 4 << 20
 """Under way at a time where a pace is kept: short bursts let messages of the job pass."""
@@ -180,11 +176,9 @@ class Tier:
         group = self._group()
         with phase("async_keep", path=self.settings.folder, goes_on=True):
             with group.together("stage"):
-                if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
-                    raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
+                check_bytes_per_s(bytes_per_s)
                 options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
-                group.same_options("async_keep", {"bytes_per_s": bytes_per_s})
-                job = self._begun(group, "async_keep", state_dict, step, options)
+                job = self._begun(group, "async_keep", state_dict, step, options, bytes_per_s=bytes_per_s)
                 wire = self._own_wire(group)
                 try:
                     data = staged(job.entries, "host", fingerprints=fingerprints)
@@ -263,11 +257,11 @@ class Tier:
                     self.settings.folder.rmdir()
             self._known = None
 
-    def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions) -> _KeepJob:
+    def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions, **more: object) -> _KeepJob:
         """Collective: the next generation, of which nothing is written yet."""
         self._settle()
         _check_step(step)
-        group.same_options(verb, {**self._shared(), "step": step, **options.shared()})
+        group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
         check_arguments(verb, state, self.settings.folder)
         job, self._incarnation = _KeepJob.begin(
             self.settings, state, step, options, group, self._meet(group), self._incarnation
@@ -311,6 +305,12 @@ class Tier:
 def _check_step(step: object) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"step must be a number >= 0, got {step!r}")
+
+
+def check_bytes_per_s(bytes_per_s: object) -> None:
+    """Raises CheckpointError for what is no pace."""
+    if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
+        raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
 
 
 # `keep`: each rank writes its part into the folder of its host, other hosts get copies, and then it
@@ -382,15 +382,14 @@ class _KeepJob:
         Args:
             incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
         """
+        holdings, planned, _, census, _ = agreed_plan(state, group, options)
         with phase("plan"):
-            holdings = holdings_of(state, options)
-            census, plan = planned_writes(holdings, group, options, group.distinct_answers(holdings.description))
-            census = with_objects(census, holdings, group, check_replicas=options.check_replicas)
-            copies = _planned_copies(group, hosts, [plan.bytes(rank) for rank in group.ranks], settings.copies)
-            entries = entries_of(own_items(census.tensors, plan, group.job_rank), holdings.state, group.job_rank)
+            nbytes = [planned.plan.bytes(rank) for rank in group.ranks]
+            copies = _planned_copies(group, hosts, nbytes, settings.copies)
+            entries = entries_of(planned.items, holdings.state, group.job_rank)
             kept, incarnation = _begin(step, group, hosts, copies, incarnation)
             storage = LocalStorage(hosts.folder / kept.folder)
-            generation = Generation(storage, kept.save_id, commit.begin(), census, plan, None)
+            generation = Generation(storage, kept.save_id, commit.begin(), census, planned.plan, None)
             save = SaveJob(group, storage, storage.url, generation, options, Choice(), None)
         return cls(settings, save, hosts, kept, copies, entries), incarnation
 

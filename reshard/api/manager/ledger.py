@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,7 +44,8 @@ def whole_steps(root: str) -> list[int]:
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is known of a step beside its checkpoint."""
 
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | str] = {}
+    """Infinite ones as text: JSON has no numbers for them."""
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
@@ -84,11 +86,12 @@ class Ledger:
         """To storage."""
         open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(_Text(self.steps))))
 
-    def put(self, step: int, record: StepRecord) -> None:
+    def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
         """Before its save begins. What was set aside of that step goes."""
         if step in self.aside():
             remove_checkpoints(self.root, [step_path(self.root, step)])
-        self.steps[step] = record
+        told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self.steps[step] = StepRecord(told, is_based=is_based)
         self.publish()
 
     def set_aside(self, steps: Collection[int]) -> None:
@@ -104,7 +107,8 @@ class Ledger:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Of the whole steps that count."""
-        return {step: self._of(step).metrics for step in self.current()}
+        rows = {step: self._of(step).metrics for step in self.current()}
+        return {step: {name: float(value) for name, value in its.items()} for step, its in rows.items()}
 
     def saves_since_whole(self) -> int:
         """So many of the newest steps reuse what earlier ones have."""

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from planners.notebooks import Tabled
 from reshard.api.arguments import options_of, with_options
 from reshard.api.elastic import Tier
+from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
 from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
-from reshard.api.manager.ledger import Ledger, RootClaim, StepRecord, step_path
+from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
 from reshard.api.save import PendingSave, async_save, save, start_in_background
@@ -172,15 +173,23 @@ class CheckpointManager:
         if odd := {"base": "whole_every", "overwrite": "a step of its own"}.keys() & options.keys():
             raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see whole_every and step")
         options_of("CheckpointManager", SaveOptions, options)
-        for name in ("every", "memory_every"):
-            if not isinstance(its := getattr(self, name.replace("memory", "_memory")), Every | None):
-                raise CheckpointError(f"{name} must be reshard.Every(steps=..., seconds=...), got {its!r}")
-        if self.every is None or (self._memory is None) != (self._memory_every is None):
+        wanted = {
+            "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),
+            "keep": (self.keep, Keep, "reshard.Keep(last=...)"),
+            "memory": (self._memory, Tier | None, "a reshard.elastic.Tier"),
+            "memory_every": (self._memory_every, Every | None, "reshard.Every(steps=..., seconds=...)"),
+            "preemption": (self.preemption, Preemption, "reshard.Preemption(...)"),
+        }
+        for name, (its, kind, words) in wanted.items():
+            if not isinstance(its, kind):
+                raise CheckpointError(f"{name} must be {words}, got {its!r}")
+        if (self._memory is None) != (self._memory_every is None):
             raise CheckpointError("say when: every= for storage, and memory_every= where there is a memory= tier")
         for name in ("whole_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
                 raise CheckpointError(f"{name} must be a whole number >= 1, got {its!r}")
+        check_bytes_per_s(self._bytes_per_s)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False
@@ -202,8 +211,8 @@ class CheckpointManager:
         """
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # it ends with a meeting, or nobody fails alone
-            its_metrics = checked_metrics(metrics)
-            due = self._due(group, self._checked(step), force)
+            its_metrics, step = checked_metrics(metrics), self._checked(step)
+            due = self._due(group, step, force)
         if due.has_ended:
             self._settle()
         if due.storage:
@@ -280,7 +289,7 @@ class CheckpointManager:
                 if not self._is_tidy:  # a job killed before it removed older steps has left them
                     self._tidy(but=self._ledger.aside())
                 based = self._is_based()
-                self._ledger.put(step, StepRecord(metrics, is_based=based))
+                self._ledger.put(step, metrics, is_based=based)
             based = group.share(based, kind=bool)
             taken = LiveObjects(state).state
         path, base = step_path(self.root, step), "auto" if based else None

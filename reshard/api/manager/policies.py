@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,14 +135,20 @@ class Preemption:
 
 
 def checked_step(step: object) -> int:
-    """Raises CheckpointError for what is no step."""
-    if not isinstance(step, int) or not _is_count(int(step) if type(step) is not bool else step, 0):
+    """Any whole number, of numpy's too. Raises CheckpointError for what is no step."""
+    number = -1
+    if not isinstance(step, bool) and hasattr(step, "__index__"):
+        with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
+            number = operator.index(step)
+    if number < 0:
         raise CheckpointError(f"step must be a whole number >= 0, got {step!r}")
-    return int(step)
+    return number
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Numbers by name. Raises CheckpointError for what is none, or not a number."""
+    if not isinstance(metrics, Mapping | None):
+        raise CheckpointError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
     found = {}
     for name, value in (metrics or {}).items():
         try:

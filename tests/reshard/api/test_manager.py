@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -313,6 +315,10 @@ BAD = [
     ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be a whole number >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= where there is a memory= tier"),
     ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
+    ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
+    ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),
+    ({"every": Every(steps=1), "preemption": "SIGTERM"}, "preemption must be reshard.Preemption"),
+    ({"every": Every(steps=1), "bytes_per_s": 0}, "bytes_per_s must be a positive number"),
 ]
 
 
@@ -360,6 +366,8 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
             manager.save(5, state, {"loss": loss})
     with pytest.raises(CheckpointError, match="metric 'loss' must be a number, got 'low'"):
         manager.save(5, state, {"loss": "low"})
+    with pytest.raises(CheckpointError, match="metrics must be a dict"):
+        manager.save(5, state, 0.5)  # type: ignore[arg-type]
     assert not manager.save(4, state)  # it is saved already
     assert manager.save(5, state, {"loss": torch.tensor(2.0)})  # what was refused may be mended
     manager.close()
@@ -381,6 +389,21 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     (root / ledger.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* remove it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
+
+
+def test_metrics_without_end_are_the_worst_and_steps_of_any_kind_are_numbers(tmp_path: Path) -> None:
+    """A loss that overflows is where a run must go on from an earlier step."""
+    keep = Keep(last=1, best=2, metric="loss")
+    losses = [math.inf, 3.0, -math.inf, math.inf]
+    steps = run(tmp_path / "run", np.arange(4), lambda step: {"loss": losses[step]}, keep=keep)
+    assert steps == [1, 2, 3]
+    assert run(tmp_path / "run", torch.arange(4, 5), lambda step: {"loss": torch.tensor(math.inf)}, keep=keep) == [
+        1,
+        2,
+        4,
+    ]
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1), keep=keep, read_only=True) as manager:
+        assert manager.best_step() == 2
 
 
 def test_a_root_that_another_has_taken_is_not_written(tmp_path: Path) -> None:
