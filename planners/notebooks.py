@@ -1,4 +1,4 @@
-"""What plans and reports look like in notebooks. Drawing pages is a room far above: who has it says so, once."""
+"""Plans and reports in notebooks. A package above this one draws pages and registers its function here."""
 
 from __future__ import annotations
 
