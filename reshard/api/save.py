@@ -242,8 +242,8 @@ def _prepare(
             )
         if options.globs is not None:
             check_globs(options.globs, census)
-        (save_id, choice), base = met.first, None
-        generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs)
+        (save_id, choice, replaces), base = met.first, None
+        generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
             base, choice = _opened(path, choice, Share(group.rank, group.world_size))
     except BaseException:
@@ -263,7 +263,7 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     chosen = Choice()
     if options.base:
         chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
-    return commit.new_save_id(), chosen
+    return commit.new_save_id(), chosen, commit.counting(storage)
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
@@ -367,8 +367,8 @@ class CachedPlan:
     """Of this rank."""
 
 
-FirstWord = tuple[str, Choice]
-"""What the first rank has for all: the id of the save, and what it is based on."""
+FirstWord = tuple[str, Choice, str | None]
+"""What the first rank has for all: the id of the save, what it is based on, and the id of the one that it replaces."""
 
 
 class Agreement(NamedTuple):

@@ -41,7 +41,7 @@ from reshard.storage.base import Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "Generation", "Written", "begin", "check_claimed", "claim", "counts", "ended",
+    "CLAIM", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "counts", "ended",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
     "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
 ]  # fmt: skip
@@ -78,6 +78,8 @@ class Generation:
     census: GlobalState
     plan: SavePlan
     subset: tuple[str, ...] | None
+    replaces: str | None = None
+    """The save id that counted when this one began."""
 
     @property
     def folder(self) -> str:
@@ -104,10 +106,25 @@ class Generation:
                     )
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
+        self._check_current()
         self.storage.delete(HF_INDEX)  # at no time, whatever happens, does it lead to another save than the manifest
-        self.storage.publish(MANIFEST, encode_manifest(manifest))
+        self.storage.publish_while(MANIFEST, encode_manifest(manifest), self._check_current)
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
+
+    def _check_current(self) -> None:
+        """Raises StorageError where others went on while this process was held up."""
+        found, where = counting(self.storage), self.storage.url
+        if found not in (None, self.replaces, self.save_id):
+            raise StorageError(
+                f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later one "
+                "stays, and nothing of this one. Give each job a folder of its own"
+            )
+        if f"{self.folder}/{CLAIM}" not in self.storage.list(f"{self.folder}/{CLAIM}"):
+            raise StorageError(
+                f"{where}: others took this save for dead and removed what it wrote: nothing was published"
+            )
+        liveness.check_fences(where)
 
     def tidy(self) -> None:
         """Remove the claim, and what older saves have left.
@@ -299,12 +316,17 @@ def published(storage: Storage) -> str | None:
         return None
 
 
-def counts(storage: Storage, save_id: str) -> bool:
-    """Whether the manifest names this generation; one that cannot be read, or is of a newer version, does not."""
+def counting(storage: Storage) -> str | None:
+    """The save id that counts; None also where the manifest cannot be read, or is of a newer version."""
     try:
-        return published(storage) == save_id
+        return published(storage)
     except CheckpointError:
-        return False
+        return None
+
+
+def counts(storage: Storage, save_id: str) -> bool:
+    """Whether the manifest names this generation."""
+    return counting(storage) == save_id
 
 
 def remove_dead(storage: Storage) -> list[str]:

@@ -40,6 +40,7 @@ class NativeWriter(FormatWriter):
     """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
     takes_fingerprints = True
+    _replaces: str | None = None
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
@@ -88,6 +89,7 @@ class NativeWriter(FormatWriter):
     @contextmanager
     def claimed(self, storage: Storage) -> Iterator[None]:
         """The generation has a claim."""
+        self._replaces = commit.counting(storage)
         commit.claim(storage, self.save_id)
         try:
             yield
@@ -123,7 +125,7 @@ class NativeWriter(FormatWriter):
         }
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
         parts += map(fingerprint_parts, done.values())
-        generation = Generation(storage, self.save_id, commit.begin(), census, self.plan, None)
+        generation = Generation(storage, self.save_id, commit.begin(), census, self.plan, None, self._replaces)
         generation.publish(written, parts)
         generation.tidy()
 

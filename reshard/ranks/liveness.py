@@ -7,6 +7,8 @@ import os
 import socket
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +18,8 @@ from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.storage.base import Storage
 
 __all__ = [
-    "Gone", "KeptLease", "PeerWatch", "WriterLease", "is_gone", "is_kept", "machine", "may_be_alive",
-    "read_lease", "release_lease", "start_of", "take_lease",
+    "Gone", "KeptLease", "PeerWatch", "WriterLease", "check_fences", "is_gone", "is_kept", "machine", "may_be_alive",
+    "read_lease", "release_lease", "set_fence", "start_of", "take_lease",
 ]  # fmt: skip
 
 
@@ -143,6 +145,22 @@ WATCH_S = 12.0
 
 _running: set[str] = set()
 """What this process is writing."""
+
+
+_fences: dict[str, weakref.WeakMethod[Callable[[], None]]] = {}
+"""By the URL of a folder: raises where this process may publish nothing below it any more."""
+
+
+def set_fence(url: str, check: Callable[[], None]) -> None:
+    """Have all that is published below the folder checked first, as long as there is the object whose method it is."""
+    _fences[url.rstrip("/") + "/"] = weakref.WeakMethod(check)
+
+
+def check_fences(url: str) -> None:
+    """Raises where this process may publish nothing in the folder any more."""
+    for root, fence in list(_fences.items()):
+        if url.startswith(root) and (check := fence()) is not None:
+            check()
 
 
 class WriterLease(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -80,6 +81,12 @@ class Storage(ABC):
     @abstractmethod
     def publish(self, name: str, data: Buffer) -> None:
         """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
+
+    def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
+        """`publish`, unless `check` raises, which is called as shortly before as can be; where the storage can write on
+        condition, also unless somebody publishes the object between the two."""
+        check()
+        self.publish(name, data)
 
     @abstractmethod
     def delete(self, name: str) -> None:

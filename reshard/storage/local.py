@@ -145,6 +145,9 @@ class LocalStorage(Storage):
         raise StorageError(f"cannot create {name} in {self.url}: somebody keeps removing its folder")
 
     def publish(self, name: str, data: Buffer) -> None:
+        self.publish_while(name, data, lambda: None)
+
+    def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
         path = self._path(name)
         for last in (False, False, True):
             beside = temporary_name(name, secrets.token_hex(8))
@@ -152,6 +155,7 @@ class LocalStorage(Storage):
                 out.write(data)
             try:
                 with self._errors("publish", name):
+                    check()
                     os.replace(self.root / beside, path)
                     sync_folder(path.parent)
                 return

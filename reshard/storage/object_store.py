@@ -196,6 +196,29 @@ class ObjectStorage(Storage):
         with self._errors("publish", name):
             self._again(lambda: self._api.put(self._store, name, bytes(data), use_multipart=False))
 
+    def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        check_name(name, self.url)
+        mode: Any = "create"
+        try:
+            with self._errors("read", name):
+                found = self._again(lambda: self._api.head(self._store, name))
+            mode = {key: found[key] for key in ("e_tag", "version") if found[key] is not None} or "overwrite"
+        except CheckpointNotFoundError:
+            pass
+        check()
+        try:
+            with self._errors("publish", name):
+                self._again(lambda: self._api.put(self._store, name, bytes(data), use_multipart=False, mode=mode))
+        except StorageError as error:
+            if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
+                self.publish(name, data)
+            elif not isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+                raise
+            elif self.read(name) != bytes(data):  # else the answer to a first try that had arrived was lost
+                raise StorageError(f"{name} in {self.url} was published by somebody else meanwhile") from error
+
     def delete(self, name: str) -> None:
         check_name(name, self.url)
         try:

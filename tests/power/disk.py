@@ -154,6 +154,8 @@ class Disk:
             return None
         node = 0
         for part in parts[len(base) : -1]:
+            if part not in self._live.get(node, {}):  # a path that leads nowhere, which the real call will say
+                return None
             node = self._live[node][part]
         return node, parts[-1]
 

@@ -155,6 +155,7 @@ class RootClaim:
         liveness.take_lease(self._storage, _OWNER, work)
         self._mine = liveness.read_lease(self._storage, _OWNER)
         self._ended = weakref.finalize(self, liveness.release_lease, work)
+        liveness.set_fence(self._storage.url, self._check_held)
 
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the root meanwhile: one of another machine may, since it
@@ -165,6 +166,10 @@ class RootClaim:
                 f"{self._root} was taken by another manager, of {found or 'nobody that is known'}: nothing was saved "
                 "here by this one, since two would remove each other's steps"
             )
+
+    def _check_held(self) -> None:
+        if self._ended.alive:
+            self.check()
 
     def release(self) -> None:
         """Another manager may come."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import traceback
 import uuid
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from reshard.storage import open_storage
 from tests import gloo
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
 from tests.reshard.storage.small_parts import open_in_small_parts
-from tests.states import more_than_a_part_of
+from tests.states import model_and_optimizer_of, more_than_a_part_of
 
 
 def _blank() -> dict[str, Any]:
@@ -158,3 +160,46 @@ def test_a_writer_killed_at_any_request_leaves_the_old_or_the_new(s3: S3Server, 
     names = open_storage(url).list()
     assert len({name.split("/")[0] for name in names if name.startswith("data-")}) == 1, "no garbage grows"
     assert sum(names.values()) < 1.1 * 4 * 1_400_000
+
+
+PAUSED = """
+import os, signal, sys
+import reshard
+from reshard.errors import ReshardError
+from reshard.native import commit
+from tests.states import model_and_optimizer_of
+
+look = commit.Generation._check_current
+
+def look_and_stop(generation):
+    look(generation)
+    looked.append(1)
+    if len(looked) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+looked = []
+commit.Generation._check_current = look_and_stop
+try:
+    reshard.save(model_and_optimizer_of(2), "s3://bucket/paused")
+except ReshardError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+
+def test_a_paused_save_that_wakes_up_publishes_nothing(s3):
+    """Not even between the last look and the write, which is one on condition."""
+    save(model_and_optimizer_of(1), "s3://bucket/paused")
+    child = subprocess.Popen([sys.executable, "-c", PAUSED, "2"], stdout=subprocess.PIPE, text=True)
+    try:
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        save(model_and_optimizer_of(3), "s3://bucket/paused")
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 7, said
+    assert "published" in said
+    target = model_and_optimizer_of(-1)
+    load(target, "s3://bucket/paused")
+    assert target["optim"]["step"] == 3
