@@ -51,6 +51,8 @@ class PeerWatch:
     Args:
         store: shared by the ranks of a group; each rank makes one `PeerWatch` on it.
         place: this rank's place in the group.
+
+    Raises ReshardError if torchrun started the ranks again over the store of ranks that are gone.
     """
 
     def __init__(self, store: Any, place: int) -> None:
@@ -59,8 +61,22 @@ class PeerWatch:
         self._is_final = False
         if self._machine:
             self._index = store.add(f"machines/{self._machine}", 1) - 1
+            self._refuse_reused(store)
             pid = os.getpid()
             store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
+
+    def _refuse_reused(self, store: Any) -> None:
+        """More came than torchrun has started here, and the first of them is gone: its sessions are still in there."""
+        if self._index < int(os.environ.get("LOCAL_WORLD_SIZE", self._index + 1)):
+            return
+        _, _, process = bytes(store.compare_set(self._key(0), "?", "?")).decode().partition(" ")
+        pid, _, start = process.partition(" ")
+        if pid and start_of(int(pid)) != start:
+            raise ReshardError(
+                f"an earlier attempt of this job used the key-value store of this process group, and its process {pid} "
+                f"on {socket.gethostname()} is gone: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+                "environment, so that each attempt gets a new store"
+            )
 
     def look(self, store: Any, *, all_came: bool) -> Gone | None:
         """The watched process, if it is gone. A look at the local system; the store is asked whom to watch.

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from reshard.errors import ReshardError
 from reshard.ranks import liveness
 from reshard.ranks.liveness import Gone, PeerWatch
 from reshard.ranks.store import StoreClient
@@ -87,3 +88,25 @@ def test_the_real_system_tells_the_living_from_the_dead() -> None:
     assert liveness.start_of(child.pid) == ""
     child.communicate()
     assert liveness.start_of(child.pid) == ""
+
+
+def test_a_store_that_torchrun_hands_to_the_next_attempt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    machine = _Machine(monkeypatch)
+    for place in range(2):
+        machine.start(place)
+    machine.alive.clear()
+
+    for place in range(2):
+        with pytest.raises(ReshardError, match=r"process 100 on .* is gone: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            machine.start(place)
+
+
+def test_processes_that_make_their_group_again_keep_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    machine = _Machine(monkeypatch)
+    machine.start(0)
+
+    again = PeerWatch(machine.store, 0)
+
+    assert machine.look(again, all_came=True) is None
