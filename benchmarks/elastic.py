@@ -47,7 +47,7 @@ def keep(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[float,
     tier = reshard.elastic.Tier(memory, host="ab"[rank // 2])
     for step in range(repeats):
         state = cut(rows, 0, step)
-        ours, kept = timed(lambda state=state, step=step: tier.keep(state, step))
+        ours, kept = timed(lambda state=state, step=step: tier.save(state, step))
         theirs, _ = timed(lambda state=state: reshard.save(state, stored))
         there = sum(path.stat().st_size for path in Path(memory, "ab"[rank // 2]).rglob("*") if path.is_file())
         found.append((ours, theirs, kept.bytes_by_host["ab"[rank // 2]], there))
@@ -60,7 +60,7 @@ def recover(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[flo
     tier = reshard.elastic.Tier(memory, host="an"[rank // 2])
     for _ in range(repeats):
         ours, theirs = cut(rows, 1, -1.0), cut(rows, 1, -1.0)
-        mine, _ = timed(lambda state=ours: tier.recover(state))
+        mine, _ = timed(lambda state=ours: tier.restore(state))
         its, _ = timed(lambda state=theirs: reshard.load(state, stored))
         assert all(torch.equal(ours[key].to_local(), theirs[key].to_local()) for key in ours)
         assert bool((ours["layers.0"].to_local() >= 0).all())
@@ -85,9 +85,9 @@ def waits(memory: str, nbytes: int, repeats: int) -> list[tuple[float, float, fl
     rooms = [torch.ones_like(tensor.to_local()) for tensor in state.values()]
     for step in range(repeats + 1):
         copy, _ = timed(lambda: [room.copy_(t.to_local()) for room, t in zip(rooms, state.values(), strict=True)])
-        ours, pending = timed(lambda step=step: tier.async_keep(state, 2 * step))
+        ours, pending = timed(lambda step=step: tier.async_save(state, 2 * step))
         pending.result()
-        whole, _ = timed(lambda step=step: tier.keep(state, 2 * step + 1))
+        whole, _ = timed(lambda step=step: tier.save(state, 2 * step + 1))
         found.append((ours, whole, copy))
     return found[1:]
 
@@ -107,7 +107,7 @@ def beside(memory: str, nbytes: int, repeats: int) -> list[tuple[tuple[float, fl
     for step in range(repeats + 1):
         one = []
         for number, bound in enumerate((nbytes, 1e15)):  # what is sent and received takes 2 s, or as long as it must
-            pending = tier.async_keep(state, 2 * step + number, bytes_per_s=bound)
+            pending = tier.async_save(state, 2 * step + number, bytes_per_s=bound)
             one.append(loop())
             pending.result()
         found.append((*one, loop()))

@@ -80,7 +80,7 @@ def run_case(seed: int, folder: Path) -> str:
     def life(rank: int, tier: Any) -> None:
         nonlocal kept
         for step in range(1, steps + 1):
-            tier.keep(before.state(rank, values(step), step), step)
+            tier.save(before.state(rank, values(step), step), step)
             kept = max(kept, step)
 
     rehearsal = Job(folder / "rehearsal", before.names, copies=copies)
@@ -112,7 +112,7 @@ def run_case(seed: int, folder: Path) -> str:
 
     def again(rank: int, tier: Any) -> Any:
         got[rank] = after.state(rank, {fqn: torch.zeros_like(t) for fqn, t in values(0).items()}, -1)
-        return tier.recover(got[rank])
+        return tier.restore(got[rank])
 
     gone = victims | ({damage(rng, folder / "run")} if rng.random() < 0.2 else set())
     survives = kept and all(hosts_of_it - gone for hosts_of_it in placed.values())

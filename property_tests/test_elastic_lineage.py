@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
 from property_tests.budget import examples
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
 from reshard.native import commit as generations
 from tests.simulated_hosts import Job, cut, global_of
 
@@ -115,7 +115,7 @@ class Lives(RuleBasedStateMachine):
         def recover(rank: int, tier: Any) -> Any:
             state = {"w": cut(torch.zeros(ELEMENTS, dtype=torch.float64), layout, rank), "step": -1}
             try:
-                report = tier.recover(state, step=step)
+                report = tier.restore(state, step=step)
             except CheckpointNotFoundError as error:
                 return error
             loaded[rank] = state["w"]
@@ -129,7 +129,7 @@ class Lives(RuleBasedStateMachine):
             for label in labels:
                 self.model.kept.setdefault(label, Kept(len(self.model.kept), len(hosts), before))
                 before |= {label}
-                tier.keep({"w": cut(torch.full((ELEMENTS,), label / 1.0).double(), layout, rank), "step": label}, label)
+                tier.save({"w": cut(torch.full((ELEMENTS,), label / 1.0).double(), layout, rank), "step": label}, label)
             return end
 
         if begin == "newest":
@@ -174,7 +174,7 @@ class Lives(RuleBasedStateMachine):
             report = reshard.elastic.gather([self.folder / "run" / host for host in hosts], out)
         except CheckpointNotFoundError:
             assert not newest
-        except DamagedCheckpointError:
+        except CorruptCheckpointError:
             assert not set(newest) & whole
         else:
             assert [report.step] == newest

@@ -62,6 +62,16 @@ _HOME = {
 _MODULES = ("dcp", "elastic", "planners")
 """Public modules that are there without an import of their own."""
 
+_ELSEWHERE = {
+    "load_state_dict": "reshard.load fills a state dict, reshard.set_model_state_dict fills a model",
+    "save_state_dict": "reshard.save, of a state dict by reshard.get_model_state_dict(model)",
+    "state_dict": "reshard.get_model_state_dict makes the state dict of a model",
+    "load_checkpoint": "reshard.load fills a state dict, reshard.open reads without one",
+    "save_checkpoint": "reshard.save writes a checkpoint",
+    "restore": "reshard.load fills a state dict from a checkpoint",
+}
+"""Names that other libraries have for what is called otherwise here."""
+
 __all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
@@ -120,7 +130,8 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         if name not in _HOME and name not in _MODULES:
             from reshard.errors import did_you_mean
 
-            raise AttributeError(f"module 'reshard' has no attribute {name!r}{did_you_mean(name, _HOME)}")
+            meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, _HOME)
+            raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage import gc_paused
 
         with gc_paused():  # of what torch left there to go through, it would be the longest part of this

@@ -168,7 +168,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Raises:
             NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.
-            DamagedCheckpointError: parts of a tensor are missing or do not fit together.
+            CorruptCheckpointError: parts of a tensor are missing or do not fit together.
         """
         from reshard.formats.normalize import normalize
 
@@ -322,7 +322,7 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, che
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.
         FormatError: the files are of no known format (the message says what was looked for), or of several.
-        DamagedCheckpointError: the metadata is unreadable or contradicts itself.
+        CorruptCheckpointError: the metadata is unreadable or contradicts itself.
         UnsafeDataError: a pickle asks for something that could run code.
     """
     return open_among(path, 0, 1, step=step, check=check)

@@ -1,9 +1,15 @@
 """Jobs that shrink and grow without storage: their hosts keep their last states. See docs/elastic.md."""
 
+from typing import TYPE_CHECKING
+
 from reshard.api.elastic import (
     GatherReport as GatherReport,
-    KeepReport as KeepReport,
-    RecoverReport as RecoverReport,
     Tier as Tier,
+    TierRestoreReport as TierRestoreReport,
+    TierSaveReport as TierSaveReport,
     gather as gather,
 )
+from reshard.errors import renamed_in
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__, {"KeepReport": "TierSaveReport", "RecoverReport": "TierRestoreReport"})

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable
-from typing import Any
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = [
-    "CheckpointError", "CheckpointNotFoundError", "DamagedCheckpointError", "DeadlineError",
+    "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks",
+    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed", "renamed_in",
 ]  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 class ReshardError(Exception):
@@ -37,7 +43,7 @@ class NewerVersionError(FormatError):
     """A checkpoint was written by a later version of this library, which may have made it whole."""
 
 
-class DamagedCheckpointError(CheckpointError, ValueError):
+class CorruptCheckpointError(CheckpointError, ValueError):
     """Bytes are missing, truncated or changed since they were written; names file, tensor and byte range."""
 
 
@@ -72,15 +78,17 @@ class StorageError(ReshardError, OSError):
 
 
 class RankFailedError(ReshardError):
-    """Another rank failed first; carries that rank and its message, the same on every rank.
+    """Another rank failed first. The message is the same on every rank and names that rank and its error.
 
     Attributes:
         rank: the rank whose failure came first.
+        traceback: the traceback of that rank, or "" if it is not known.
     """
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.traceback = traceback
 
     def __reduce__(self) -> tuple[Any, ...]:  # exceptions are unpickled by position, and these have keywords
         return _revived, (type(self), self.args), self.__dict__
@@ -143,3 +151,63 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
     first = [repr(name) for name in itertools.islice(names, limit)]
     more = ["..."] if len(names) > limit else []
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"
+
+
+# Old names of the public API: each still works, and warns. docs/decisions.md has the table of them.
+
+
+def renamed(**names: str) -> Callable[[T], T]:
+    """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
+
+    Raises TypeError, in calls, where an argument is given under both of its names.
+    """
+
+    def decorate(it: Any) -> Any:
+        if isinstance(it, type):
+            for old, new in names.items():
+                setattr(it, old, _Attribute(f"{it.__name__}.{old}", new))
+            return it
+        what = it.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(it)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                new = names[old]
+                if new in kwargs:
+                    raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
+                _warn(f"{old}= of {what}()", f"{new}=")
+                kwargs[new] = kwargs.pop(old)
+            return it(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a module: old names and the new ones."""
+
+    def of_module(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"{module}.{name}", names[name])
+        return getattr(sys.modules[module], names[name])
+
+    return of_module
+
+
+class _Attribute:
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        _warn(self._old, self._new)
+        return getattr(owner if instance is None else instance, self._new)
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now called {new}; the old name goes in a later release", DeprecationWarning, stacklevel=3)
+
+
+if not TYPE_CHECKING:  # which would take any name for one of these
+    __getattr__ = renamed_in(__name__, {"DamagedCheckpointError": "CorruptCheckpointError"})

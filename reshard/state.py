@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from reshard.errors import FormatError
 
-__all__ = ["IntKey", "KeyPath", "State", "key_of", "path_from_json", "path_to_json"]
+__all__ = ["NUMBERED", "IntKey", "KeyPath", "State", "key_of", "path_from_json", "path_to_json"]
 
 
 T = TypeVar("T", covariant=True)
+
+NUMBERED = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
+"""Keys of an optimizer's state by the number of a parameter, as `optimizer.state_dict()` has them."""
 
 
 # A path says how a value is reached: text for a string key of a dict, `IntKey` for an int key, a

@@ -1,7 +1,7 @@
 """Jobs on simulated hosts: ranks are greenlets of one process, messages are copies, hosts are folders that can be lost.
 
     job = Job(folder, ["a", "a", "b", "b"])
-    ends = job.run(lambda rank, tier: tier.keep(state(rank), 1))
+    ends = job.run(lambda rank, tier: tier.save(state(rank), 1))
 
 What runs is the code of `reshard.elastic`, the control plane and the planners, as they are. Only what crosses a process
 group is ours, and what knows DTensors: `cut` marks a plain tensor as one rank's part of a layout.
@@ -92,7 +92,7 @@ class Job:
 
         def life(rank: int) -> Any:
             self._ranks[greenlet.getcurrent()] = rank
-            tier = Tier(self.folder, host=self.names[rank], copies=self.copies, deadline_s=60.0)
+            tier = Tier(self.folder, host=self.names[rank], copies=self.copies, timeout=60.0)
             return body(rank, tier)
 
         with self._simulated():

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,8 +20,8 @@ from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal,
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, FormatError, ReshardError
-from reshard.formats.table import FormatName
+from reshard.errors import CheckpointError, FormatError, ReshardError, renamed
+from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -62,6 +63,7 @@ class ConvertReport(WrittenReport, CheckedReport):
         return self.phases.seconds
 
 
+@renamed(deadline_s="timeout")
 def convert(
     source: Any,
     target: str | os.PathLike[str] | Storage,
@@ -83,7 +85,7 @@ def convert(
     overwrite: bool = False,
     resume: bool = True,
     progress: bool = False,
-    deadline_s: float = 86_400.0,
+    timeout: float | timedelta = 86_400.0,
 ) -> ConvertReport:
     """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
 
@@ -96,8 +98,9 @@ def convert(
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
         target: a folder, URL or `Storage`; for "torch_save" the path of a file.
-        format: what is written, by its name in `reshard.formats.table.WRITTEN`, such as "dcp" or "safetensors". What a
-            framework has names and shapes of its own for is written from canonical names, with the same hints.
+        format: what is written, such as "dcp". "huggingface" is another name of "safetensors", and "torch" of
+            "torch_save". What a framework has names and shapes of its own for is written from canonical names, with the
+            same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
         onto: write the files that the ranks of this layout or topology would have written (native and dcp).
         select: globs of what is taken, by its new name; those that begin with `!` say what is not.
@@ -116,21 +119,22 @@ def convert(
         overwrite: replace a checkpoint or file that is at `target`, once the new one is whole; else it is an error.
         resume: continue the same conversion where it was interrupted.
         progress: show a progress bar where somebody looks on.
-        deadline_s: how long the whole may take.
+        timeout: how long the call may take, in seconds or as a `timedelta`.
 
     What is read is compared with the source's checksums, and what was written with its fingerprints, where it has them.
 
     Raises:
-        DamagedCheckpointError: the source was changed since it was saved. Nothing was published.
+        CorruptCheckpointError: the source was changed since it was saved. Nothing was published.
         FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
         KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
     """
-    group = Group(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):
         globs = (select,) if isinstance(select, str) else tuple(select or ())
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+        name = ALSO_CALLED.get(format, format)
         job = ConvertJob(
-            source, target, format, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
+            source, target, name, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
         )
         _check(group, source, target, workers, executor)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):

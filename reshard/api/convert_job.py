@@ -21,7 +21,7 @@ from reshard.api.shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
@@ -530,7 +530,7 @@ def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> lis
     save_id = commit.save_id_of(job_id)
     data = [name for name in names if name.startswith(f"{commit.folder_of(save_id)}/")]
     if data:
-        with suppress(DamagedCheckpointError, FormatError):  # a manifest that does not say what counts
+        with suppress(CorruptCheckpointError, FormatError):  # a manifest that does not say what counts
             found += data if commit.published(storage) != save_id else []
     return found
 

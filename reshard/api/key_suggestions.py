@@ -1,4 +1,4 @@
-"""What to say of many keys at once: those that differ by a level or a prefix only, and floods of them by pattern."""
+"""How errors list many keys: those that differ only by a prefix, and many of them by pattern."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from reshard.live.wrappers import WRAPPER_SEGMENTS
+from reshard.state import NUMBERED
 
-__all__ = ["PrefixDifference", "are_by_number", "section", "shifted"]
+__all__ = ["PrefixDifference", "are_by_number", "has_no_state_yet", "section", "shifted"]
 
 
-_MOST_LINES = 60
-"""Of one section; more keys are told by pattern."""
+_MOST_LINES = 20
+"""Of one section; more keys are listed by pattern."""
+_MOST_OF_A_FRONT = 5
+"""Keys with a first segment that the other side does not have; more of them take one line."""
 _MOST_GUESSES = 20
 _MOST_KNOWN = 5000
 
 
 class PrefixDifference(NamedTuple):
-    """All or nearly all missing keys are there, under a prefix more or less."""
+    """All or nearly all missing keys are in the checkpoint, with one prefix more or less."""
 
     names: Mapping[str, str]
     """Missing key -> its name in the checkpoint."""
@@ -28,8 +31,7 @@ class PrefixDifference(NamedTuple):
 
 
 def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
-    """How the missing keys and the names that nobody asked for belong together, if a prefix, or a
-    level somewhere within, is all that differs for nine in ten of the keys."""
+    """How missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
     keys, names = list(missing), set(known)
     if not keys or not names:
         return None
@@ -52,7 +54,7 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
         whole = front + level
         found = {k: name for k in keys if k.startswith(whole) and (name := front + k[len(whole) :]) in names}
         if _are_most(found, keys):
-            return PrefixDifference(found, *_told(found, front, level, "what is to be loaded", _taken_out(level)))
+            return PrefixDifference(found, *_told(found, front, level, "the state to load into", _taken_out(level)))
     return None
 
 
@@ -64,10 +66,8 @@ def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None
     if not _are_most(found, keys):
         return None
     parts = {part for pair in found.items() for name in pair for part in name.split(".")} & WRAPPER_SEGMENTS
-    what = f"{_differing(found)} only by wrappers' segments {', '.join(map(repr, sorted(parts)))}, {_first(found)}"
-    return PrefixDifference(
-        found, what, "names of reshard.get_model_state_dict(model) have none of them, on both sides"
-    )
+    what = f"{_differing(found)} only by wrapper segments {', '.join(map(repr, sorted(parts)))}: {_first(found)}"
+    return PrefixDifference(found, what, f"{_CANONICAL}, which has no wrapper segments")
 
 
 def _unwrapped(name: str) -> str:
@@ -78,15 +78,18 @@ def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
     return len(found) * 10 >= len(keys) * 9
 
 
+_CANONICAL = "save and load reshard.get_model_state_dict(model)"
+
+
 def _told(found: Mapping[str, str], front: str, level: str, who: str, call: str) -> tuple[str, str]:
     """What differs, and the fix. `call`: where the level is at the front."""
     if front:
-        what = f"{_differing(found)} only by {level!r} behind {front!r}, which {who} has: {_first(found)}"
-        return what, "nest the state alike, or rename by mapping="
-    what = f"{_differing(found)} only by {level!r}, which {who} has in front: {_first(found)}"
+        what = f"{_differing(found)} only by {level!r} after {front!r}, which {who} has: {_first(found)}"
+        return what, "nest the state in the same way, or rename keys with mapping="
+    what = f"{_differing(found)} only by the prefix {level!r}, which {who} has: {_first(found)}"
     if set(level.strip(".").split(".")) <= WRAPPER_SEGMENTS:
-        return what, f"{level!r} is of a wrapper: names of reshard.get_model_state_dict(model) have none, on both sides"
-    return what, f"write {call}, or rename by mapping="
+        return what, f"{level!r} comes from a wrapper: {_CANONICAL}, which has no wrapper prefixes"
+    return what, f"call {call}, or rename keys with mapping="
 
 
 def _differing(found: Mapping[str, str]) -> str:
@@ -98,13 +101,12 @@ def _first(found: Mapping[str, str]) -> str:
     return f"{key!r} is saved as {name!r}"
 
 
-_BY_NUMBER = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
 _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
 
 
 def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
     """Whether states of an optimizer are wanted by numbers of parameters, and saved under their names."""
-    return any(map(_BY_NUMBER.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
+    return any(map(NUMBERED.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
 
 
 def _nested(front: str) -> str:
@@ -119,17 +121,35 @@ def _taken_out(front: str) -> str:
     return f"load(state{''.join(f'[{segment!r}]' for segment in front.strip('.').split('.'))}, path)"
 
 
+def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
+    """Whether an optimizer's state was saved, and the target has none of it in its state dict."""
+    fronts = tuple({key.partition("state.")[0] for key in unexpected if _is_state(key)})
+    below = [key for key in targets if f"{key}.".startswith(fronts)]
+    return bool(below) and not any(map(_is_state, below))
+
+
+def _is_state(key: str) -> bool:
+    return bool(NUMBERED.fullmatch(key) or _BY_NAME.fullmatch(key))
+
+
 def section(
     title: str,
     keys: Mapping[str, str],
-    others: Iterable[str],
+    others: Iterable[str] = (),
+    there: Iterable[str] = (),
     kinds: Mapping[str, str] | None = None,
     mapped: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Lines about keys, each with what is to be said at its end, and the name out of `others` that may be meant."""
+    """Lines about keys, each with its note, and the name out of `others` that may be meant.
+
+    Args:
+        there: all names of the other side. Keys whose first segment none of them has take one line.
+    """
     if not keys:
         return []
     out = [f"  {len(keys)} {title}:"]
+    rows, keys = _by_front(keys, {name.partition(".")[0] for name in there})
+    out += [f"    {row}" for row in rows]
     if len(keys) > _MOST_LINES:
         return [*out, *(f"    {line}" for line in _by_pattern(keys))]
     others = list(others)
@@ -147,6 +167,19 @@ def section(
         sought = f"   (looked for as {name!r})" if name != key else ""
         out.append(f"    {key}{where}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     return out
+
+
+def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:
+    """A line for all keys below a segment that the other side does not have, and the other keys."""
+    fronts: dict[tuple[str, str], list[str]] = {}
+    for key, where in keys.items():
+        front, dot, _ = key.partition(".")
+        if dot and there and front not in there:
+            fronts.setdefault((front, where), []).append(key)
+    many = {at: names for at, names in fronts.items() if len(names) > _MOST_OF_A_FRONT}
+    told = {name for names in many.values() for name in names}
+    rows = [f"{front}.*{where}   ({len(names)}, such as {names[0]!r})" for (front, where), names in many.items()]
+    return rows, {key: where for key, where in keys.items() if key not in told}
 
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
@@ -168,5 +201,4 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     ]
     rest = sum(map(len, list(patterns.values())[_MOST_LINES:]))
     more = [f"and {rest} more"] if rest else []
-    told = "a load with strict=False and dry_run=True reports every one"
-    return [*rows[:_MOST_LINES], *more, f"({told})"]
+    return [*rows[:_MOST_LINES], *more, "(load(..., dry_run=True) reports each of them)"]

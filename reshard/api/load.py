@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -23,10 +24,11 @@ from reshard.checkpoint import Checkpoint, open_among, stored_layout
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     KeyMismatchError,
     LayoutError,
     format_names,
+    renamed,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -53,6 +55,7 @@ __all__ = ["LoadReport", "ReadPlan", "load", "load_with", "own_values", "saved_i
 _log = logging.getLogger("reshard")
 
 
+@renamed(deadline_s="timeout")
 @state_and_path
 def load(
     state_dict: dict[str, Any],
@@ -69,7 +72,7 @@ def load(
     threads: int | None = LoadOptions.threads,
     memory_budget_bytes: int | None = LoadOptions.memory_budget_bytes,
     progress: bool = LoadOptions.progress,
-    deadline_s: float = DEADLINE_S,
+    timeout: float | timedelta = DEADLINE_S,
 ) -> LoadReport:
     """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
 
@@ -101,14 +104,14 @@ def load(
         memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes; at
             least 128 KiB; default: 32 MiB a thread.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
-        deadline_s: how long the whole may take.
+        timeout: how long the call may take, in seconds or as a `timedelta`.
 
     Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
         KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
         LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
-        DamagedCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
+        CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
-    group = Group(process_group, alone=alone, deadline_s=deadline_s)
+    group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
         options = LoadOptions(
             strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
@@ -147,7 +150,7 @@ def load_with(
                 targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
                 match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
             return _Load(group, process_group, options, match, before, prefetch).run()
-    except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
             raise
@@ -295,7 +298,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
 
-    Raises DamagedCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
+    Raises CorruptCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
     of its bytes; FormatError, LayoutError or KeyMismatchError for targets that cannot be filled where they are.
     """
     targets, checkpoint = match.targets, match.checkpoint
@@ -320,7 +323,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     proof = verify(plan)
     if not proof.ok:
-        raise DamagedCheckpointError(f"{checkpoint.url} does not hold each wanted element exactly once: {proof}")
+        raise CorruptCheckpointError(f"{checkpoint.url} does not hold each wanted element exactly once: {proof}")
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)

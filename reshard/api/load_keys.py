@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import msgspec
 import xxhash
 
-from reshard.api.key_suggestions import are_by_number, section, shifted
+from reshard.api.key_suggestions import are_by_number, has_no_state_yet, section, shifted
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
 from reshard.live.dtypes import dtype_from_name
@@ -56,9 +56,11 @@ _OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progres
 class Wording:
     """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
 
-    missing: str = "missing in the checkpoint"
+    missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
-    allow: str = "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys, mapping= renames"
+    allow: str = (
+        "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys; mapping= renames keys"
+    )
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
     """Raised where something is mismatched."""
 
@@ -217,11 +219,11 @@ class KeyMatch:
             self.targets.resized[key] = spec.shape
             return True
         if shape != spec.shape:
-            self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, wanted with {list(shape)}")
+            self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, but the target has {list(shape)}")
             return False
         if dtype != spec.dtype:
             if self.dtype_policy == "error":
-                self.mismatched.append(f"{key}: saved as {spec.dtype}, wanted as {dtype}")
+                self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}")
                 return False
             if self.dtype_policy == "saved":
                 self.targets.replaced[key] = dtype_from_name(spec.dtype)
@@ -465,7 +467,7 @@ class Mismatches:
     """Whether all ranks load from the same."""
 
     def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> Truth:
-        """The keys that do not belong together, if strictness allows them all.
+        """The keys that do not belong together, if strictness allows them all; a dry run only reports.
 
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
         does not allow to be missing, unexpected or mismatched.
@@ -478,7 +480,7 @@ class Mismatches:
         )
         missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
-        if not (missing or unexpected or self.mismatched):
+        if options.dry_run or not (missing or unexpected or self.mismatched):
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, group, options.wording))
@@ -494,34 +496,41 @@ class Mismatches:
         group: Group,
         wording: Wording,
     ) -> str:
-        lines = [f"{match.checkpoint.url} does not fit what is to be loaded:"]
+        lines, what = [], []
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         kinds = _kinds(match)
         where, fixes = _on_ranks(missing, group), []
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
-            lines.append(f"  {moved.what}")
+            what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
             fixes += [moved.fix] if wording == Wording() else []
         by_number = wording == Wording() and are_by_number(where, known)
         if by_number:
             fixes.append(
-                "states are saved by names: reshard.optimizer_destinations(model, optimizer, path) has them so"
+                "the checkpoint has optimizer state by name: load into "
+                "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
-        lines += section(wording.missing, where, [] if by_number else known, kinds, match.mapping)
+        elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
+            fixes.append(
+                "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
+            )
+        lines += section(wording.missing, where, [] if by_number else known, match.names, kinds, match.mapping)
         lines += section(
-            "unexpected, since the target does not have them",
+            "unexpected: in the checkpoint, but not in the state to load into",
             dict.fromkeys(unexpected, ""),
             [] if by_number else [*missing],
+            match.targets.paths,
         )
-        lines += section(wording.mismatched, _on_ranks(self.mismatched, group), ())
+        lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
         if missing or unexpected:
             fixes.append(wording.allow)
         if any("saved as" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
-        return "\n".join(lines + [f"  ({'; '.join(fixes)})"] * bool(fixes))
+        head = f"{match.checkpoint.url} does not match the state to load into:"
+        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in fixes), *lines])
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

@@ -34,14 +34,14 @@ from reshard.api.transfer_agreement import (
     digest_of,
 )
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
-from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
+from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names, renamed
 from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.live.tensors import local_tensors
-from reshard.ranks.group import Group, device_of_kind
+from reshard.ranks.group import Group, device_of_kind, seconds
 from reshard.ranks.progress import phase
 from reshard.ranks.spans import Span
 
@@ -157,7 +157,7 @@ class Prepared:
                 runs do not wait for one another.
         """
         if self._group.failed:
-            self._group = Group(self._process_group, deadline_s=self._options["deadline_s"])
+            self._group = Group(self._process_group, deadline_s=self._options["timeout"])
         self._moving = False
         with phase("redistribute") as span:
             try:
@@ -184,7 +184,7 @@ class Prepared:
         if self._first:
             group.barrier()  # nobody writes before everybody is ready to
         self._first = False
-        with torch.no_grad(), Waiter(group, self._device, self._options["deadline_s"]) as waiter:
+        with torch.no_grad(), Waiter(group, self._device, seconds(self._options["timeout"])) as waiter:
             self._moving = True
             self._ask(group, waiter)
             self._values.assign(values)
@@ -323,6 +323,7 @@ def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> N
         dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
 
 
+@renamed(deadline_s="timeout")
 def prepare(
     source: Mapping[str, Any] | None,
     target: Mapping[str, Any] | None,
@@ -335,7 +336,7 @@ def prepare(
     What it holds is bound to the tensors given; their values may change between runs, and so may
     their memory. Arguments and errors are those of `redistribute`; nothing is moved before `run`.
     """
-    group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
+    group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
         with phase("agree"):
             given = complete(options)
@@ -350,6 +351,7 @@ def prepare(
     return prepared
 
 
+@renamed(deadline_s="timeout")
 def redistribute(
     source: Mapping[str, Any] | None,
     target: Mapping[str, Any] | None,
@@ -383,7 +385,7 @@ def redistribute(
         max_inflight_bytes: bound on the memory for messages under way, on each rank.
         ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host
             where they can.
-        deadline_s: how long each phase may take.
+        timeout: how long each phase may take, in seconds or as a `timedelta`.
 
     Raises (nothing was moved then; on the other ranks `RankFailedError`, or the same error):
         KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ
@@ -403,6 +405,7 @@ def redistribute(
 # `verify_live`: do source and target of a running job hold the same, without gathering any of it.
 
 
+@renamed(deadline_s="timeout")
 def verify_live(
     source: Mapping[str, Any] | None,
     target: Mapping[str, Any] | None,
@@ -424,7 +427,7 @@ def verify_live(
             of the target, do not.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
-    group = Group(process_group, deadline_s=options.get("deadline_s", DEFAULTS["deadline_s"]))
+    group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     rank = group.job_rank
     with group.together("verify"):
         given = complete(options)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
-from reshard.errors import StorageError
+from reshard.errors import StorageError, renamed
 from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
 from reshard.ranks.spans import Span
@@ -35,13 +36,14 @@ class TimedReport(Tabled):
         """Time of this rank, by phase."""
         return self.phases.by_phase()
 
+    @renamed(deadline_s="timeout")
     def timeline(
         self,
         path: str | os.PathLike[str],
         *,
         process_group: dist.ProcessGroup | None = None,
         alone: bool = False,
-        deadline_s: float = 300.0,
+        timeout: float | timedelta = 300.0,
     ) -> None:
         """Collective: write the phases of all ranks to the file `path`, in the format of Chrome's traces.
 
@@ -51,10 +53,11 @@ class TimedReport(Tabled):
         Args:
             process_group: the ranks that made the call.
             alone: only this rank's phases, by this rank.
+            timeout: how long the call may take, in seconds or as a `timedelta`.
 
         Raises LayoutError where ranks have reports of different verbs, StorageError where the file cannot be written.
         """
-        group = Group(process_group, alone=alone, deadline_s=deadline_s)
+        group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("timeline"):
             group.same_options("timeline", {"report": self.phases.name})
             group.barrier()

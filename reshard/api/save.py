@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -42,7 +43,7 @@ from reshard.api.save_job import (
     total,
     write,
 )
-from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names
+from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names, renamed
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage import gc_paused
 from reshard.native import commit
@@ -62,6 +63,7 @@ from reshard.ranks.global_state import (
 )
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import current, phase, rest_of_call
+from reshard.state import NUMBERED
 from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, place_of
 
@@ -74,6 +76,7 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 
+@renamed(deadline_s="timeout")
 @state_and_path
 @with_options(SaveOptions)
 def save(
@@ -82,7 +85,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    deadline_s: float = DEADLINE_S,
+    timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
@@ -109,7 +112,7 @@ def save(
             written again, and the new one is whole by itself nevertheless, see docs/incremental.md.
         ranks_per_file: so many ranks of a machine write one file together, see docs/scale.md; not with a base.
         progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
-        deadline_s: how long the whole may take.
+        timeout: how long the call may take, in seconds or as a `timedelta`.
 
     Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
         KeyMismatchError: values that differ between ranks, not `PerRank`; keys that collide; a glob that fits nothing.
@@ -121,7 +124,7 @@ def save(
     with phase("save", path=path):
         with phase("earlier saves"):
             _await_saves_to(path)
-        group = Group(process_group, alone=alone, deadline_s=deadline_s)
+        group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
             check_arguments("save", state_dict, path)
             return _finish(
@@ -136,16 +139,17 @@ class PendingSave:
         self._future = future
         self._pid = os.getpid()
 
-    def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout_s` seconds."""
+    @renamed(timeout_s="timeout")
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout` seconds."""
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
         try:
-            return self._future.result(timeout_s)
+            return self._future.result(timeout)
         except TimeoutError:
             if self._future.done():  # it is the save's own
                 raise
-            raise TimeoutError(f"the save is still going on after {timeout_s} s") from None
+            raise TimeoutError(f"the save is still in progress after {timeout} s") from None
         finally:
             if self._future.done():
                 forget_background_save(self._future)  # whoever asked knows: the next save need not tell it again
@@ -155,6 +159,7 @@ class PendingSave:
         return self._future.done()
 
 
+@renamed(deadline_s="timeout")
 @state_and_path
 @with_options(SaveOptions)
 def async_save(
@@ -163,7 +168,7 @@ def async_save(
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
-    deadline_s: float = DEADLINE_S,
+    timeout: float | timedelta = DEADLINE_S,
     max_in_flight: int = 1,
     stage: Stage = "host",
     **options: Unpack[SaveKeywords],
@@ -184,7 +189,7 @@ def async_save(
         with phase("earlier saves"):
             _await_saves_to(path)
             earlier = ended_for(max_in_flight if may_wait else 1)
-        group = Group(process_group, alone=alone, deadline_s=deadline_s)
+        group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
             if not may_wait:
                 raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
@@ -507,6 +512,14 @@ def agreed_plan(
                 holdings = holdings_of(state_dict, options)
             answers = group.distinct_answers(holdings.description, known=met.pool)
             census, plan = planned_writes(holdings, group, options, answers)
+            numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
+            if numbered is not None:
+                _log.warning(
+                    "optimizer state is saved by parameter number (%r): only a model with the same parameters in the "
+                    "same order can load it. Save reshard.get_optimizer_state_dict(model, optimizer) instead, which "
+                    "has names",
+                    numbered,
+                )
             kept = keep_plan(holdings, group, options, census, plan, met.pool)
 
 

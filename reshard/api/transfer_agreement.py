@@ -6,6 +6,7 @@ import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypedDict
 
 import msgspec
@@ -253,7 +254,7 @@ class TransferOptions(TypedDict, total=False):
     max_inflight_bytes: int
     ranks_per_host: int | None
     delta: bool
-    deadline_s: float
+    timeout: float | timedelta
 
 
 DEFAULTS = TransferOptions(
@@ -267,10 +268,10 @@ DEFAULTS = TransferOptions(
     max_inflight_bytes=256 << 20,
     ranks_per_host=None,
     delta=False,
-    deadline_s=1800.0,
+    timeout=1800.0,
 )
 """What holds where nothing is said."""
-_OWN = ("views", "source_layouts", "target_layouts", "deadline_s")
+_OWN = ("views", "source_layouts", "target_layouts", "timeout")
 """What ranks may choose each for itself, or is compared in another form."""
 
 

@@ -22,7 +22,7 @@ from planners.plans.plan import verify as prove
 from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
@@ -38,7 +38,7 @@ from reshard.native.manifest import has_digest
 from reshard.native.reader import NativeFacts
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
-from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums
+from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, touched_ranges
 from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -91,13 +91,13 @@ def verify(
     try:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     except (FileNotFoundError, CheckpointError) as error:
-        if type(error) is not DamagedCheckpointError:
+        if type(error) is not CorruptCheckpointError:
             raise
         return Report(str(path), (Finding(str(error)),), 0)
     try:
         if against is not None and not isinstance(against, Checkpoint | Mapping):
             against = open_checkpoint(against)
-    except DamagedCheckpointError as error:
+    except CorruptCheckpointError as error:
         return Report(f"{checkpoint.url} ({checkpoint.format})", (Finding(str(error)),), len(checkpoint))
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
@@ -150,7 +150,7 @@ def _compared(
     """`compare`, where damage is a finding."""
     try:
         return _compare(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
-    except DamagedCheckpointError as error:
+    except CorruptCheckpointError as error:
         return Report("", (Finding(str(error)),), 0)
 
 
@@ -184,13 +184,15 @@ class BlockWork:
 
     checkpoint: Opening
 
-    def begin(self) -> Callable[[_FileRange], list[str]]:
+    def begin(self) -> Callable[[_FileRange], list[_Problem]]:
         """Opens the checkpoint."""
         return _Blocks(self.checkpoint.open()).problems
 
 
 _FileRange = tuple[str, int, int]
 """Name, first byte, and one past the last."""
+_Problem = tuple[str, int, int]
+"""What is wrong, and with which bytes: 0 and 0 where that is not known."""
 
 
 class _Blocks:
@@ -201,16 +203,16 @@ class _Blocks:
         self._files = {source.name: source for source in checkpoint.contents.files} if self._native is None else {}
         self._sums: dict[str, BlockChecksums] = {}
 
-    def problems(self, asked: _FileRange) -> list[str]:
+    def problems(self, asked: _FileRange) -> list[_Problem]:
         """What is wrong with a part of a file; of foreign archives, with all of it."""
         if self._native is None:
             return list(changed_records([self._files[asked[0]]]))
         try:
             return self._changed(self._native, *asked)
         except CheckpointError as error:
-            return [str(error)]
+            return [(str(error), 0, 0)]
 
-    def _changed(self, native: NativeFacts, name: str, start: int, stop: int) -> list[str]:
+    def _changed(self, native: NativeFacts, name: str, start: int, stop: int) -> list[_Problem]:
         source, record = native.source(name), native.files[name]
         source.check(0, record.nbytes)
         if name not in self._sums:
@@ -219,7 +221,7 @@ class _Blocks:
         sums = self._sums[name]
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
-        return [f"{source.label}: bytes [{a}, {b}) were changed since they were written" for a, b in bad]
+        return [(f"{source.label}: bytes [{a}, {b}) were changed since they were written", a, b) for a, b in bad]
 
 
 def _block_findings(
@@ -233,15 +235,67 @@ def _block_findings(
         for size in [SHARE_BYTES // _block_bytes(native, name) * _block_bytes(native, name) if native else nbytes]
         for start in range(0, nbytes, max(size, 1)) or [0]
     ]
-    found: dict[_FileRange, list[str]] = {}
+    found: dict[_FileRange, list[_Problem]] = {}
 
-    def on_done(part: _FileRange, problems: list[str]) -> None:
+    def on_done(part: _FileRange, problems: list[_Problem]) -> None:
         found[part] = problems
         step.advance(part[2] - part[1])
 
     work = BlockWork(opening) if opening is not None else None
     run_tasks(work, asked, executor, on_done, here=_Blocks(checkpoint).problems)
-    return [Finding(text) for text in dict.fromkeys(text for part in asked for text in found[part])]
+    problems = dict.fromkeys((part[0], problem) for part in asked for problem in found[part])
+    return list(_on_tensors(checkpoint, list(problems))) if problems else []
+
+
+def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) -> Iterator[Finding]:
+    """For each part of a file that was changed the tensors in it: of several, those that do not have their saved
+    fingerprints any more, if any."""
+    checking = checkpoint.contents.checking
+    was_enabled, checking.enabled = checking.enabled, False  # what was changed is read here to find out what it is
+    try:
+        places = _places(checkpoint, {name for name, _ in problems})
+        for name, (text, start, stop) in problems:
+            inside: dict[str, tuple[int, int]] = {}
+            for fqn, first, last in places.get(name, ()):
+                if first < stop and start < last:
+                    low, high = inside.get(fqn, (first, last))
+                    inside[fqn] = min(low, first), max(high, last)
+            changed = [fqn for fqn in inside if _is_changed(checkpoint, fqn)] if len(inside) > 1 else []
+            among = "" if changed or len(inside) < 2 else f" (one or more of the {len(inside)} tensors there)"
+            for fqn in changed or inside:
+                low, high = inside[fqn]
+                yield Finding(f"{text}{among}; this tensor has bytes [{low}, {high}) of the file", fqn)
+            if not inside:
+                yield Finding(text)
+    finally:
+        checking.enabled = was_enabled
+
+
+def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_FileRange]]:
+    """By file, the tensors in it: name, first byte, and one past the last."""
+    places: dict[str, list[_FileRange]] = {}
+    for fqn, tensor in checkpoint.items():
+        for chunk in tensor.stored.chunks:
+            try:
+                source, window = chunk.source, chunk.window
+            except CheckpointError:  # the file is damaged where it says where its tensors are
+                continue
+            if isinstance(source, FileSource) and source.name in names and not chunk.box.is_empty:
+                ranges = touched_ranges(window)
+                places.setdefault(source.name, []).append((fqn, ranges[0][0], ranges[-1][1]))
+    return places
+
+
+def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor does not have its saved fingerprint; False also where nobody can tell with little work."""
+    tensor, wanted = checkpoint[name], (checkpoint.fingerprints or {}).get(name)
+    if wanted is None or tensor.nbytes > SHARE_BYTES:
+        return False
+    (found,) = _sums_or_errors(checkpoint, {name}, ((name, Box.full(tensor.shape)),))
+    if isinstance(found, str):
+        return True
+    digest = Partial.from_bytes(found).digest(tensor.dtype, tensor.shape)
+    return comparable(wanted, digest) and digest != wanted
 
 
 def _block_bytes(native: NativeFacts, name: str) -> int:

@@ -45,7 +45,7 @@ from reshard.dcp.engine.states import (
     regions_of,
     shape_of,
 )
-from reshard.errors import DamagedCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.writer import chunk_of, versioned
 from reshard.formats.torch_save.archive import TorchArchive
 from reshard.live.tensors import is_sharded, is_tensor
@@ -95,7 +95,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """An item for every overlap.
 
         Raises KeyMismatchError with all keys that are missing or of another shape, in which case it
-        is a ValueError, too; DamagedCheckpointError where the saved chunks do not hold what is
+        is a ValueError, too; CorruptCheckpointError where the saved chunks do not hold what is
         wanted exactly once.
         """
         if self.metadata is None:
@@ -134,7 +134,7 @@ class DefaultLoadPlanner(LoadPlanner):
             found = list(sweep.meeting(region.box))
             fault = tiling_fault([region.box], [common for _, _, common in found])
             if fault is not None:
-                raise DamagedCheckpointError(f"tensor {fqn!r}: in the saved chunks, {fault}")
+                raise CorruptCheckpointError(f"tensor {fqn!r}: in the saved chunks, {fault}")
             for number, chunk, common in found:
                 out.append(
                     TorchReadItem(
@@ -197,7 +197,7 @@ def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
     """Where each chunk is in the tensor.
 
     Readers that dequantize give the shape after it, and may leave the one chunk of the tensor with
-    that of its blocks. Raises DamagedCheckpointError if there are several of another number of
+    that of its blocks. Raises CorruptCheckpointError if there are several of another number of
     dims.
     """
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
@@ -205,7 +205,7 @@ def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
         return boxes
     if len(boxes) == 1 and not any(boxes[0].offsets):
         return [Box.full(entry.size)]
-    raise DamagedCheckpointError(
+    raise CorruptCheckpointError(
         f"tensor {fqn!r} has {len(entry.size)} dims and shape {list(entry.size)}, its saved chunks have "
         f"{sorted({box.ndim for box in boxes})} dims"
     )

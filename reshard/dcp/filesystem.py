@@ -38,7 +38,7 @@ from torch.futures import Future
 from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, StorageError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError
 from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
@@ -293,7 +293,7 @@ class FileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Obey `plan`: find all bytes first, then read them in order of file and position.
 
-        Raises DamagedCheckpointError, before anything is written, if bytes are not there.
+        Raises CorruptCheckpointError, before anything is written, if bytes are not there.
         """
         found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:
@@ -322,7 +322,7 @@ class FileSystemReader(StorageReader):
         at = tuple(offset) if offset is not None else (0,) * len(item.lengths)
         chunk = self._chunks[fqn].get(at)
         if chunk is None:
-            raise DamagedCheckpointError(f"tensor {fqn!r}: no chunk at {at} is stored in {self.path}")
+            raise CorruptCheckpointError(f"tensor {fqn!r}: no chunk at {at} is stored in {self.path}")
         window = chunk.window.crop(Box(item.storage_offsets, item.lengths))
         chunk.source.check(window.offset, window.stop)
         return chunk.place.with_window(window)
@@ -348,7 +348,7 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uplo
 
 
 def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
-    """Raises FormatError for transforms that are not registered, DamagedCheckpointError if too much comes out."""
+    """Raises FormatError for transforms that are not registered, CorruptCheckpointError if too much comes out."""
     try:
         extensions = registry.from_descriptor_list(transforms)
     except ValueError as error:
@@ -361,7 +361,7 @@ def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: byt
         pieces.append(bytes(piece))
         left -= len(piece)
     if left < 0:
-        raise DamagedCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
+        raise CorruptCheckpointError(f"an item holds more than the {most_bytes} bytes that it may need")
     return b"".join(pieces)
 
 

@@ -54,7 +54,7 @@ class Fetch:
 
         Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
 
-        Raises DamagedCheckpointError.
+        Raises CorruptCheckpointError.
         """
         if self.together:
             from reshard.execute.machine import MachineReading, OwnMemory, slots_for
@@ -89,7 +89,7 @@ class Fetch:
             self.group.barrier()
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
-        """Copy everything into the targets. Raises DamagedCheckpointError for bytes that `check` did not see."""
+        """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
         alone = self.copies
         if self._machine is not None:
             run = self._machine.run

@@ -222,7 +222,7 @@ class MachineReading:
             is_checked: whether what this rank reads is compared with its checksums.
             on_bytes: called with the bytes that were copied, several times a second; raises if another rank has failed.
 
-        Raises DamagedCheckpointError if a segment is damaged: targets may be partly written then.
+        Raises CorruptCheckpointError if a segment is damaged: targets may be partly written then.
         """
         if self.memory is None:
             return ByteCounts()

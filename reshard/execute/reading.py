@@ -16,7 +16,7 @@ import torch
 
 from planners.geometry.box import Box, Window
 from planners.plans.load import ReadItem
-from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.errors import CheckpointError, CorruptCheckpointError
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name
 from reshard.stored.checksums import BlockChecksums, most_to_check
@@ -145,7 +145,7 @@ def find_copies(
         stored: the stored tensor of an item's name.
         target: the local tensor that an item goes into.
 
-    Raises DamagedCheckpointError, naming tensor and file, if the bytes of an item are not all there.
+    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all there.
     """
     copies: list[Copy] = []
     for item in items:
@@ -161,14 +161,14 @@ def find_copies(
             window = place.window if common == chunk.box else place.window.crop(common.relative_to(chunk.box))
             try:
                 place.source.check(window.offset, window.stop)
-            except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
             at = item.target if common == box else common.relative_to(box).shift(item.target.offsets)
             index: Any = (*at.slices, ...)  # the dots make it a view, also of a 0-d array
             copies.append(Copy(place.with_window(window), whole[index]))
             taken += common.numel
         if taken != box.numel:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"tensor {item.fqn!r}: of {box}, only {taken} of {box.numel} elements are stored"
             )
     return copies
@@ -426,7 +426,7 @@ def _within(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArr
 def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:
     """Read and compare all blocks, without a copy: what was hashed through a view is copied from it, too.
 
-    Raises DamagedCheckpointError.
+    Raises CorruptCheckpointError.
     """
     lots = []
     for source, blocks in plan.blocks.items():

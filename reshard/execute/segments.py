@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.geometry.box import Window
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.execute.work_list import compiled
 from reshard.stored.checksums import BlockChecksums, add_touched
@@ -239,7 +239,7 @@ a whole page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
 """Compares bytes of a file, from a position on, with checksums, as far as there are some of just such bytes; returns of
-how many bytes. Raises DamagedCheckpointError."""
+how many bytes. Raises CorruptCheckpointError."""
 
 
 class SegmentPart(NamedTuple):
@@ -304,12 +304,12 @@ def read_segment(source: FileSource, start: int, stop: int, slot: memoryview) ->
 def compare_segment(source: FileSource, start: int, data: memoryview, check: Check = FileSource.compare_data) -> None:
     """Check bytes of a file, from `start`, that were read just now.
 
-    Raises DamagedCheckpointError, which says that targets may be partly written.
+    Raises CorruptCheckpointError, which says that targets may be partly written.
     """
     try:
         check(source, start, data)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
 
 
 def has_whole_blocks(source: FileSource) -> bool:
@@ -424,7 +424,7 @@ class RemoteReading:
             piece_bytes: memory for what is staged on its way to another dtype or device.
             on_bytes: called with the bytes that were copied out of each request, on any thread.
 
-        Raises DamagedCheckpointError: targets may be partly written then.
+        Raises CorruptCheckpointError: targets may be partly written then.
         """
         lock, total = Lock(), ByteCounts()
 
@@ -480,7 +480,7 @@ class PassingBlocks:
         """The bytes of a block that has begun, copied: their memory is used again."""
 
     def add(self, data: memoryview) -> int:
-        """The next bytes; returns how many bytes were compared. Raises DamagedCheckpointError."""
+        """The next bytes; returns how many bytes were compared. Raises CorruptCheckpointError."""
         blocks = self._source.checksums
         if not isinstance(blocks, BlockChecksums):
             return 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
@@ -69,14 +69,14 @@ def open(files: Files) -> Contents:
 
     Raises:
         FormatError: the weights are there twice, in two formats.
-        DamagedCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
+        CorruptCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
     """
     storage, names = files.storage, files.listed
     parts: list[tuple[str, Contents]] = []
     folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
     by_rank = _rank_files(names)
     if not folders and not by_rank and not any(map(_WEIGHTS.fullmatch, names)):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}: there are an optimizer and a scheduler, but no weights; looked for model.safetensors, "
             "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
         )

@@ -64,7 +64,7 @@ class Format:
     """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
     open: Callable[[Files], Contents]
     """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises FormatError or
-    DamagedCheckpointError, naming the file."""
+    CorruptCheckpointError, naming the file."""
     is_composite: bool = False
     """Whether it is made of files of other formats and something that tells them apart: the first such format that
     fits is taken. Of all others, two that fit are a mixture."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
     Hints,
@@ -208,14 +208,14 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def open(files: Files) -> Contents:
-    """The files of all ranks. Raises DamagedCheckpointError if that of a rank is missing."""
+    """The files of all ranks. Raises CorruptCheckpointError if that of a rank is missing."""
     storage, names = files.storage, files.listed
     sections: dict[str, dict[int, TorchFile]] = {}
     world = max(len(ranks) for ranks in numbered(names).values())
     for section, ranks in sorted(numbered(names).items()):
         missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
         if missing:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{storage.url}: the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
             )
         sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
@@ -252,7 +252,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
     Raises:
         NormalizationError: shapes or names that a hint must give; the message says which.
-        DamagedCheckpointError: the pieces of the ranks do not make up what the hint says.
+        CorruptCheckpointError: the pieces of the ranks do not make up what the hint says.
     """
     facts = contents.facts
     assert isinstance(facts, Fsdp1Facts)
@@ -358,7 +358,7 @@ def _pieces(
         length = math.prod(ref.size) if isinstance(ref, TensorRef) else 0
         if length and isinstance(ref, TensorRef):
             if len(ref.size) != 1:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"{files[rank].source.label}: {name!r} has shape {list(ref.size)}, not 1-D"
                 )
             parts.append((Box((at,), (length,)), stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank)))
@@ -369,7 +369,7 @@ def _pieces(
             f"the pieces of {name!r} have {at} elements on all ranks, but its shape {list(shape)} would", numel, hints
         )
     if at != numel:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{name!r}: the pieces of {len(values)} ranks have {at} elements, but the hint gives the shape "
             f"{list(shape)} of {math.prod(shape)}: the file of a rank is missing, or the hint is wrong"
         )
@@ -468,7 +468,7 @@ def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -
     at, parts = 0, []
     for rank, ref in sorted(values.items()):
         if not isinstance(ref, TensorRef) or len(ref.size) != 1:
-            raise DamagedCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
+            raise CorruptCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
         parts.append((Box((at,), ref.size), stored_tensor(name, files[rank], ref, rank)))
         at += ref.size[0]
     return assemble(name, (at,), parts)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
     Hints,
@@ -192,7 +192,7 @@ _RENAMED = (
 def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
     """The tensors under the names, and in the shapes, that a model in memory has.
 
-    Raises DamagedCheckpointError if an expert has not all of its matrices.
+    Raises CorruptCheckpointError if an expert has not all of its matrices.
     """
     given = list(tensors)
     experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
@@ -233,6 +233,6 @@ def _check(prefix: str, parts: dict[str, dict[int, StoredTensor]]) -> None:
     for part in ("gate_proj", "up_proj", "down_proj"):
         missing = sorted(wanted - set(parts.get(part, {})))
         if missing:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{prefix}: expert {missing[0]} has no {part}, but other experts have: a file is missing"
             )

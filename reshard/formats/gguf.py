@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec, itemsize
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -314,12 +314,12 @@ class GgufHeader:
     entries: Mapping[str, GgufTensor]
 
     def number(self, key: str) -> int | None:
-        """A whole number among the values; None if it is not there. Raises DamagedCheckpointError if it is none."""
+        """A whole number among the values; None if it is not there. Raises CorruptCheckpointError if it is none."""
         if key not in self.values:
             return None
         value = self.values[key]()
         if type(value) is not int or value < 0:
-            raise DamagedCheckpointError(f"{self.source.label}: {key} should be a number, and is {value!r:.40}")
+            raise CorruptCheckpointError(f"{self.source.label}: {key} should be a number, and is {value!r:.40}")
         return value
 
 
@@ -333,10 +333,10 @@ class _Cursor:
         self._start, self._piece_bytes = at, _PIECE_BYTES
 
     def take(self, length: int) -> bytes | memoryview:
-        """The next bytes. Raises DamagedCheckpointError if the file ends before them."""
+        """The next bytes. Raises CorruptCheckpointError if the file ends before them."""
         at, stop = self.at, self.at + length
         if stop > self.source.nbytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.source.label}: its header needs bytes [{at}, {stop}), but the file has {self.source.nbytes}; "
                 "it was cut short, or is no GGUF file"
             )
@@ -350,7 +350,7 @@ class _Cursor:
         return self._data[at - self._start : stop - self._start]
 
     def skip(self, length: int) -> None:
-        """Go on behind so many bytes. Raises DamagedCheckpointError if there are fewer."""
+        """Go on behind so many bytes. Raises CorruptCheckpointError if there are fewer."""
         self.source.check(self.at, self.at + length)
         self.at += length
 
@@ -369,7 +369,7 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.source.label}: a name in its header is no text: {data!r:.60}"
             ) from None
 
@@ -378,7 +378,7 @@ def read_header(source: Source) -> GgufHeader:
     """Read and check the header of a file.
 
     Raises:
-        DamagedCheckpointError: the file is cut short, or tensors overlap, leave holes or lie outside it.
+        CorruptCheckpointError: the file is cut short, or tensors overlap, leave holes or lie outside it.
         FormatError: an unknown version, byte order or type.
     """
     cursor = _Cursor(source)
@@ -394,7 +394,7 @@ def read_header(source: Source) -> GgufHeader:
     for _ in range(values_count):
         key = cursor.name()
         if key in values:
-            raise DamagedCheckpointError(f"{source.label}: its header has the value {key!r} twice")
+            raise CorruptCheckpointError(f"{source.label}: its header has the value {key!r} twice")
         values[key] = _value(cursor, cursor.u32(), key)
     told = [_tensor_info(cursor) for _ in range(count)] if count <= source.nbytes else _too_many(source, count)
     header = GgufHeader(source, values, {})
@@ -404,7 +404,7 @@ def read_header(source: Source) -> GgufHeader:
 
 
 def _too_many(source: Source, count: int) -> Any:
-    raise DamagedCheckpointError(f"{source.label}: its header says {count} tensors, more than the file has bytes")
+    raise CorruptCheckpointError(f"{source.label}: its header says {count} tensors, more than the file has bytes")
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Callable[[], Any]:
@@ -428,7 +428,7 @@ def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
         return bytes(cursor.take(1)) != b"\0"
     number = _NUMBERS.get(kind)
     if number is None:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{cursor.source.label}: the value {key!r} is of the unknown kind {kind}, at byte {cursor.at}"
         )
     return number.unpack(cursor.take(number.size))[0]
@@ -437,7 +437,7 @@ def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
 def _pass_array(cursor: _Cursor, key: str, depth: int) -> None:
     kind, count = cursor.u32(), cursor.u64()
     if depth > _MAX_DEPTH:
-        raise DamagedCheckpointError(f"{cursor.source.label}: the value {key!r} is nested too deeply to be data")
+        raise CorruptCheckpointError(f"{cursor.source.label}: the value {key!r} is nested too deeply to be data")
     if kind in _NUMBERS or kind == _BOOL:
         cursor.skip(count * (_NUMBERS[kind].size if kind in _NUMBERS else 1))
     elif kind == _TEXT:
@@ -467,7 +467,7 @@ def _array(cursor: _Cursor, key: str) -> list[Any]:
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, ndim = cursor.name(), cursor.u32()
     if ndim > _MAX_DIMS:
-        raise DamagedCheckpointError(f"{cursor.source.label}: tensor {name!r} has {ndim} dims, more than ggml knows")
+        raise CorruptCheckpointError(f"{cursor.source.label}: tensor {name!r} has {ndim} dims, more than ggml knows")
     sizes = tuple(cursor.u64() for _ in range(ndim))
     return name, sizes[::-1], cursor.u32(), cursor.u64()
 
@@ -482,16 +482,16 @@ def _entries(
     for name, shape, code, at in told:
         type_, nbytes = _nbytes(source, name, shape, code)
         if name in entries:
-            raise DamagedCheckpointError(f"{source.label}: its header has the tensor {name!r} twice")
+            raise CorruptCheckpointError(f"{source.label}: its header has the tensor {name!r} twice")
         if at != wanted:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: tensor {name!r} should begin {wanted} bytes behind the header, and the header says "
                 f"{at}: it would overlap others or leave a hole"
             )
         wanted = -(-(at + nbytes) // alignment) * alignment
         entries[name] = GgufTensor(shape, type_, data_at + at, nbytes)
         if data_at + at + nbytes > source.nbytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: tensor {name!r} of shape {list(shape)} and type {type_} ends at byte "
                 f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was cut short"
             )
@@ -511,7 +511,7 @@ def _nbytes(source: Source, name: str, shape: tuple[int, ...], code: int) -> tup
     block = BLOCKS[code]
     last = shape[-1] if shape else 1
     if last % block.numel:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: tensor {name!r} of shape {list(shape)} has rows of {last} elements, which {block.name} "
             f"cannot cut into blocks of {block.numel}"
         )
@@ -548,7 +548,7 @@ def open(files: Files) -> Contents:
     """The model in the only file, or in all that are numbered.
 
     Raises:
-        DamagedCheckpointError: a file is missing, cut short or damaged.
+        CorruptCheckpointError: a file is missing, cut short or damaged.
         FormatError: several files that are not of one model, or of an unknown version, byte order or type.
     """
     storage, names = files.storage, files.listed
@@ -565,7 +565,7 @@ def open(files: Files) -> Contents:
     for file, header in headers.items():
         for key, entry in header.entries.items():
             if key in entries:
-                raise DamagedCheckpointError(f"tensor {key!r} is stored twice, in {entries[key][0]} and in {file}")
+                raise CorruptCheckpointError(f"tensor {key!r} is stored twice, in {entries[key][0]} and in {file}")
             entries[key] = file, header, entry
     tensors = {key: partial(_tensor, key, *found_at) for key, found_at in entries.items()}
     types = {key: entry.type for key, (_, _, entry) in entries.items()}
@@ -588,7 +588,7 @@ def _check_names(url: str, files: list[str]) -> None:
 
 
 def _check_split(headers: Mapping[str, GgufHeader]) -> None:
-    """Raises DamagedCheckpointError unless the files are all that the model was split into."""
+    """Raises CorruptCheckpointError unless the files are all that the model was split into."""
     (first, header), *_ = headers.items()
     match = _NUMBERED.fullmatch(first)
     total = header.number("split.count") or (int(match[3]) if match else 1)
@@ -596,17 +596,17 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
     lost = next((i for i in range(1, total + 1) if i not in numbers), None)
     if lost is not None or len(headers) > total:
         what = f"number {lost} is missing" if lost is not None else f"there are {len(headers)}"
-        raise DamagedCheckpointError(f"{header.source.label}: the model was split into {total} files, and {what}")
+        raise CorruptCheckpointError(f"{header.source.label}: the model was split into {total} files, and {what}")
     for number, (file, of) in enumerate(headers.items()):
         said = of.number("split.no")
         if said not in (None, number) or of.number("split.count") not in (None, total):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{of.source.label}: it says that it is number {said} (from 0) of {of.number('split.count')}, and "
                 f"{file} should be number {number} of {total}"
             )
     wanted, there = header.number("split.tensors.count"), sum(len(of.entries) for of in headers.values())
     if wanted not in (None, there):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{header.source.label}: the model was split into files of {wanted} tensors in all, and they hold {there}"
         )
 

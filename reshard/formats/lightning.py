@@ -24,7 +24,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """Both parts as one checkpoint. Raises DamagedCheckpointError, also if the save did not end."""
+    """Both parts as one checkpoint. Raises CorruptCheckpointError, also if the save did not end."""
     sharded = dcp.open(files)
     rest = contents_of(_NAME, {(): read_torch_file(files["meta.pt"])})
     return merge(_NAME, [("", sharded), ("", rest)])

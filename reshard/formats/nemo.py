@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
 from reshard.formats.megatron import files as megatron
@@ -53,7 +53,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         FormatError: several archives, one that is compressed, or weights in the parts of several ranks.
-        DamagedCheckpointError: an archive is cut short, or what it holds is.
+        CorruptCheckpointError: an archive is cut short, or what it holds is.
     """
     storage, names = files.storage, files.listed
     archives = sorted(n for n in names if "/" not in n and n.endswith(".nemo"))
@@ -74,7 +74,7 @@ def _open(files: Files) -> Contents:
     if folder is None:
         weights = sorted(filter(_WEIGHTS.fullmatch, names))
         if not weights:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{storage.url}: there is neither model_weights.ckpt nor model_weights/ in it, but "
                 f"{', '.join(sorted(names)[:5]) or 'nothing'}"
             )

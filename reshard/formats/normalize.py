@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from planners.errors import PlanError
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.formats.generic import normalize_generic
@@ -35,7 +35,7 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
 
     Raises:
         NormalizationError: a hint is missing or wrong, or two tensors would have one name.
-        DamagedCheckpointError: parts of a tensor are missing or do not fit together.
+        CorruptCheckpointError: parts of a tensor are missing or do not fit together.
     """
     given = Hints(hints)
     try:
@@ -48,7 +48,7 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
         raise
     except (PlanError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # a value of another type than its format has at this place
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"
         ) from error
 

@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from reshard.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatError, NewerVersionError, StorageError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    NewerVersionError,
+    StorageError,
+    did_you_mean,
+)
 from reshard.formats.format import Format
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage import gc_paused
 from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation
 from reshard.storage.base import Storage, is_temporary
+from reshard.storage.local import LocalStorage
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import Contents, has_dcp
@@ -118,8 +126,8 @@ def _run_at(
     if not steps and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
-            f"{_text(path)} is no checkpoint of a known format, and no folder of a run: neither its "
-            f"{len(folders) + len(files)} entries nor what is directly below them is called as a file of any. It holds "
+            f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: no name among its "
+            f"{len(folders) + len(files)} entries and directly below them is that of a checkpoint's file. It contains "
             + ", ".join(sorted((*folders, *files))[:5])
         )
     if is_sure or not marks:
@@ -176,7 +184,7 @@ def _open_step(
         place = path_below(path, step.name)
         try:
             contents, url = _open_at(place, preferred, share, check)
-        except (CheckpointNotFoundError, DamagedCheckpointError, FormatError) as error:
+        except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
             passed.append(f"{step.name} was passed over, which is newer but not complete: {error}")
@@ -222,7 +230,7 @@ def _open_at(
             if (facts := contents.details(native.NativeFacts)) is not None:
                 native.look_for_files(facts, names, share)
             break
-        except (CheckpointNotFoundError, DamagedCheckpointError):
+        except (CheckpointNotFoundError, CorruptCheckpointError):
             # a save may have taken the place of what was listed, which is gone then: the new one is whole. Its names
             # may be the same as before, where it was there already and the old one is being removed
             listed, (storage, names) = names, _find(path)
@@ -243,12 +251,22 @@ def _of_a_hub(url: str) -> str:
     )
 
 
+def _nothing(storage: Storage, url: str) -> str:
+    """What to say of a path without files."""
+    if any(map(is_generation, storage.empty_folders())):
+        return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
+    path = Path(_local(url)) if isinstance(storage, LocalStorage) else None
+    if path is not None and path.is_dir():
+        return f"{url} is an empty folder: it holds no checkpoint"
+    may_look = path is not None and path.parent.is_dir() and os.access(path.parent, os.R_OK)
+    near = did_you_mean(path.name, os.listdir(path.parent)[:5000]) if path is not None and may_look else ""
+    return f"there is nothing at {url}{near or _of_a_hub(url)}"
+
+
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     storage, names = files.storage, files.listed
     if not names:
-        killed = any(map(is_generation, storage.empty_folders()))
-        why = ": a save was killed before it wrote anything, or is just beginning" if killed else _of_a_hub(url)
-        raise CheckpointNotFoundError(f"there is nothing at {url}{why}")
+        raise CheckpointNotFoundError(_nothing(storage, url))
     format = _pick(storage, names, url, preferred)
     if preferred is not None and preferred.name == format.name:
         format = preferred
@@ -324,9 +342,11 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         raise _mixture(url, fitting)
     known = "; ".join(f"{format.name} ({format.looks_for})" for format in formats())
     nested = _nested(storage, names)
-    hint = f" Below it there seem to be checkpoints in {', '.join(nested)}: open one of these." if nested else ""
+    hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-    raise FormatError(f"{url} is no checkpoint of a known format.{hint} It holds {some}. Looked for: {known}")
+    raise FormatError(
+        f"{url} is not a checkpoint in a known format.{hint} It contains {some}. Expected one of: {known}"
+    )
 
 
 def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.state import KeyPath, key_of
@@ -54,7 +54,7 @@ def _folders(names: Mapping[str, int]) -> list[str]:
 def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
-    Raises FormatError where tensorstore is not installed or the folder is not local; DamagedCheckpointError for a tree
+    Raises FormatError where tensorstore is not installed or the folder is not local; CorruptCheckpointError for a tree
     that is unreadable.
     """
     storage, names = files.storage, files.listed
@@ -93,7 +93,7 @@ def _json(storage: Storage, file: str) -> Any:
     try:
         return json.loads(storage.read(file))
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{storage.url}/{file} is no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{file} is no JSON: {error}") from None
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _tree(storage: Storage, file: str) -> dict[str, Any]:
         if not isinstance(tree["tree_metadata"], dict):
             raise TypeError("tree_metadata is no object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{storage.url}/{file} is no tree of an Orbax checkpoint: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{file} is no tree of an Orbax checkpoint: {error}") from None
     return dict(tree)
 
 
@@ -115,7 +115,7 @@ def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str
             )
             yield path, str(entry["value_metadata"]["value_type"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpointError(f"{where}: the entry {key} cannot be read: {error!r}") from None
+            raise CorruptCheckpointError(f"{where}: the entry {key} cannot be read: {error!r}") from None
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Root:
         try:
             return tensorstore.open({"driver": self.driver, "kvstore": kvstore}, open=True, read=True).result()
         except (ValueError, OSError, TypeError) as error:
-            raise DamagedCheckpointError(f"{self.label}: the array {key!r} cannot be opened: {error}") from None
+            raise CorruptCheckpointError(f"{self.label}: the array {key!r} cannot be opened: {error}") from None
 
 
 def _tensor(key: str, root: _Root) -> StoredTensor:
@@ -166,7 +166,7 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     for number, box in enumerate(_cells(tuple(array.shape), grid)):
         label, window = f"{root.label} (array {key!r}, {box})", Window.row_major(0, box.sizes, spec.itemsize)
         if present is not None and _chunk_key(root.driver, box, grid) not in present:
-            raise DamagedCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
+            raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
         source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
         chunks.append(StoredChunk(box, Extent(source, window), number))
     return StoredTensor(spec, tuple(chunks))
@@ -205,7 +205,7 @@ def _read_chunk(label: str, array: Any, box: Box) -> memoryview:
     try:
         data = np.ascontiguousarray(array[box.slices].read().result())
     except (ValueError, OSError) as error:
-        raise DamagedCheckpointError(f"{label} cannot be read: {error}") from None
+        raise CorruptCheckpointError(f"{label} cannot be read: {error}") from None
     return memoryview(cast("Any", data.reshape(-1).view(np.uint8))).toreadonly()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
     Hints,
@@ -58,12 +58,12 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The files of all stages. Raises DamagedCheckpointError if one in the middle is missing."""
+    """The files of all stages. Raises CorruptCheckpointError if one in the middle is missing."""
     storage, names = files.storage, files.listed
     ((_, found),) = numbered(names).items()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
-        raise DamagedCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
+        raise CorruptCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
     stages = {
         stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
     }
@@ -90,7 +90,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
     """The stages of a checkpoint in which each has a key of its own, by number; None if there are not several of them,
     or tensors of a model or optimizer outside.
 
-    Raises DamagedCheckpointError if one between them is missing.
+    Raises CorruptCheckpointError if one between them is missing.
     """
     for at in (0, 1):
         found: dict[int, dict[str, KeyPath]] = {}
@@ -104,7 +104,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         if len(found) > 1 and not outside:
             missing = sorted(set(range(min(found), max(found))) - set(found))
             if missing:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
                 )
             return {number: _part(contents, found[number]) for number in sorted(found)}
@@ -138,7 +138,7 @@ class _SavedStage:
 def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state of the whole model.
 
-    Raises NormalizationError if ids have no names, and DamagedCheckpointError if stages contradict each other.
+    Raises NormalizationError if ids have no names, and CorruptCheckpointError if stages contradict each other.
     """
     facts = contents.facts
     assert isinstance(facts, StageFacts)
@@ -150,7 +150,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
             fqn = _globally(name, stage.number, offsets)
             known = result.model.setdefault(fqn, tensor)
             if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
-                raise DamagedCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
+                raise CorruptCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
     for stage in stages:
         for saved in stage.optimizers:
             named = name_ids(saved, hints, stage.number, what)

@@ -16,7 +16,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
-from reshard.errors import DamagedCheckpointError, FormatError, LayoutError
+from reshard.errors import CorruptCheckpointError, FormatError, LayoutError
 from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, read_dtensor
 from reshard.formats.torch_save.reader import (
@@ -90,7 +90,7 @@ def open(files: Files) -> Contents:
     """The checkpoint in the top folder.
 
     Raises:
-        DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
+        CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: several sections of one name, or DTensors that cannot be understood.
     """
     sections = list(sections_of(files.listed).values())
@@ -121,7 +121,7 @@ def _check_ranks(storage: Storage, section: Section, ranks: Collection[int]) -> 
     if missing:
         there = section.files[min(section.files)]
         file = re.sub(r"\d+(?=\.\w+$)", str(missing[0]), there)
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}: the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
         )
 
@@ -153,7 +153,7 @@ def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, Torc
             continue
         sharded = [rank for rank, leaf in leaves.items() if is_dtensor(leaf)]
         if sharded and len(sharded) < len(leaves):
-            raise DamagedCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")
+            raise CorruptCheckpointError(f"{key_of(path)!r} is a DTensor in the file of rank {sharded[0]}, not in all")
         if sharded:
             key = out.claim(path)
             out.add_tensor(key, partial(_dtensor, key, leaves, files))
@@ -208,17 +208,17 @@ def _dtensor(key: str, leaves: Mapping[int, Any], files: Mapping[int, TorchFile]
     }
     specs = {part.layout.spec for part in parts.values()}
     if len(specs) > 1:
-        raise DamagedCheckpointError(f"tensor {key!r}: the ranks' files disagree about its shape or dtype: {specs}")
+        raise CorruptCheckpointError(f"tensor {key!r}: the ranks' files disagree about its shape or dtype: {specs}")
     spec = specs.pop()
     layouts = _true_layouts(parts, files[min(files)].source.label)
     chunks: dict[Box, StoredChunk] = {}
     for rank, part in sorted(parts.items()):
         label = files[rank].source.label
         if part.local.dtype != spec.dtype:
-            raise DamagedCheckpointError(f"{label}: {key!r} is {part.local.dtype}, not {spec.dtype}")
+            raise CorruptCheckpointError(f"{label}: {key!r} is {part.local.dtype}, not {spec.dtype}")
         for held in layouts[rank].parts(rank):
             if held.sizes != part.local.size:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"{label}: the local tensor of {key!r} has shape {list(part.local.size)}, but rank {rank} of "
                     f"{layouts[rank].form} should hold {list(held.sizes)} of {list(spec.shape)}"
                 )

@@ -12,7 +12,7 @@ import msgspec
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing
 from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
@@ -57,7 +57,7 @@ def open(files: Files) -> Contents:
     """The checkpoint in the top folder.
 
     Raises:
-        DamagedCheckpointError: a file is missing or damaged, or the index contradicts the files.
+        CorruptCheckpointError: a file is missing or damaged, or the index contradicts the files.
         FormatError: several files that nothing says belong together.
     """
     storage, names = files.storage, files.listed
@@ -99,7 +99,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
         data = json.loads(storage.read(index))
         weight_map = {str(key): str(file) for key, file in data["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: no index of safetensors files: {type(error).__name__}: {error}"
         ) from None
     folder = index.rpartition("/")[0]
@@ -107,7 +107,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
     missing = [file for file in named if file not in names]
     if missing:
         key = next(k for k, file in weight_map.items() if file == missing[0])
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}: {len(missing)} of {len(named)} files that {index} names are missing: "
             f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
         )
@@ -115,12 +115,12 @@ def _open_indexed(files: Files, index: str) -> Contents:
     for key, file in weight_map.items():
         if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
             where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{label}: it says that {file} holds {key!r}, but {where}; the index lies{folder}"
             )
     extra = [key for key in contents.tensors if key not in weight_map]
     if extra:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: {len(extra)} tensors are in the files but not in the index, such as {extra[0]!r}; the index lies"
         )
     return contents
@@ -131,7 +131,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
     if len(files) < 2:
         match = _NUMBERED.fullmatch(files[0]) if files else None
         if match and int(match[3]) > 1 and not _SHARD.fullmatch(files[0]):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{url}: {files[0]} is one of {int(match[3])} files, and the others are missing"
             )
     shards = [_SHARD.fullmatch(file) for file in files]
@@ -144,7 +144,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         lost = [p for p in range(1, parts + 1) if not any(have_p == p for _, have_p in have)]
         if gone or lost:
             what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
-            raise DamagedCheckpointError(f"{url}: all shards {what} are missing")
+            raise CorruptCheckpointError(f"{url}: all shards {what} are missing")
     elif len(files) > 1:
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
@@ -156,7 +156,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         have_numbers = {int(m[2]) for m in numbered if m}
         lost = [i for i in range(1, total + 1) if i not in have_numbers]
         if lost:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"
             )
 
@@ -173,7 +173,7 @@ def open_files(files: Files, found: list[str]) -> Contents:
             rank = len(entry.window.sizes)
             offset = tuple(offsets.get(key, (0,) * rank))
             if len(offset) != rank:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"{header.source.label}: tensor {key!r} has {rank} dims, its offset {offset}"
                 )
             chunks.setdefault(key, []).append((file, header, offset))
@@ -204,13 +204,13 @@ def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> Store
     dtypes = sorted({header.entries[key].dtype for _, header, _ in parts})
     ranks = {len(offset) for _, _, offset in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"tensor {key!r}: its chunks have the dtypes {dtypes} and {sorted(ranks)} dims, in "
             f"{', '.join(file for file, _, _ in parts)}"
         )
     boxes = [Box(offset, header.entries[key].window.sizes) for _, header, offset in parts]
     if len({box for box in boxes if not box.is_empty}) < sum(not box.is_empty for box in boxes):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; nothing says which is "
             "right"
         )

@@ -11,7 +11,7 @@ from reshard.errors import FormatError, did_you_mean
 if TYPE_CHECKING:
     from reshard.formats.format import Format, Writing
 
-__all__ = ["FORMATS", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats", "writing_of"]
+__all__ = ["ALSO_CALLED", "FORMATS", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats", "writing_of"]
 
 
 class FormatRow(NamedTuple):
@@ -57,8 +57,12 @@ FORMATS = (
 
 WRITTEN = {row.name: row.written for row in FORMATS if row.written}
 """The formats that can be written, and what each is called."""
-FormatName = Literal["native", "megatron", "deepspeed", "torch_checkpointing", "dcp", "safetensors", "torch_save"]
-"""The same for type checkers, which can only read it written out."""
+ALSO_CALLED = {"huggingface": "safetensors", "torch": "torch_save"}
+"""Other names of formats that can be written."""
+FormatName = Literal[
+    "native", "megatron", "deepspeed", "torch_checkpointing", "dcp", "safetensors", "huggingface", "torch_save", "torch"
+]
+"""The names of both for type checkers, which can only read them written out."""
 _ROWS = {row.name: row for row in FORMATS}
 
 
@@ -77,6 +81,6 @@ def writing_of(name: str) -> Writing:
     """How a format is written. Raises FormatError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
-        near = did_you_mean(str(name), WRITTEN) or ":"
-        raise FormatError(f"cannot write the format {name!r}{near} Known are {', '.join(WRITTEN)}")
+        near = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
+        raise FormatError(f"cannot write the format {name!r}{near} Known formats: {', '.join(WRITTEN)}")
     return found.writing()

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
-from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.format import Format
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
@@ -54,7 +54,7 @@ def open(files: Files) -> Contents:
     """The snapshot in this folder.
 
     Raises:
-        DamagedCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
+        CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
         FormatError: the manifest is YAML, and PyYAML is not there to read it.
     """
     storage, names = files.storage, files.listed
@@ -71,7 +71,7 @@ def open(files: Files) -> Contents:
     except CheckpointError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error, PlanError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: the manifest makes no sense: {type(error).__name__}: {error}; wanted what torchsnapshot writes"
         ) from None
     return found.out.build("torchsnapshot", left_out=tuple(found.quantized), warnings=found.warnings())
@@ -83,7 +83,7 @@ def _manifest(data: bytes, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = _yaml(data, label)
     if not isinstance(value, dict) or not isinstance(value.get("manifest"), dict):
-        raise DamagedCheckpointError(f"{label}: no manifest of torchsnapshot, which says what each rank saved")
+        raise CorruptCheckpointError(f"{label}: no manifest of torchsnapshot, which says what each rank saved")
     return value
 
 
@@ -96,7 +96,7 @@ def _yaml(data: bytes, label: str) -> Any:
     try:
         return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{label}: neither JSON nor YAML: {str(error)[:200]}") from None
+        raise CorruptCheckpointError(f"{label}: neither JSON nor YAML: {str(error)[:200]}") from None
 
 
 def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyPath:
@@ -190,7 +190,7 @@ class _Snapshot:
                 chunks.setdefault(chunk.box, chunk)
                 dtypes.add(_dtype(shard["tensor"]))
         if len(dtypes) != 1 or len({box.ndim for box in chunks}) != 1:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.label}: the shards of {key!r} have the dtypes {sorted(dtypes)} and the boxes {list(chunks)[:4]}"
             )
         self.inferred.append(key)
@@ -202,7 +202,7 @@ class _Snapshot:
         box, entry = Box(_ints(piece["offsets"]), _ints(piece["sizes"])), piece["tensor"]
         dtype = _dtype(entry)
         if _ints(entry["shape"]) != box.sizes:
-            raise DamagedCheckpointError(f"{self.label}: {key!r}: a piece of shape {entry['shape']} at {box}")
+            raise CorruptCheckpointError(f"{self.label}: {key!r}: a piece of shape {entry['shape']} at {box}")
         start, stop = self._range(key, entry)
         source = self.files[entry["location"]]
         if entry["serializer"] == "torch_save":
@@ -211,20 +211,20 @@ class _Snapshot:
             raise FormatError(f"{self.label}: {key!r} is serialized by {entry['serializer']!r}, which is not known")
         window = Window.row_major(start, box.sizes, itemsize(dtype))
         if window.nbytes != stop - start:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: {key!r} of shape {list(box.sizes)} and dtype {dtype} needs {window.nbytes} bytes, "
                 f"and has {stop - start} at [{start}, {stop})"
             )
         return StoredChunk(box, Extent(source, window), rank)
 
     def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
-        """The bytes of its file that an entry means. Raises DamagedCheckpointError if they are not there."""
+        """The bytes of its file that an entry means. Raises CorruptCheckpointError if they are not there."""
         file = entry["location"]
         if file not in self.names:
-            raise DamagedCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}")
+            raise CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}")
         start, stop = _ints(entry.get("byte_range") or (0, self.names[file]))
         if not start <= stop <= self.names[file]:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.files[file].label}: {key!r} should be at bytes [{start}, {stop}), but the file has "
                 f"{self.names[file]}: it was cut short, or the manifest lies"
             )
@@ -255,7 +255,7 @@ def _whole(shape: tuple[int, ...], entry: _Entry) -> dict[str, Any]:
 def _locate(source: FileSource, start: int, stop: int, key: str, dtype: str) -> Extent:
     place, found = locate_item(source, start, stop - start, read_head(source, start, stop - start))
     if found != dtype:
-        raise DamagedCheckpointError(f"{source.label}: {key!r} should be {dtype}, and the file holds {found}")
+        raise CorruptCheckpointError(f"{source.label}: {key!r} should be {dtype}, and the file holds {found}")
     return place
 
 

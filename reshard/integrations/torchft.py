@@ -63,9 +63,7 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Collective within the replica group: write it. What was sent before goes, since nobody reads it any more."""
-        save(
-            state_dict, self._path(self._folder, step), process_group=self._process_group, deadline_s=_seconds(timeout)
-        )
+        save(state_dict, self._path(self._folder, step), process_group=self._process_group, timeout=timeout)
         if not dist.is_initialized() or dist.get_rank(self._process_group) == 0:
             prune(self._folder, keep_last=1)
 
@@ -74,20 +72,16 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
 
         Raises DeadlineError if it is not there in time; as `load` does.
         """
-        checkpoint = _awaited(self._path(metadata, step), _seconds(timeout))
+        checkpoint = _awaited(self._path(metadata, step), timeout.total_seconds())
         if self._places is None:
             return whole(checkpoint.nested())
         state = self._places(checkpoint)
-        load(state, checkpoint, process_group=self._process_group, deadline_s=_seconds(timeout))
+        load(state, checkpoint, process_group=self._process_group, timeout=timeout)
         return state
 
     @staticmethod
     def _path(folder: str, step: int) -> str:
         return path_below(folder, f"step-{step}")
-
-
-def _seconds(timeout: timedelta) -> float:
-    return timeout.total_seconds()
 
 
 def _awaited(path: str, timeout_s: float) -> Checkpoint:

@@ -15,7 +15,7 @@ import xxhash
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.plans.save import SavePlan, WriteItem
-from reshard.errors import DamagedCheckpointError, FormatError, StorageError
+from reshard.errors import CorruptCheckpointError, FormatError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.live.fingerprints import Partial, partials
 from reshard.native.manifest import BLOCK_BYTES, FileRecord, entry_key
@@ -572,7 +572,7 @@ def write_blocks(
 def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
     """The digests of the data file `name`, of which the manifest says `sums`.
 
-    Raises CheckpointNotFoundError if nobody took them; DamagedCheckpointError if they are not to be believed: they were
+    Raises CheckpointNotFoundError if nobody took them; CorruptCheckpointError if they are not to be believed: they were
     changed, are of other bytes, or are such as the first releases wrote.
     """
     data = storage.read(f"{name}.blocks")
@@ -584,7 +584,7 @@ def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
         if found.sums != sums:
             raise ValueError("it is of another file")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
-        raise DamagedCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
     ends = accumulate(found.counts, initial=0)
     first = {start: (at, count) for start, at, count in zip(found.starts, ends, found.counts, strict=False)}
     return BlockTable(np.frombuffer(found.records, dtype=_RECORD), first)

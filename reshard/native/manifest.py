@@ -15,7 +15,7 @@ import xxhash
 from msgspec import UNSET, UnsetType
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, NewerVersionError
+from reshard.errors import CorruptCheckpointError, NewerVersionError
 from reshard.native.release import __version__
 from reshard.storage.base import Storage
 
@@ -187,7 +187,7 @@ def _is_digested(data: bytes) -> bool:
 def read_manifest(storage: Storage) -> Manifest:
     """The manifest in `storage`.
 
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; DamagedCheckpointError for
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
     one that was changed, or is no manifest.
     """
     found: Manifest = _taken_apart(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
@@ -211,16 +211,16 @@ def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
         if _is_digested(data):
             body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
             if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"{where} was changed since it was written: its digest is another one. Restore the file, or load "
                     'another checkpoint; if it was edited on purpose, remove the field "digest"'
                 )
             data = body + b"}"
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{where} is no whole manifest: {error}") from None
+        raise CorruptCheckpointError(f"{where} is no whole manifest: {error}") from None
     except RecursionError:
-        raise DamagedCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+        raise CorruptCheckpointError(f"{where} is nested too deeply to be a manifest") from None
 
 
 def _check_version(data: bytes, where: str) -> None:
@@ -343,7 +343,7 @@ class FileTable(Mapping[str, FileRecord]):
     """All data files of a checkpoint that has a table, by name: those that its ranks wrote, in their order, and those
     of earlier saves.
 
-    Reads of the table what is asked for, once. Raises DamagedCheckpointError for a page that was changed.
+    Reads of the table what is asked for, once. Raises CorruptCheckpointError for a page that was changed.
     """
 
     def __init__(self, storage: Storage, table: TableRecord, linked: Iterable[LinkedRecord] = ()) -> None:
@@ -393,5 +393,5 @@ class FileTable(Mapping[str, FileRecord]):
         data = self._storage.read(self._table.name, start, min(_PAGE_BYTES, self._table.nbytes - start))
         if xxhash.xxh3_64_hexdigest(data) != self._table.pages[page * _HEX : (page + 1) * _HEX]:
             where = f"bytes [{start}, {start + len(data)}) of {self._table.name}"
-            raise DamagedCheckpointError(f"{self._storage.url}: {where} were changed since they were written")
+            raise CorruptCheckpointError(f"{self._storage.url}: {where} were changed since they were written")
         return np.frombuffer(data, dtype=_ROW)

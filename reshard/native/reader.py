@@ -17,7 +17,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.plans.codec import from_json
 from planners.plans.save import SavePlan, plan_writes
-from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, FormatError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
 from reshard.native.manifest import (
     GENERATION,
@@ -89,7 +89,7 @@ def is_replaced(native: NativeFacts) -> bool:
 def open(files: Files) -> Contents:
     """The checkpoint, out of its manifest alone: see `look_for_files`.
 
-    Raises CheckpointNotFoundError if no save was ever finished here, DamagedCheckpointError for a manifest of nonsense.
+    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest of nonsense.
     """
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
@@ -103,14 +103,14 @@ def open(files: Files) -> Contents:
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
         objects = {key: decode_plain(data) for key, data in manifest.objects.items()}
     except (PlanError, FormatError) as error:
-        raise DamagedCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
+        raise CorruptCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     if other := [key for key, path in paths.items() if key_of(path) != key]:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
         )
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
         )
     facts = NativeFacts(files, manifest, plan)
@@ -134,7 +134,7 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
 
-    Raises DamagedCheckpointError, naming the file.
+    Raises CorruptCheckpointError, naming the file.
     """
     storage = native.storage
     size_of: Callable[[str], int | None] = names.get
@@ -167,17 +167,17 @@ def _size(storage: Storage, name: str) -> int | None:
 
 
 def check_inside(storage: Storage, file: str) -> None:
-    """Raises DamagedCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
+    """Raises CorruptCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
     if storage.leads_out(file):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}: {file} is a link out of the checkpoint's folder, which is not followed: a checkpoint is "
             "whole by itself. Copy it with what its links lead to (cp -rL), and open the copy"
         )
 
 
-def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> DamagedCheckpointError:
+def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> CorruptCheckpointError:
     but = "it is missing" if found is None else f"it has {found} bytes"
-    return DamagedCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
+    return CorruptCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
 
 
 class Once(Generic[T]):
@@ -289,7 +289,7 @@ class NativeFacts(Facts):
         if part.file:  # of an earlier save
             record = self.files.get(part.file)
             if record is None:
-                raise DamagedCheckpointError(f"the manifest does not name {part.file}, which must hold {box}")
+                raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {box}")
             source = self.source(record.name)
             _check_within(source, record, str(box), part.start, part.start + part.array.numel * size)
             window = Window.row_major(part.start, part.array.sizes, size)
@@ -297,7 +297,7 @@ class NativeFacts(Facts):
         key = self._key(fqn, box)
         source, start, stop = self._find(rank, key)
         if stop - start != box.numel * size:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is "
                 f"{box.numel * size}"
             )
@@ -307,11 +307,11 @@ class NativeFacts(Facts):
         """(file, first byte, one past the last byte) of an array."""
         record = self._file_of(rank)
         if record is None:
-            raise DamagedCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
+            raise CorruptCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
         source = self.source(record.name)
         entry = self._headers(record.name).get(key)
         if entry is None or entry.data_offsets is None:
-            raise DamagedCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
+            raise CorruptCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
         start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
         _check_within(source, record, key, start, stop)
         return source, start, stop
@@ -319,7 +319,7 @@ class NativeFacts(Facts):
 
 def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:
     if not record.header_bytes <= start <= stop <= record.nbytes:
-        raise DamagedCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
+        raise CorruptCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
 
 
 def _source(
@@ -343,7 +343,7 @@ def _sums(storage: Storage, records: Mapping[str, FileRecord], file: str) -> byt
     record = records[file]
     data = storage.read(f"{record.name}.sums")
     if xxhash.xxh3_128_hexdigest(data) != record.sums:
-        raise DamagedCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
+        raise CorruptCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
     return data
 
 
@@ -400,15 +400,15 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
-    """What `write_parts` stored. Raises DamagedCheckpointError."""
+    """What `write_parts` stored. Raises CorruptCheckpointError."""
     data = storage.read(record.name)
     if xxhash.xxh3_128_hexdigest(data) != record.digest:
-        raise DamagedCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
+        raise CorruptCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
     try:
         table = msgspec.msgpack.decode(data, type=_PartTable)
         return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
     except (msgspec.MsgspecError, PlanError, ValueError, IndexError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{storage.url}: {record.name} makes no sense: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}: {record.name} makes no sense: {error}") from None
 
 
 def _row(part: ArrayPart, numbers: Mapping[str, int]) -> _Row:
@@ -430,7 +430,7 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
 def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]]) -> int:
     """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
 
-    Raises DamagedCheckpointError that names the first file and byte range whose checksum differs.
+    Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.
     """
     compared = 0
     for source, ranges in spans.items():

@@ -18,7 +18,7 @@ from msgspec import UNSET
 
 from planners.errors import PlanError
 from planners.geometry.box import Box
-from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.native.commit import folder_of
 from reshard.native.data_file import (
@@ -96,14 +96,14 @@ class Base:
         try:
             record, size = self.facts.files[file], self.facts.manifest.block_bytes
             if (found := self.facts.storage.size(file)) != record.nbytes:
-                raise DamagedCheckpointError(f"{file} must have {record.nbytes} bytes, but it has {found}")
+                raise CorruptCheckpointError(f"{file} must have {record.nbytes} bytes, but it has {found}")
             covered = min(-(-record.header_bytes // size) * size, record.nbytes)
             head = memoryview(self.facts.storage.read(file, 0, covered))
             sums = np.frombuffer(self.facts.sums(file), dtype="<u8")
             if len(sums) != -(-record.nbytes // size) or any(
                 xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
             ):
-                raise DamagedCheckpointError(f"bytes [0, {covered}) of {file} were changed since they were written")
+                raise CorruptCheckpointError(f"bytes [0, {covered}) of {file} were changed since they were written")
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)
             return False

@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.ranks.rounds import Rounds
 
 __all__ = [
-    "DEADLINE_S", "Group", "device_of_kind", "either", "pack_flags", "sending_device",
+    "DEADLINE_S", "Group", "device_of_kind", "either", "pack_flags", "seconds", "sending_device",
     "sending_kinds", "unpack_flags",
 ]  # fmt: skip
 
@@ -47,6 +48,12 @@ S = TypeVar("S")
 
 DEADLINE_S = 1800.0
 """How long a verb may take where the caller says nothing."""
+
+
+def seconds(timeout: float | timedelta) -> float:
+    """A time that a caller gave, in seconds."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
 
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
@@ -81,19 +88,24 @@ class Group:
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
             one process of a job that has not been initialised: all of them would act at once, each for itself; a
-            deadline that is none, or a group for a process alone, of which all members hear.
+            timeout that is none, or a group for a process alone, of which all members hear.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False, deadline_s: float = DEADLINE_S
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        alone: bool = False,
+        deadline_s: float | timedelta = DEADLINE_S,
     ) -> None:
         wrong = None
         if alone and process_group is not None:
             wrong = ReshardError("alone=True means this process by itself: leave process_group out")
-        if not (isinstance(deadline_s, int | float) and deadline_s > 0):
-            wrong = ReshardError(f"a deadline must be a positive number of seconds, not {deadline_s!r}")
-            deadline_s = DEADLINE_S
-        self._deadline_s = deadline_s
+        allowed_s = seconds(deadline_s)
+        if not (isinstance(allowed_s, int | float) and allowed_s > 0):
+            wrong = ReshardError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
+            allowed_s = DEADLINE_S
+        self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []
         self._common: BaseException | None = None
         self._rounds: Rounds | None = None
@@ -378,10 +390,11 @@ class Group:
 
         rank = self.job_rank
         trace = "".join(traceback.format_exception(error))[-_MESSAGE_CHARS:]
-        headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"
-        mine = Failure(
-            "error", rank, f"{headline[:_MESSAGE_CHARS]}\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
-        )
+        headline = f"rank {rank} failed in '{phase.name}': {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
+        if not isinstance(error, ReshardError):  # which may say little by itself
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            headline += f" ({last.filename}:{last.lineno} in {last.name}; .traceback of this error has all frames)"
+        mine = Failure("error", rank, headline, traceback=trace)
         try:
             first = rounds.fail(mine)
         except ReshardError as lost:

@@ -310,13 +310,14 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     rank: int
     message: str
     missing: list[int] = []
+    traceback: str = ""
 
     def raise_(self) -> NoReturn:
         """Raise it as the error that every rank gets."""
         if self.kind == "deadline":
             raise DeadlineError(self.message)
         if self.kind == "error":
-            raise RankFailedError(self.message, rank=self.rank)
+            raise RankFailedError(self.message, rank=self.rank, traceback=self.traceback)
         raise ReshardError(self.message)
 
 

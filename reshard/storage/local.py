@@ -142,7 +142,7 @@ class LocalStorage(Storage):
                 # another process may remove the folder, empty as it still is, before our file is in it
                 with suppress(FileNotFoundError):
                     return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
-        raise StorageError(f"cannot create {name} in {self.url}: somebody keeps removing its folder")
+        raise StorageError(f"cannot create {name} in {self.url}: another process keeps removing its folder")
 
     def publish(self, name: str, data: Buffer) -> None:
         self.publish_while(name, data, lambda: None)
@@ -159,7 +159,7 @@ class LocalStorage(Storage):
                     os.replace(self.root / beside, path)
                     sync_folder(path.parent)
                 return
-            except CheckpointNotFoundError:  # somebody took it for one that a killed process left, and cleaned up
+            except CheckpointNotFoundError:  # another process took it for a leftover, and cleaned up
                 if last:
                     raise
             except ReshardError as error:
@@ -198,7 +198,7 @@ class LocalStorage(Storage):
                 else:
                     sync_folder(beside.parent)
                     return True
-        raise StorageError(f"cannot link {name} in {self.url}: somebody keeps removing the folder of {other}")
+        raise StorageError(f"cannot link {name} in {self.url}: another process keeps removing the folder of {other}")
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -282,7 +282,7 @@ class _LocalWriter(Writer):
                 self._storage.delete(self._name)
 
     def _is_named(self) -> bool:
-        """Whether the name still is this file's: somebody who took us for dead may write another one of it."""
+        """Whether the name still is this file's: a process that took us for dead may write another one of it."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:
@@ -311,7 +311,12 @@ def make_folder(folder: Path) -> None:
         folder = folder.parent
     for folder in reversed(missing):
         with suppress(FileExistsError):
-            folder.mkdir()
+            try:
+                folder.mkdir()
+            except FileNotFoundError as error:  # such as in /proc, which has no folders but its own
+                if folder.parent.is_dir():
+                    raise PermissionError(errno.EPERM, "no folder can be created", str(folder)) from error
+                raise
         if folder.is_symlink() and not folder.exists():
             raise NotADirectoryError(errno.ENOTDIR, "the link leads nowhere", str(folder))
         sync_folder(folder.parent)
@@ -355,23 +360,30 @@ def _unless_absent(error: OSError) -> None:
 
 _FIXES = {
     errno.EACCES: "permission denied: check the owner and mode of the folder",
-    errno.EPERM: "the file system does not permit it",
+    errno.EPERM: "operation not permitted by the file system",
     errno.EROFS: "the file system is mounted read-only",
-    errno.ENOSPC: "no space left on the device: free some, or save elsewhere",
-    errno.EDQUOT: "the disk quota is used up: free some space, or save elsewhere",
-    errno.EFBIG: "the file would be larger than this file system or process may hold",
-    errno.ENOTDIR: "a part of the path is a file, wanted a folder",
-    errno.EISDIR: "it is a folder, wanted a file",
-    errno.EEXIST: "it exists already, and is not overwritten; delete it first",
+    errno.ENOSPC: "no space left on the device: free some space, or use another folder",
+    errno.EDQUOT: "disk quota exceeded: free some space, or use another folder",
+    errno.EFBIG: "the file exceeds the maximum size of this file system or process",
+    errno.ENOTDIR: "a part of the path is a file, expected a folder",
+    errno.EISDIR: "it is a folder, expected a file",
+    errno.EEXIST: "it already exists and is not overwritten: delete it first",
     errno.ENAMETOOLONG: "the name is too long for this file system",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
 }
+
+
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Reasons that have to do with the folder and not with the file."""
 
 
 def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
     if error.errno == errno.ENOENT:
         return not_found(name, url)
     why = _FIXES.get(error.errno or 0, error.strerror or str(error))
-    explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
+    if verb == "create" and error.errno in _NOT_WRITABLE:
+        explained = StorageError(f"cannot write to {url}: {why}. Or use a folder that you can write to")
+    else:
+        explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
     explained.errno = error.errno
     return explained

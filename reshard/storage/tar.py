@@ -6,7 +6,7 @@ import io
 import tarfile
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import DamagedCheckpointError, FormatError, StorageError
+from reshard.errors import CorruptCheckpointError, FormatError, StorageError
 from reshard.storage.base import Storage, Writer, check_range, not_found
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class TarStorage(Storage):
 
         Raises:
             FormatError: the archive is compressed, so that nothing in it can be found without reading all of it.
-            DamagedCheckpointError: it is no tar archive, or is cut short.
+            CorruptCheckpointError: it is no tar archive, or is cut short.
         """
         self.url = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
@@ -58,7 +58,7 @@ class TarStorage(Storage):
                     if member.isreg():
                         places[name] = member.offset_data, member.size
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:
-            raise DamagedCheckpointError(f"{self.url}: no whole tar archive: {error}") from None
+            raise CorruptCheckpointError(f"{self.url}: no whole tar archive: {error}") from None
         return places
 
     def list(self, prefix: str = "") -> dict[str, int]:

@@ -15,7 +15,7 @@ import msgspec
 
 from planners.geometry.box import Window
 from planners.geometry.layout import itemsize
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.live.garbage import gc_paused
 from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
@@ -75,15 +75,15 @@ class Header:
     metadata: Mapping[str, str]
 
     def place(self, name: str) -> Extent:
-        """Where a tensor of this file is. Raises DamagedCheckpointError if it has none of that name."""
+        """Where a tensor of this file is. Raises CorruptCheckpointError if it has none of that name."""
         if name not in self.entries:
-            raise DamagedCheckpointError(f"{self.source.label}: this safetensors file has no tensor {name!r}")
+            raise CorruptCheckpointError(f"{self.source.label}: this safetensors file has no tensor {name!r}")
         return Extent(self.source, self.entries[name].window)
 
     def saved_offsets(self) -> dict[str, list[int]]:
         """Offset of each chunk in a file that DCP's writer for Hugging Face wrote, {} if the file says none.
 
-        Raises DamagedCheckpointError.
+        Raises CorruptCheckpointError.
         """
         text = self.metadata.get("DCP_SHARDING_INFO")
         if text is None:
@@ -92,9 +92,9 @@ class Header:
         try:
             info = {str(key): [int(o) for o in value["saved_offsets"]] for key, value in json.loads(text).items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise DamagedCheckpointError(f"{where} makes no sense") from None
+            raise CorruptCheckpointError(f"{where} makes no sense") from None
         if any(offset < 0 for offsets in info.values() for offset in offsets):
-            raise DamagedCheckpointError(f"{where} has a negative offset")
+            raise CorruptCheckpointError(f"{where} has a negative offset")
         return info
 
 
@@ -109,29 +109,29 @@ def read_header(source: Source) -> Header:
     """Read and check the header of a whole file.
 
     Raises:
-        DamagedCheckpointError: the file is cut short, the header is no JSON, or tensors overlap, leave holes or do not
+        CorruptCheckpointError: the file is cut short, the header is no JSON, or tensors overlap, leave holes or do not
             have the bytes that their shape needs.
         FormatError: a dtype that is not known.
     """
     if source.nbytes < 8:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: a safetensors file has at least 8 bytes, this has {source.nbytes}"
         )
     length = int.from_bytes(bytes(source.read(0, 8)), "little")
     if length > min(MAX_HEADER_BYTES, source.nbytes - 8):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: its header should have {length} bytes, but the file has {source.nbytes} in all; it was "
             "cut short, or is no safetensors file"
         )
     try:
         header = json.loads(bytes(source.read(8, length)), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{source.label}: its header is no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{source.label}: its header is no JSON: {error}") from None
     if not isinstance(header, dict):
-        raise DamagedCheckpointError(f"{source.label}: its header is no JSON object")
+        raise CorruptCheckpointError(f"{source.label}: its header is no JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise DamagedCheckpointError(f"{source.label}: __metadata__ in its header must map text to text")
+        raise CorruptCheckpointError(f"{source.label}: __metadata__ in its header must map text to text")
     found = [(name, *_entry(source, name, fields, 8 + length)) for name, fields in header.items()]
     found.sort(key=lambda item: (item[2], item[3]))
     _check_tiling(source, found, 8 + length)
@@ -154,7 +154,7 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
     except (TypeError, KeyError, ValueError):
         sane = False
     if not sane:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: the header's entry for tensor {name!r} makes no sense: {fields!r:.200}"
         )
     if (dtype := SAFETENSORS_CODES.get(code, "")) == "":
@@ -163,7 +163,7 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
     sizes = _sizes_in_memory(code, shape)
     wanted = math.prod(sizes) * itemsize(dtype)
     if stop - start != wanted:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: tensor {name!r} of shape {shape} and dtype {code} needs {wanted} bytes, the header gives "
             f"it {stop - start} at [{start}, {stop})"
         )
@@ -182,12 +182,12 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
     for name, _, start, stop in found:
         if start != at:
             what = "overlaps the one before" if start < at else f"leaves a hole of {start - at} bytes"
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header lies"
             )
         at = stop
     if data_at + at != source.nbytes:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was cut "
             "short or appended to"
         )
@@ -202,17 +202,17 @@ class Offsets(msgspec.Struct):
 def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:
     """The entries of a header whose length is known, and whose tensors are told elsewhere: nothing else is looked at.
 
-    Raises DamagedCheckpointError if the header is no such one.
+    Raises CorruptCheckpointError if the header is no such one.
     """
     if not 8 <= header_bytes <= min(source.nbytes, _MAX_OWN_HEADER_BYTES):
-        raise DamagedCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
+        raise CorruptCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
     data = bytes(source.read(0, header_bytes))
     if int.from_bytes(data[:8], "little") != header_bytes - 8:
-        raise DamagedCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
+        raise CorruptCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
     try:
         return msgspec.json.decode(data[8:], type=dict[str, Offsets])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{source.label}: its header is damaged: {error}") from None
+        raise CorruptCheckpointError(f"{source.label}: its header is damaged: {error}") from None
 
 
 def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None) -> bytes:

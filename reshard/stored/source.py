@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.geometry.box import Window
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.storage.base import Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, may_check, touched_ranges
 
@@ -65,9 +65,9 @@ class Source(ABC):
         """
 
     def check(self, start: int, stop: int) -> None:
-        """Raises DamagedCheckpointError unless bytes [start, stop) exist."""
+        """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
         if not 0 <= start <= stop <= self.nbytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.label}: wanted bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was cut short, or "
                 "what points into it is wrong"
             )
@@ -77,7 +77,7 @@ class Source(ABC):
 
         `passing`: what surrounds them is read before or after, so that a large block is compared piece by piece.
 
-        Raises DamagedCheckpointError if they end early or were changed.
+        Raises CorruptCheckpointError if they end early or were changed.
         """
         self.fill(start, buffer)
 
@@ -86,7 +86,7 @@ class Source(ABC):
 
         `elements`: they are those of tensors, and count as such.
 
-        Raises DamagedCheckpointError if they end early or were changed.
+        Raises CorruptCheckpointError if they end early or were changed.
         """
         return self.raw(start, length)
 
@@ -157,7 +157,7 @@ class FileSource(Source):
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
 
-        Raises DamagedCheckpointError that names the first block that was changed, and how many were.
+        Raises CorruptCheckpointError that names the first block that was changed, and how many were.
         """
         ranges, wanted = touched_ranges(window), window.nbytes
         sums = self.checksums
@@ -173,7 +173,7 @@ class FileSource(Source):
         self.checking.add(**{"checked" if has_all else "unchecked": wanted})
 
     def compare_blocks(self, blocks: Sequence[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
-        """Read blocks and compare them with their checksums. Raises DamagedCheckpointError."""
+        """Read blocks and compare them with their checksums. Raises CorruptCheckpointError."""
         rows, view = np.asarray(blocks, np.int64).reshape(-1, 2), self.view()
         if view is None or not isinstance(self.checksums, BlockChecksums):
             self._judge([((start, stop), [self.raw(start, stop - start)]) for start, stop in rows.tolist()])
@@ -184,7 +184,7 @@ class FileSource(Source):
         raise_changed((self.label, start, stop) for start, stop in bad)
 
     def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
-        """Raises DamagedCheckpointError unless each block, whose bytes are given in pieces, is right."""
+        """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is right."""
         assert self.checksums is not None
         bad, compared = [], 0
         for block, pieces in blocks:
@@ -197,7 +197,7 @@ class FileSource(Source):
     def compare_data(self, start: int, data: memoryview) -> int:
         """Compare the blocks that lie wholly within `data`, the bytes from `start`; returns how many bytes these have.
 
-        Raises DamagedCheckpointError.
+        Raises CorruptCheckpointError.
         """
         if self.checksums is None or not self.checking.enabled:
             return 0
@@ -282,7 +282,7 @@ class FileSource(Source):
         return sum(stop - start for start, stop in self.checksums.owed()) if self.checksums is not None else 0
 
     def finish_comparing(self) -> None:
-        """Compare what was read of so far, and not compared. Raises DamagedCheckpointError."""
+        """Compare what was read of so far, and not compared. Raises CorruptCheckpointError."""
         sums = self.checksums
         if sums is None or not self.checking.enabled:
             return
@@ -382,12 +382,12 @@ class Files:
 
 
 def raise_changed(bad: Iterable[tuple[str, int, int]]) -> None:
-    """Raises DamagedCheckpointError for blocks (file, start, stop) that have other checksums than were saved."""
+    """Raises CorruptCheckpointError for blocks (file, start, stop) that have other checksums than were saved."""
     bad = list(bad)
     if bad:
         label, start, stop = bad[0]
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: bytes [{start}, {stop}) were changed since they were written{more}: restore the file, or load "
             "another checkpoint (check=False reads it as it is)"
         )

@@ -21,7 +21,7 @@ from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
-from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partial
 from reshard.storage.base import Storage, Writer
@@ -372,7 +372,7 @@ class FormatWriter(ABC):
         return WrittenFile(name, nbytes, digest, {**facts, "prints": prints} if prints else dict(facts))
 
     def compare_fingerprints(self, done: Mapping[str, WrittenFile]) -> None:
-        """Raises DamagedCheckpointError unless what was written has the fingerprints that the source was saved with."""
+        """Raises CorruptCheckpointError unless what was written has the fingerprints that the source was saved with."""
         totals: dict[str, Partial] = {}
         for row in done.values():
             for fqn, part in fingerprint_parts(row).items():
@@ -384,7 +384,7 @@ class FormatWriter(ABC):
                 continue
             found = totals.get(fqn, Partial()).digest(spec.dtype, spec.shape)
             if comparable(expected, found) and expected != found:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"tensor {fqn!r}: what was written has the fingerprint {found}, but the source was saved with "
                     f"{expected}: its bytes or its manifest were changed. Nothing was published"
                 )

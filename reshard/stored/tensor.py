@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.overlap import Sweep, tiling_fault
-from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.errors import CheckpointError, CorruptCheckpointError
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.stored.source import Source
 
@@ -71,7 +71,7 @@ class StoredChunk:
     def __init__(self, box: Box, place: Extent | Callable[[], Extent], owner: int | str = 0) -> None:
         """`place` is the place itself, or a function that finds it; `owner` is the writer's rank or a chunk id.
 
-        Raises DamagedCheckpointError, then or on first use, if the place does not have the box's sizes.
+        Raises CorruptCheckpointError, then or on first use, if the place does not have the box's sizes.
         """
         self.box = box
         self.owner = owner
@@ -84,7 +84,7 @@ class StoredChunk:
 
     def _checked(self, place: Extent) -> Extent:
         if place.window.sizes != self.box.sizes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, but the checkpoint's "
                 f"metadata says {list(self.box.sizes)} for {self.box}; the metadata and the data contradict each other"
             )
@@ -92,7 +92,7 @@ class StoredChunk:
 
     @property
     def place(self) -> Extent:
-        """Where the bytes are. Raises DamagedCheckpointError if the file does not hold what the metadata says."""
+        """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the metadata says."""
         if self._place is None:
             assert self._locate is not None
             self._place = self._checked(self._locate())
@@ -181,13 +181,13 @@ class StoredTensor:
     """The saved mesh and placements, where the format knows them."""
 
     def __post_init__(self) -> None:
-        """Raises DamagedCheckpointError for a chunk that lies outside the tensor."""
+        """Raises CorruptCheckpointError for a chunk that lies outside the tensor."""
         if isinstance(self.chunks, LazyChunks):
             return
         whole = Box.full(self.spec.shape)
         for chunk in self.chunks:
             if chunk.box.ndim != whole.ndim or not _within(chunk.box, whole):
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} lies outside the shape "
                     f"{list(self.spec.shape)} that the metadata gives"
                 )
@@ -237,7 +237,7 @@ def _within(box: Box, whole: Box) -> bool:
 
 
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
-    """Raises DamagedCheckpointError unless the chunks hold every element of `region` (default: all) exactly once."""
+    """Raises CorruptCheckpointError unless the chunks hold every element of `region` (default: all) exactly once."""
     wanted = Box.full(tensor.spec.shape) if region is None else region
     if region is None:  # a stored tensor has no chunk outside itself
         inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
@@ -250,11 +250,11 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
     element = Box.of(fault.element, (1,) * wanted.ndim)
     if fault.count > 1:
         (first, a), (second, b) = [row for row in inside if row[1].contains(element)][:2]
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"tensor {tensor.fqn!r}: elements {a & b} are stored twice, in {_name(first)} and in {_name(second)}; the "
             "checkpoint does not say which is right"
         )
-    raise DamagedCheckpointError(
+    raise CorruptCheckpointError(
         f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: elements {_hole(wanted, boxes, element)} are in no "
         f"file of the checkpoint ({len(tensor.chunks)} chunks are); a file or the part of a rank is missing"
     )
@@ -280,10 +280,14 @@ Range = tuple[int, int, int]
 """Start, step and count of the indexes wanted of a dim."""
 
 
-class LazyTensor:
-    """A tensor of a checkpoint. Indexing reads the elements asked for, and no other chunk of it.
+_READ_FIRST = "read it with [...] first, such as checkpoint[name][...]"
 
-    `t[...]` is the whole tensor; ints, slices with positive steps and Ellipsis work as on a torch tensor.
+
+class LazyTensor:
+    """A tensor of a checkpoint. Indexing reads the elements that you ask for, and no other chunk.
+
+    `t[...]` is the full tensor. Ints, slices with positive steps, and Ellipsis work as on a torch tensor. Functions of
+    torch need its elements: they raise TypeError.
     """
 
     def __init__(self, stored: StoredTensor) -> None:
@@ -318,6 +322,19 @@ class LazyTensor:
         """How many elements."""
         return self.stored.spec.numel
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given = [*args, *(kwargs or {}).values()]
+        every = (item for arg in given for item in (arg if isinstance(arg, list | tuple) else [arg]))
+        lazy = next((item for item in every if isinstance(item, cls)), "it")
+        raise TypeError(f"{getattr(func, '__name__', func)} got {lazy}, which is lazy: {_READ_FIRST}")
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            fix = f", as a tensor has: {_READ_FIRST}" if hasattr(torch.Tensor, name) else ""
+            raise AttributeError(f"'LazyTensor' object has no attribute {name!r}{fix}")
+
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError(f"len() of the 0-d tensor {self.name!r}")
@@ -333,13 +350,22 @@ class LazyTensor:
         Raises:
             IndexError: an index out of bounds, or too many.
             TypeError: anything but ints, slices and Ellipsis; a step < 1 is a ValueError.
-            DamagedCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
+            CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
         """
         ranges, kept = _normalize(index, self.shape, self.name)
         return _read_ranges(self.stored, ranges).reshape([n for (_, _, n), keep in zip(ranges, kept) if keep])
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {list(self.shape)}, {self.stored.spec.dtype})"
+
+
+def _refuse(lazy: LazyTensor, _: Any) -> NoReturn:
+    raise TypeError(f"{lazy} is lazy, and operators need its elements: {_READ_FIRST}")
+
+
+for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    setattr(LazyTensor, f"__{_operator}__", _refuse)
+    setattr(LazyTensor, f"__r{_operator}__", _refuse)
 
 
 def whole(value: Any) -> Any:
@@ -461,7 +487,7 @@ def copy_place(
     all of a tensor is `passing` by, a large record is compared piece by piece.
 
     Raises:
-        DamagedCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
+        CorruptCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
         StorageError: if the storage fails.
     """
     if place.window.numel:

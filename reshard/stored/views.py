@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec, flat_boxes
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
@@ -75,18 +75,18 @@ def narrow(tensor: StoredTensor, dim: int, start: int, stop: int, fqn: str | Non
 def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredTensor:
     """A tensor of `shape` from stored tensors that fill regions of it.
 
-    Raises DamagedCheckpointError where a piece has other sizes than its region, or pieces have different dtypes.
+    Raises CorruptCheckpointError where a piece has other sizes than its region, or pieces have different dtypes.
     """
     found = list(pieces)
     if not found:
-        raise DamagedCheckpointError(f"tensor {fqn!r} of shape {list(shape)}: no file holds any part of it")
+        raise CorruptCheckpointError(f"tensor {fqn!r} of shape {list(shape)}: no file holds any part of it")
     dtypes = sorted({piece.spec.dtype for _, piece in found})
     if len(dtypes) > 1:
-        raise DamagedCheckpointError(f"tensor {fqn!r}: its parts have different dtypes: {', '.join(dtypes)}")
+        raise CorruptCheckpointError(f"tensor {fqn!r}: its parts have different dtypes: {', '.join(dtypes)}")
     chunks: list[StoredChunk] = []
     for region, piece in found:
         if piece.spec.shape != region.sizes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"tensor {fqn!r}: {piece.fqn!r} has shape {list(piece.spec.shape)}, but {list(region.sizes)} is wanted "
                 f"at {region} of {list(shape)}; the files of different ranks do not fit together"
             )
@@ -95,21 +95,21 @@ def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredT
 
 
 def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
-    """The parts one after the other along `dim`. Raises DamagedCheckpointError if their other dims differ."""
+    """The parts one after the other along `dim`. Raises CorruptCheckpointError if their other dims differ."""
     first = parts[0].spec.shape
     at, pieces = 0, []
     for part in parts:
         shape = part.spec.shape
         if len(shape) != len(first) or len(shape) <= dim or _without(shape, dim) != _without(first, dim):
             shapes = " and ".join(str(list(p.spec.shape)) for p in parts)
-            raise DamagedCheckpointError(f"tensor {fqn!r}: parts of shapes {shapes} cannot be joined along dim {dim}")
+            raise CorruptCheckpointError(f"tensor {fqn!r}: parts of shapes {shapes} cannot be joined along dim {dim}")
         pieces.append((Box((*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), shape), part))
         at += shape[dim]
     return assemble(fqn, (*first[:dim], at, *first[dim + 1 :]), pieces)
 
 
 def stack(parts: Sequence[StoredTensor], fqn: str) -> StoredTensor:
-    """The parts along a new dim 0. Raises DamagedCheckpointError if their shapes differ. Inverse of `select`."""
+    """The parts along a new dim 0. Raises CorruptCheckpointError if their shapes differ. Inverse of `select`."""
     shape = parts[0].spec.shape
     pieces = [(Box((i, *(0,) * len(shape)), (1, *shape)), _with_leading_dim(part)) for i, part in enumerate(parts)]
     return assemble(fqn, (len(parts), *shape), pieces)
@@ -125,9 +125,9 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
-    """A 1-D tensor as one of `shape`, row-major. Raises DamagedCheckpointError if the numbers of elements differ."""
+    """A 1-D tensor as one of `shape`, row-major. Raises CorruptCheckpointError if the numbers of elements differ."""
     if len(tensor.spec.shape) != 1 or tensor.spec.numel != math.prod(shape):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"tensor {fqn!r} of shape {list(shape)}: {tensor.fqn!r} should hold its {math.prod(shape)} elements in one "
             f"row, but has shape {list(tensor.spec.shape)}"
         )
@@ -163,14 +163,14 @@ def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor
 
         4 x 6 in a grid of 2 x 3   ->   stored [2, 3, 4]; the cell [1, 2] is rows 2:4 and columns 4:6
 
-    Raises DamagedCheckpointError if the grid does not divide the shape.
+    Raises CorruptCheckpointError if the grid does not divide the shape.
     """
     shape = tuple(shape)
     grid = tensor.spec.shape[:-1]
     whole = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid))
     cell = tuple(n // g for n, g in zip(shape, grid)) if whole else ()
     if not whole or tensor.spec.shape[-1] != math.prod(cell):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"tensor {fqn!r}: stored as {list(tensor.spec.shape)}, which is no grid of flattened cells of its shape "
             f"{list(shape)}"
         )

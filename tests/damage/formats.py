@@ -89,7 +89,7 @@ def _many_files(folder: Path, generation: int) -> Path:
 
 
 def _kept(folder: Path, generation: int) -> Path:
-    reshard.elastic.Tier(folder / "tier", host="a", copies=0).keep(state(generation), step=generation)
+    reshard.elastic.Tier(folder / "tier", host="a", copies=0).save(state(generation), step=generation)
     return folder / "tier"
 
 

@@ -257,7 +257,7 @@ def kept() -> Scenario:
 
     def keep(folder: Path, step: int) -> None:
         ends = Job(folder, HOSTS).run(
-            lambda rank, tier: tier.keep({f: cut(values(step)[f], layouts[f], rank) for f in layouts}, step)
+            lambda rank, tier: tier.save({f: cut(values(step)[f], layouts[f], rank) for f in layouts}, step)
         )
         for end in ends:
             if isinstance(end, BaseException):
@@ -269,7 +269,7 @@ def kept() -> Scenario:
 
         def again(rank: int, tier: Any) -> Any:
             got[rank] = {f: cut(values(-1)[f], whole[f], rank) for f in whole}
-            return tier.recover(got[rank])
+            return tier.restore(got[rank])
 
         ends = Job(folder, hosts, copies=0).run(again)
         if all(isinstance(end, CheckpointNotFoundError) for end in ends):

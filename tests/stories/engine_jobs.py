@@ -135,7 +135,7 @@ def one_rank_fails(path: str, how: str) -> tuple[str, str, float]:
         os._exit(3)
     if how == "sleeps" and rank == 1:
         time.sleep(12)
-    return caught(lambda: reshard.save(state, path, deadline_s=4.0))
+    return caught(lambda: reshard.save(state, path, timeout=4.0))
 
 
 def strict_stages(path: str) -> list[tuple[str, str, float]]:

@@ -69,7 +69,7 @@ def struck(folder: str, how: int, deadline_s: float) -> tuple[str, str, float]:
             note.with_suffix(".part").rename(note)
             os.kill(os.getpid(), how)
 
-    pending = reshard.async_save(own_tensor_of(2), Faulty(open_storage(folder), fault), deadline_s=deadline_s)
+    pending = reshard.async_save(own_tensor_of(2), Faulty(open_storage(folder), fault), timeout=deadline_s)
     begin = time.monotonic()
     while not note.exists():
         assert time.monotonic() - begin < 60.0
@@ -120,7 +120,7 @@ def asked_by_one(folder: str) -> list[str]:
             failing.result(30.0)
     for _ in range(2):
         try:
-            reshard.async_save(own_tensor_of(2), f"{folder}/good", deadline_s=30.0).result(30.0)
+            reshard.async_save(own_tensor_of(2), f"{folder}/good", timeout=30.0).result(30.0)
         except ReshardError as error:
             said.append(str(error))
     return said

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import reshard
-from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.native import commit
 from reshard.native.manifest import MANIFEST
 from reshard.storage import open_storage
@@ -49,7 +49,7 @@ def data_files(path):
 def refused(path) -> str:
     """The message with which a load refuses, having touched nothing; verify finds it as well."""
     state = target()
-    with pytest.raises(DamagedCheckpointError) as caught:
+    with pytest.raises(CorruptCheckpointError) as caught:
         reshard.load(state, path)
     assert untouched(state)
     assert not reshard.verify(path).ok
@@ -115,7 +115,7 @@ def test_bits_flipped_anywhere_are_found_and_change_no_target(path):
         assert not report.ok, f"{file.name} byte {at}"
         assert any(file.name.removesuffix(".sums") in str(finding) for finding in report.findings)
         state = target()
-        with pytest.raises(DamagedCheckpointError):
+        with pytest.raises(CorruptCheckpointError):
             reshard.load(state, path)
         assert untouched(state)
         file.write_bytes(whole)
@@ -185,7 +185,7 @@ def test_what_was_to_be_replaced_stays_as_it_was(tmp_path):
     before = {"meta": torch.empty(9, device="meta"), "other": other, "plain": plain}
     state = dict(before)
 
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(CorruptCheckpointError):
         reshard.load(state, tmp_path / "c", dtype_policy="saved")
 
     assert all(state[name] is before[name] for name in before)
@@ -248,7 +248,7 @@ def test_which_save_counts_is_not_read_out_of_a_manifest_that_was_changed(tmp_pa
     for changed in (text.replace(b'"world_size":', b'"world_size" :'), undigested.replace(b'"files":', b'"Files":')):
         assert json.loads(changed)["save_id"] == save_id
         manifest.write_bytes(changed)
-        with pytest.raises(DamagedCheckpointError):
+        with pytest.raises(CorruptCheckpointError):
             commit.published(storage)
         assert not commit.counts(storage, save_id)
 

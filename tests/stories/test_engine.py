@@ -17,7 +17,7 @@ import reshard
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
     StorageError,
@@ -373,7 +373,7 @@ class TestRefusals:
 
 
 class TestDamage:
-    def targets_stay(self, path, error=DamagedCheckpointError):
+    def targets_stay(self, path, error=CorruptCheckpointError):
         target = blank(one_of_everything())
         with pytest.raises(error) as caught:
             reshard.load(target, path)
@@ -430,7 +430,7 @@ class TestDamage:
     def test_a_manifest_edited_on_purpose_goes_without_its_digest(self, saved):
         manifest = saved / MANIFEST
         manifest.write_text(manifest.read_text().replace('"writer":"', '"writer":"and I, ', 1))
-        with pytest.raises(DamagedCheckpointError, match=r'digest is another one.*remove the field "digest"'):
+        with pytest.raises(CorruptCheckpointError, match=r'digest is another one.*remove the field "digest"'):
             reshard.open(saved)
         assert not reshard.verify(saved).ok
         manifest.write_text(manifest.read_text().partition(',"digest"')[0] + "}")

@@ -37,7 +37,9 @@ def claimed(storage: Storage, **other: Any) -> str:
 
 def test_an_empty_folder_is_named_by_opening_and_removed_by_the_next_save(tmp_path):
     (tmp_path / "c" / EMPTY).mkdir(parents=True)
-    with pytest.raises(CheckpointNotFoundError, match="a save was killed before it wrote anything"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="a save has just started, or was killed before it wrote anything"
+    ):
         reshard.open(tmp_path / "c")
     assert reshard.latest_complete(tmp_path) is None
     (tmp_path / "c" / "mine").mkdir()
@@ -252,7 +254,7 @@ def test_other_files_beside_a_checkpoint_stay(tmp_path):
 
 def test_links_that_lead_nowhere_and_paths_that_are_none(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(StorageError, match="wanted a folder"):
+    with pytest.raises(StorageError, match=r"cannot write to .*/link: a part of the path is a file, expected a folder"):
         reshard.save(STATE, tmp_path / "link")
     for attempt in (reshard.save, reshard.load):
         with pytest.raises(StorageError, match="NUL"):

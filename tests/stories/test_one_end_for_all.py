@@ -52,9 +52,9 @@ def _work(folder: str, who: int, when: str, how: str) -> tuple[str, str, float]:
     deadline_s = 1.5 if how == "sleep" else 60.0
     try:
         if when == "read":
-            load(state, storage, strict=False, deadline_s=deadline_s)
+            load(state, storage, strict=False, timeout=deadline_s)
         else:
-            save(state, storage, deadline_s=deadline_s)
+            save(state, storage, timeout=deadline_s)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +31,7 @@ from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes
 from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
-from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError, format_names, format_ranks
+from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.execute.reading import merge_ranges, on_threads, subtract_ranges
 from reshard.native.data_file import arrays_of, header_of
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation", "KeepReport",
-    "ManifestStamp", "Moves", "Recorded", "RecoverReport", "Settings", "Survivors", "blocks_of",
-    "fetched_folder", "free_bytes", "good_ranges", "held_in", "kept_in", "lost_boxes", "meet",
-    "move", "remove",
+    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation",
+    "ManifestStamp", "Moves", "Recorded", "Settings", "Survivors", "TierRestoreReport",
+    "TierSaveReport", "blocks_of", "fetched_folder", "free_bytes", "good_ranges", "held_in",
+    "kept_in", "lost_boxes", "meet", "move", "remove",
 ]  # fmt: skip
 
 
@@ -341,7 +342,7 @@ class Survivors(Storage):
         rank, record = self._records[name]
         header = header_of(self._plan, rank)
         if len(header) != record.header_bytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self.url}: {name} must begin with a header of {record.header_bytes} bytes, but by the manifest's "
                 f"layout it has {len(header)}"
             )
@@ -509,7 +510,7 @@ class Settings:
     copies: int
     process_group: dist.ProcessGroup | None
     max_inflight_bytes: int
-    deadline_s: float
+    timeout: float | timedelta
 
 
 @dataclass(frozen=True)
@@ -596,12 +597,12 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-# What `keep`, `recover` and `gather` did.
+# What `Tier.save`, `Tier.restore` and `gather` did.
 
 
 @dataclass(frozen=True, repr=False)
-class KeepReport(HostsReport):
-    """What `Tier.keep` did. Equal on all ranks but for `bytes_received` and `phases`."""
+class TierSaveReport(HostsReport):
+    """What `Tier.save` did. Equal on all ranks but for `bytes_received` and `phases`."""
 
     number: int
     """Of the generation: larger than those of all that were there before."""
@@ -616,14 +617,14 @@ class KeepReport(HostsReport):
         """One line."""
         most = format_bytes(max(self.bytes_by_host.values()))
         return (
-            f"KeepReport(generation {self.number}, step {self.step}, {format_bytes(self.total_bytes)}, at most {most} "
-            f"on each of {len(self.bytes_by_host)} hosts)"
+            f"TierSaveReport(generation {self.number}, step {self.step}, {format_bytes(self.total_bytes)}, at most "
+            f"{most} on each of {len(self.bytes_by_host)} hosts)"
         )
 
 
 @dataclass(frozen=True, repr=False)
-class RecoverReport(HostsReport):
-    """What `Tier.recover` did. Equal on all ranks but for `bytes_received`, `load` and `phases`."""
+class TierRestoreReport(HostsReport):
+    """What `Tier.restore` did. Equal on all ranks but for `bytes_received`, `load` and `phases`."""
 
     number: int | None
     """Of the generation that was loaded; None if all came from the fallback, so that nothing is left in memory."""
@@ -643,7 +644,7 @@ class RecoverReport(HostsReport):
         what = "the fallback" if self.number is None else f"generation {self.number}, step {self.step}"
         odd = [f"{format_names(self.from_fallback)} from the fallback"] if self.from_fallback else []
         odd += [f"{len(self.passed_over)} passed over"] if self.passed_over else []
-        return f"RecoverReport({', '.join([what, *odd])})"
+        return f"TierRestoreReport({', '.join([what, *odd])})"
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,9 +20,9 @@ from reshard.api.elastic.generation import (
     Incarnation,
     ManifestStamp,
     Moves,
-    RecoverReport,
     Settings,
     Survivors,
+    TierRestoreReport,
     blocks_of,
     fetched_folder,
     good_ranges,
@@ -41,7 +41,7 @@ from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     FormatError,
     ReshardError,
     StorageError,
@@ -91,7 +91,7 @@ class _Verdict(NamedTuple):
 
 def recover(
     settings: Settings, state: Any, fallback: Any, step: int | None, options: LoadOptions, group: Group, hosts: Hosts
-) -> tuple[RecoverReport, Incarnation | None]:
+) -> tuple[TierRestoreReport, Incarnation | None]:
     """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded.
 
     Returns the incarnation of the job that begins with this, too, on the first rank.
@@ -136,7 +136,7 @@ def _first_whole(
     group: Group,
     hosts: Hosts,
     passed: list[str],
-) -> tuple[RecoverReport, GenerationFolder | None] | None:
+) -> tuple[TierRestoreReport, GenerationFolder | None] | None:
     """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
     for candidate in newest_first:
         if candidate.kept is None:
@@ -163,11 +163,11 @@ def _report(
     load: LoadReport,
     group: Group,
     hosts: Hosts,
-) -> RecoverReport:
+) -> TierRestoreReport:
     group.barrier()  # nobody needs what the others were asked for any more
     if hosts.leads:
         remove(hosts.folder, [found.kept] if found is not None else [])
-    return RecoverReport(
+    return TierRestoreReport(
         number=found.kept.number if found is not None else None,
         step=found.kept.step if found is not None else None,
         from_fallback=lost,
@@ -409,14 +409,14 @@ def gather(
     Args:
         folders: of hosts, each the folder of a `Tier` and in it the name of the host.
         out: where the checkpoint goes.
-        step: which generation; by default the newest, by the decision of `Tier.recover`. If that is
+        step: which generation; by default the newest, by the decision of `Tier.restore`. If that is
             not whole, an older one must be asked for.
         overwrite: a checkpoint that is there is replaced.
         executor: compares and writes in tasks; all workers see all folders.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
-        DamagedCheckpointError: what is left is not whole: it names tensors and regions, and an
+        CorruptCheckpointError: what is left is not whole: it names tensors and regions, and an
             older one that is whole.
         CheckpointError: it cannot be told which generation the job lived on last: `step` can say
             it.
@@ -440,7 +440,7 @@ def gather(
     if look.lost:
         others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
         hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
-        raise DamagedCheckpointError(f"{wanted} is not whole: {missing_text(look.lost)}. {hint.capitalize()}")
+        raise CorruptCheckpointError(f"{wanted} is not whole: {missing_text(look.lost)}. {hint.capitalize()}")
     commit.refuse_foreign(storage)
     there = commit.published(storage)
     if there == wanted.save_id:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,10 +25,10 @@ from reshard.api.elastic.generation import (
     GenerationFolder,
     Hosts,
     Incarnation,
-    KeepReport,
     Moves,
-    RecoverReport,
     Settings,
+    TierRestoreReport,
+    TierSaveReport,
     free_bytes,
     good_ranges,
     meet,
@@ -49,7 +50,7 @@ from reshard.api.save_job import (
     total,
     write,
 )
-from reshard.errors import CheckpointError, DamagedCheckpointError, LayoutError, ReshardError, StorageError
+from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, ReshardError, StorageError, renamed
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
@@ -69,13 +70,14 @@ _PACED_BYTES = 4 << 20
 """Under way at a time where a pace is kept: short bursts let messages of the job pass."""
 
 
+@renamed(keep="save", async_keep="async_save", recover="restore")
 class Tier:
     """A folder on each host in which the job keeps its last states: in shared memory, which
     survives the processes, or on a local disk, which survives the host's restart as well.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
-        tier.keep(state, step=100)        # collective, each few steps
-        report = tier.recover(state)      # collective, after a loss: with other hosts, ranks and layouts
+        tier.save(state, step=100)        # collective, each few steps
+        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and layouts
 
     Each host has a folder of its own below `folder`. There are two generations at most: the last
     that is whole, and beside it the next while it is made; until then, where hosts come back with
@@ -87,14 +89,15 @@ class Tier:
             share the folder.
         copies: how many hosts may be lost, whichever they are, without losing a byte; so many other
             hosts have a copy of what a rank writes.
-        process_group: the ranks that keep and recover together; default: the default group, or this
+        process_group: the ranks that save and restore together; default: the default group, or this
             process alone.
         max_inflight_bytes: bound on the memory for messages under way, on each rank.
-        deadline_s: how long each call may take.
+        timeout: how long each call may take, in seconds or as a `timedelta`.
 
     Raises CheckpointError for arguments that cannot be.
     """
 
+    @renamed(deadline_s="timeout")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -103,7 +106,7 @@ class Tier:
         copies: int = 1,
         process_group: dist.ProcessGroup | None = None,
         max_inflight_bytes: int = 256 << 20,
-        deadline_s: float = DEADLINE_S,
+        timeout: float | timedelta = DEADLINE_S,
     ) -> None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
         if not text or "://" in text:
@@ -116,20 +119,20 @@ class Tier:
         if "/" in check_name(name, text):
             raise CheckpointError(f"host must be the name of one folder, got {name!r}")
         path = Path(os.path.abspath(text))
-        self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, deadline_s)
+        self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, timeout)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
         self._incarnation: Incarnation | None = None  # of the job, on the first rank
         self._pending: PendingKeep | None = None
         self._wire: dist.ProcessGroup | None = None
 
-    def keep(
+    def save(
         self,
         state_dict: Mapping[str, Any],
         step: int,
         *,
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
-    ) -> KeepReport:
+    ) -> TierSaveReport:
         """Collective: keep a state dict as the next generation; the one before is removed once all
         hosts have it.
 
@@ -138,9 +141,9 @@ class Tier:
         leaves the one before.
 
         Args:
-            step: the caller's number of it, which `recover` reports.
+            step: the caller's number of it, which `restore` reports.
             check_replicas: as of `reshard.save`.
-            fingerprints: digest each tensor: without them, `recover` cannot fill what is lost from
+            fingerprints: digest each tensor: without them, `restore` cannot fill what is lost from
                 a fallback.
 
         Raises, beside what `reshard.save` does (nothing is kept then, and the generation before
@@ -149,12 +152,12 @@ class Tier:
             StorageError: a host has no room for what it must hold, or its folder belongs to another job.
         """
         group = self._group()
-        with phase("keep", path=self.settings.folder), group.together("keep"):
+        with phase("keep", path=self.settings.folder), group.together("Tier.save"):
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
-            job = self._begun(group, "keep", state_dict, step, options)
+            job = self._begun(group, "Tier.save", state_dict, step, options)
             return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
 
-    def async_keep(
+    def async_save(
         self,
         state_dict: Mapping[str, Any],
         step: int,
@@ -163,7 +166,7 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> PendingKeep:
-        """Like `keep`, but returns as soon as each rank has copied its part within its own memory; the state kept is
+        """Like `save`, but returns as soon as each rank has copied its part within its own memory; the state kept is
         that of the call. Files are written, and copies cross, while the job trains: over a gloo group of its own.
         Until all is there, and whatever happens meanwhile, the generation before counts.
 
@@ -178,7 +181,7 @@ class Tier:
             with group.together("stage"):
                 check_bytes_per_s(bytes_per_s)
                 options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
-                job = self._begun(group, "async_keep", state_dict, step, options, bytes_per_s=bytes_per_s)
+                job = self._begun(group, "Tier.async_save", state_dict, step, options, bytes_per_s=bytes_per_s)
                 wire = self._own_wire(group)
                 try:
                     data = staged(job.entries, "host", fingerprints=fingerprints)
@@ -186,9 +189,9 @@ class Tier:
                     _give_up(job.hosts.folder, job.kept, error)
                     raise
 
-            def work() -> KeepReport:
+            def work() -> TierSaveReport:
                 try:
-                    with group.together("keep"):
+                    with group.together("Tier.async_save"):
                         return job.finish(data, wire, Pace(bytes_per_s, group.check))
                 except BaseException:
                     self._wire = None  # it may have messages under way
@@ -199,7 +202,7 @@ class Tier:
             self._pending = PendingKeep(start_in_background(work, f"reshard-keep-{step}"))
             return self._pending
 
-    def recover(
+    def restore(
         self,
         state_dict: dict[str, Any],
         fallback: Any = None,
@@ -208,11 +211,11 @@ class Tier:
         strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
-    ) -> RecoverReport:
+    ) -> TierRestoreReport:
         """Collective: fill `state_dict`, in place, with the newest generation that survives whole,
         whatever ranks, hosts and layouts there are now. All ranks load the same one, or none. What
         a host brings back from which the job had not gone on is not newer, whatever its number, and
-        is told in `RecoverReport.passed_over`.
+        is told in `TierRestoreReport.passed_over`.
 
         Blocks that do not have their checksums count as lost, and another host's copy is taken.
         What a host lacks comes to it once, from hosts that have it. All else is as with
@@ -232,14 +235,14 @@ class Tier:
         """
         self._settle()
         group = self._group()
-        with phase("recover", path=self.settings.folder), group.together("recover"):
+        with phase("recover", path=self.settings.folder), group.together("Tier.restore"):
             if step is not None:
                 _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
             chosen = {"fallback": str(fallback), "step": step}
-            group.same_options("recover", {**self._shared(), **chosen, **options.shared()})
+            group.same_options("Tier.restore", {**self._shared(), **chosen, **options.shared()})
             if fallback is not None:
-                check_arguments("recover", state_dict, fallback)
+                check_arguments("Tier.restore", state_dict, fallback)
             hosts = self._meet(group)
             report, self._incarnation = recover(self.settings, state_dict, fallback, step, options, group, hosts)
             return report
@@ -282,7 +285,7 @@ class Tier:
         return self._wire
 
     def _group(self) -> Group:
-        return Group(self.settings.process_group, deadline_s=self.settings.deadline_s)
+        return Group(self.settings.process_group, deadline_s=self.settings.timeout)
 
     def _meet(self, group: Group) -> Hosts:
         """Collective: who is where, which is asked once."""
@@ -313,14 +316,14 @@ def check_bytes_per_s(bytes_per_s: object) -> None:
         raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
 
 
-# `keep`: each rank writes its part into the folder of its host, other hosts get copies, and then it
+# `save`: each rank writes its part into the folder of its host, other hosts get copies, and then it
 # counts.
 
 
 class PendingKeep:
     """A state that is being kept in the background."""
 
-    def __init__(self, future: Future[KeepReport]) -> None:
+    def __init__(self, future: Future[TierSaveReport]) -> None:
         self._future = future
         self.is_known = False
         """Whether somebody has been told how it ended."""
@@ -329,8 +332,8 @@ class PendingKeep:
         """Whether it has ended, well or not."""
         return self._future.done()
 
-    def result(self) -> KeepReport:
-        """Wait for the end; raises what went wrong, as `Tier.keep` does."""
+    def result(self) -> TierSaveReport:
+        """Wait for the end; raises what went wrong, as `Tier.save` does."""
         wait([self._future])
         self.is_known = True
         return self._future.result()
@@ -395,7 +398,7 @@ class _KeepJob:
 
     def finish(
         self, data: ToWrite, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None = None
-    ) -> KeepReport:
+    ) -> TierSaveReport:
         """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
         group, hosts, storage = self.save.group, self.hosts, LocalStorage(self.hosts.folder / self.kept.folder)
         may_count = False
@@ -421,7 +424,7 @@ class _KeepJob:
             with phase("remove"):
                 remove(hosts.folder, [self.kept])
         total_bytes = self.save.generation.plan.total_bytes
-        return KeepReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
+        return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
 
     def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
         """For the first rank of each host the manifest, by the place of the rank."""
@@ -508,7 +511,7 @@ def _mirror(
     received = move(moves, where, where, group, wire, max_inflight_bytes=budget, pace=pace)
     for its in mine:
         if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
-            raise DamagedCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
+            raise CorruptCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
     return received
 
 

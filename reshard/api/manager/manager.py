@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, Unpack
@@ -27,7 +28,7 @@ from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
 from reshard.api.save import PendingSave, async_save, save, start_in_background
 from reshard.api.save_job import SaveKeywords, SaveOptions
-from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError, ReshardError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, ReshardError, renamed
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text
@@ -105,13 +106,14 @@ class CheckpointManager:
             what the clock says, which takes about a round trip to the store of the process group.
         read_only: only to restore and to look, beside a manager that saves.
         process_group: the ranks that save together; default: the default group, or this process alone.
-        deadline_s: how long each save, and each meeting of the ranks, may take.
+        timeout: how long each save, and each meeting of the ranks, may take, in seconds or as a `timedelta`.
         options: of `reshard.save`, for all saves to storage, but for `base` and `overwrite`.
 
     Raises CheckpointError for options that cannot be, and for a root where another manager saves; StorageError for one
     that cannot be written.
     """
 
+    @renamed(deadline_s="timeout")
     @with_options(SaveOptions)
     def __init__(
         self,
@@ -128,10 +130,10 @@ class CheckpointManager:
         ask_every: int = 1,
         read_only: bool = False,
         process_group: dist.ProcessGroup | None = None,
-        deadline_s: float = DEADLINE_S,
+        timeout: float | timedelta = DEADLINE_S,
         **options: Unpack[SaveKeywords],
     ) -> None:
-        self._process_group, self._deadline_s = process_group, deadline_s
+        self._process_group, self._timeout = process_group, timeout
         self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._whole_every, self._background, self._ask_every = whole_every, background, ask_every
@@ -294,7 +296,7 @@ class CheckpointManager:
             taken = LiveObjects(state).state
         path, base = step_path(self.root, step), "auto" if based else None
         options: Any = {**self._options, "overwrite": False, "base": base}
-        options |= {"process_group": self._process_group, "deadline_s": self._deadline_s}
+        options |= {"process_group": self._process_group, "timeout": self._timeout}
         if not self._background:
             save(taken, path, **options)
             self._tidy()
@@ -332,9 +334,9 @@ class CheckpointManager:
         self._settle("memory")
         taken = LiveObjects(state).state
         if self._background:
-            self._pending["memory"] = self._memory.async_keep(taken, step, bytes_per_s=self._bytes_per_s)
+            self._pending["memory"] = self._memory.async_save(taken, step, bytes_per_s=self._bytes_per_s)
         else:
-            self._memory.keep(taken, step)
+            self._memory.save(taken, step)
 
     def restore(
         self,
@@ -412,10 +414,10 @@ class CheckpointManager:
         """Collective: a step of storage, or what memory has that is newer; None: what memory has."""
         path = None if one is None else step_path(self.root, one)
         if path is not None and (self._memory is None or wanted is not None):
-            ranks: Any = {"process_group": self._process_group, "deadline_s": self._deadline_s}
+            ranks: Any = {"process_group": self._process_group, "timeout": self._timeout}
             return RestoreReport(one or 0, path, False, passed, load(state, path, **ranks, **options))
         assert self._memory is not None
-        got = self._memory.recover(state, path, step=wanted, **options)
+        got = self._memory.restore(state, path, step=wanted, **options)
         passed += got.passed_over
         if path is not None and got.step is None:
             return RestoreReport(one or 0, path, False, passed, got.load)
@@ -427,7 +429,7 @@ class CheckpointManager:
         error: Exception | None = None
         try:
             found = load()
-        except (CheckpointNotFoundError, DamagedCheckpointError) as caught:
+        except (CheckpointNotFoundError, CorruptCheckpointError) as caught:
             error, problem = caught, str(caught)
         except Exception as caught:  # the others wait to hear of it
             error = caught
@@ -494,7 +496,7 @@ class CheckpointManager:
         return Ledger.read(self.root)
 
     def _group(self) -> Group:
-        return Group(self._process_group, deadline_s=self._deadline_s)
+        return Group(self._process_group, deadline_s=self._timeout)
 
 
 # What the ranks tell one another at a step, and what follows from it.

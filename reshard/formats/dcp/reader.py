@@ -17,7 +17,7 @@ import torch
 from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError
 from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
@@ -40,7 +40,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the top folder. Raises DamagedCheckpointError, naming the file."""
+    """The checkpoint in the top folder. Raises CorruptCheckpointError, naming the file."""
     return open_folder(files, "")
 
 
@@ -74,7 +74,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `Items`.
 
     Raises:
-        DamagedCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or a file that it
+        CorruptCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or a file that it
             names is missing or too short.
         UnsafeDataError: `.metadata` asks for something that could run code.
     """
@@ -82,7 +82,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     found = [folder + ".metadata"] if folder + ".metadata" in names else []
     by_rank = sorted(n for n in names if n.startswith(folder) and RANK_METADATA.fullmatch(n[len(folder) :]))
     if not found and not by_rank:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which comes last: the save did not end"
         )
     index = _DcpIndex()
@@ -110,9 +110,9 @@ def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
     """The fields of a pickled `Metadata`, or of a class derived from it."""
     value = load_pickle(data, where=where)
     if not isinstance(value, Record) or not isinstance(value.fields.get("state_dict_metadata"), dict):
-        raise DamagedCheckpointError(f"{where}: wanted torch.distributed.checkpoint's Metadata, found {value!r:.120}")
+        raise CorruptCheckpointError(f"{where}: wanted torch.distributed.checkpoint's Metadata, found {value!r:.120}")
     if not isinstance(value.fields.get("storage_data"), dict):
-        raise DamagedCheckpointError(f"{where}: it does not say where anything is stored")
+        raise CorruptCheckpointError(f"{where}: it does not say where anything is stored")
     return value.fields
 
 
@@ -136,7 +136,7 @@ def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
         for key, path in (fields.get("planner_data") or {}).items():
             index.paths[str(key)] = tuple([part if type(part) is int else str(part) for part in path])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
         ) from None
     index.mcore_data = fields.get("mcore_data", index.mcore_data)
@@ -160,7 +160,7 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> list[str]:
-    """The files that are named. Raises DamagedCheckpointError if one is missing or ends before an item does."""
+    """The files that are named. Raises CorruptCheckpointError if one is missing or ends before an item does."""
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():
         for item in items.values():
@@ -169,13 +169,13 @@ def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], f
     missing = sorted(file for file in needed if folder + file not in names)
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{folder}: {len(missing)} of {len(needed)} files that .metadata names are missing: {some}; "
             f"{missing[0]} should hold {needed[missing[0]][1]!r}"
         )
     for file, (stop, key) in needed.items():
         if names[folder + file] < stop:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{storage.url}/{folder}{file}: cut short: {key!r} should end at byte {stop}, but the file has "
                 f"{names[folder + file]} bytes"
             )
@@ -192,16 +192,16 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | Non
             for chunk in meta.fields["chunks"]
         ]
         if any(_spec(key, meta) != spec for meta in metas[1:]):
-            raise DamagedCheckpointError(f"tensor {key!r}: the ranks' metadata disagree about its shape or dtype")
+            raise CorruptCheckpointError(f"tensor {key!r}: the ranks' metadata disagree about its shape or dtype")
     except (AttributeError, KeyError, TypeError, ValueError, PlanError) as error:
-        if isinstance(error, (DamagedCheckpointError, FormatError)):
+        if isinstance(error, (CorruptCheckpointError, FormatError)):
             raise
-        raise DamagedCheckpointError(f"tensor {key!r}: its metadata makes no sense: {error}") from None
+        raise CorruptCheckpointError(f"tensor {key!r}: its metadata makes no sense: {error}") from None
     chunks = []
     for box in dict.fromkeys(boxes):  # replicas of several ranks are one chunk
         item = stored.get(box.offsets)
         if item is None:
-            raise DamagedCheckpointError(f"tensor {key!r}: .metadata does not say where its chunk {box} is stored")
+            raise CorruptCheckpointError(f"tensor {key!r}: .metadata does not say where its chunk {box} is stored")
         match = DATA_FILE.fullmatch(item.file.rpartition("/")[2])
         owner = int(match[1]) if match else item.file
         chunks.append(StoredChunk(box, items.locator(spec, box, item), owner))
@@ -274,12 +274,12 @@ class Items:
             except ReshardError as error:
                 raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
             if dtype != spec.dtype:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"tensor {spec.fqn!r}, chunk {box}: .metadata says {spec.dtype}, but {item.file} holds {dtype} at "
                     f"byte {item.offset}; the checkpoint contradicts itself"
                 )
             if place.window.sizes != box.sizes:
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"tensor {spec.fqn!r}, chunk {box}: .metadata says shape {list(box.sizes)}, but {item.file} holds "
                     f"{list(place.window.sizes)} at byte {item.offset}; the checkpoint contradicts itself"
                 )
@@ -288,9 +288,9 @@ class Items:
         return locate
 
     def object(self, key: str, item: Item | None) -> Any:
-        """A non-tensor item, as plain data. Raises DamagedCheckpointError or UnsafeDataError."""
+        """A non-tensor item, as plain data. Raises CorruptCheckpointError or UnsafeDataError."""
         if item is None:
-            raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+            raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
         source, start, length = self._payload(item, _MOST_BYTES)
         try:
             if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
@@ -300,9 +300,9 @@ class Items:
             raise type(error)(f"object {key!r}: {error}") from None
 
     def file(self, key: str, item: Item | None) -> TorchFile:
-        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises DamagedCheckpointError."""
+        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises CorruptCheckpointError."""
         if item is None:
-            raise DamagedCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+            raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
         source, start, length = self._payload(item, _MOST_BYTES)
         archive = TorchArchive(source, start, length)
         return TorchFile(source, archive.value(), archive.place)
@@ -344,7 +344,7 @@ class Items:
         said = header.saved_offsets().get(key)
         if said is not None and tuple(said) != box.offsets:
             # torch keeps one chunk of a key in a file, and loses the others
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: it holds the chunk of {key!r} at {said}, not at {box.offsets}"
             )
         return place, header.entries[key].dtype
@@ -368,12 +368,12 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
             pieces.append(reader.decompress(data[start : start + _PIECE_BYTES]))
             size += len(pieces[-1])
             if size > most_bytes:  # a few bytes can stand for very many
-                raise DamagedCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
+                raise CorruptCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
         if not reader.eof:
-            raise DamagedCheckpointError("a zstd item is cut short")
+            raise CorruptCheckpointError("a zstd item is cut short")
         return b"".join(pieces)
     except zstandard.ZstdError as error:
-        raise DamagedCheckpointError(f"a zstd item is damaged: {error}") from None
+        raise CorruptCheckpointError(f"a zstd item is damaged: {error}") from None
 
 
 def _writing() -> Writing:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
     Hints,
@@ -77,7 +77,7 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     """The state under canonical names.
 
     Raises:
-        DamagedCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
+        CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
         NormalizationError: a hint is missing.
     """
     facts = contents.facts
@@ -159,7 +159,7 @@ def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _Mo
 def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -> None:
     head, shapes = stage.head, stage.shapes()
     if not stage.models:
-        raise DamagedCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
+        raise CorruptCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
     if stage.optims:
         _add_zero(parts, stage, shapes)
     _add_module(parts, stage, head)
@@ -197,9 +197,9 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
     if ordered != list(range(len(ordered))):
         missing = next(r for r in range(len(ordered)) if r not in stage.optims)
         name = stage.optims[ordered[0]][0].replace(f"pp_rank_{ordered[0]}", f"pp_rank_{missing}")
-        raise DamagedCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
+        raise CorruptCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
     if not shapes:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which say what is in the pieces"
         )
     ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
@@ -239,7 +239,7 @@ def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]
         if fqn in frozen and ref.size != frozen[fqn]:
             parts.model[fqn] = _frozen(stage, fqn, frozen[fqn])
         elif ref.size == (0,) and fqn in trained and math.prod(trained[fqn]) > 0:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{file.source.label}: ZeRO-3 keeps {fqn!r} in the files of optimizer states, which are missing"
             )
         elif ref.size == (0,) and fqn in tied:
@@ -253,12 +253,12 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: tuple[int, ...]) -> Stor
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
             name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
-            raise DamagedCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
+            raise CorruptCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
     pieces, at, numel = [], 0, math.prod(shape)
     for rank, file in sorted(stage.models.items()):
         ref = (file.value.get("frozen_param_fragments") or {}).get(fqn)
         if not isinstance(ref, TensorRef):
-            raise DamagedCheckpointError(f"{file.source.label}: it has no part of the frozen parameter {fqn!r}")
+            raise CorruptCheckpointError(f"{file.source.label}: it has no part of the frozen parameter {fqn!r}")
         length = min(math.prod(ref.size), numel - at)
         if length > 0:
             flat = stored_tensor(f"{fqn} of rank {rank}", file, ref, rank)
@@ -279,7 +279,7 @@ def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
 
 
 def _check_universal(files: Mapping[str, TorchFile], trained: set[str]) -> None:
-    """Raises DamagedCheckpointError if a trained parameter lacks a file that the others of its optimizer have."""
+    """Raises CorruptCheckpointError if a trained parameter lacks a file that the others of its optimizer have."""
     held: dict[str, set[str]] = {}
     for match in filter(None, map(_UNIVERSAL.fullmatch, files)):
         held.setdefault(match["fqn"], set()).add(match["state"])
@@ -289,7 +289,7 @@ def _check_universal(files: Mapping[str, TorchFile], trained: set[str]) -> None:
         fuller = next((kind for kind in kinds if mine < kind), None)
         if fuller is not None:
             lost = min(fuller - mine)
-            raise DamagedCheckpointError(f"zero/{fqn}/{lost}.pt is missing: other parameters have their {lost}")
+            raise CorruptCheckpointError(f"zero/{fqn}/{lost}.pt is missing: other parameters have their {lost}")
 
 
 def _add_universal(
@@ -367,7 +367,7 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
 
     Raises:
         NormalizationError: flat groups, and no hint says what is in them.
-        DamagedCheckpointError: masters and groups do not fit together.
+        CorruptCheckpointError: masters and groups do not fit together.
     """
     inner = optimizer["optimizer_state_dict"]
     groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
@@ -383,7 +383,7 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
     masters = optimizer.get("fp32_groups") or ()
     for group, of in zip(groups, masters):
         if len(group.get("params", ())) != len(of):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{file.source.label}: a group of {len(group.get('params', ()))} parameters has {len(of)} fp32 masters"
             )
         for i, ref in zip(group["params"], of):
@@ -468,7 +468,7 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
 
     Raises:
         NormalizationError: how a parameter was cut is not known; the message asks for the hint "tp_dims".
-        DamagedCheckpointError: the ranks have different parameters, or shapes that do not fit.
+        CorruptCheckpointError: the ranks have different parameters, or shapes that do not fit.
     """
     first = ranks[0]
     shapes = {fqn: tensor.spec.shape for fqn, tensor in first.model.items()}
@@ -476,7 +476,7 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
     for rank, other in enumerate(ranks):
         odd = sorted({*other.model} ^ {*first.model})
         if odd:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{odd[0]!r} is in the files of one tensor parallel rank, and not in those of another: rank 0 has "
                 f"{len(first.model)} parameters, rank {rank} has {len(other.model)}"
             )
@@ -499,5 +499,5 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
 def _all_stored(fqn: str, name: str, pieces: Sequence[Value]) -> list[StoredTensor]:
     found = [piece for piece in pieces if isinstance(piece, StoredTensor)]
     if len(found) < len(pieces):
-        raise DamagedCheckpointError(f"the files of a tensor parallel rank have no {name!r} of {fqn!r}, others have")
+        raise CorruptCheckpointError(f"the files of a tensor parallel rank have no {name!r} of {fqn!r}, others have")
     return found

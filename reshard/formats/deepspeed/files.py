@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
@@ -74,7 +74,7 @@ def _is_state(file: str, folder: str) -> bool:
 def open(files: Files) -> Contents:
     """The checkpoint that `latest` names, or the one in this folder.
 
-    Raises DamagedCheckpointError if the folder that `latest` names is not there, or a file is damaged.
+    Raises CorruptCheckpointError if the folder that `latest` names is not there, or a file is damaged.
     """
     storage, names = files.storage, files.listed
     folder = _folder(storage, names)
@@ -131,7 +131,7 @@ def _folder(storage: Storage, names: Mapping[str, int]) -> str:
             continue
         tag = bytes(storage.read(latest)).decode("utf-8", "replace").strip().strip("/")
         if not any(_is_state(file, tag + "/") for file in names):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{storage.url}/{latest} names {tag!r}, but there is no checkpoint in a folder of this name"
             )
         return tag + "/"

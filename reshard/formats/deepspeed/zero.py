@@ -15,7 +15,7 @@ from typing import Any
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.formats.canonical import Value
 from reshard.formats.torch_save.reader import TorchFile, stored_or_plain
 from reshard.stored.contents import Record
@@ -51,17 +51,17 @@ class Rank:
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
-    """Raises DamagedCheckpointError if the file is not what DeepSpeed writes."""
+    """Raises CorruptCheckpointError if the file is not what DeepSpeed writes."""
     label = file.source.label
     value = file.value.get("optimizer_state_dict") if isinstance(file.value, dict) else None
     if not isinstance(value, dict):
-        raise DamagedCheckpointError(f"{label}: it holds no optimizer_state_dict of ZeRO")
+        raise CorruptCheckpointError(f"{label}: it holds no optimizer_state_dict of ZeRO")
     third = "fp32_flat_groups" in value
     out = Rank(label, stage=_number(value.get("zero_stage", 3 if third else 1), label))
     masters = value.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
     base = value.get("optimizer_state_dict" if third else "base_optimizer_state")
     if not isinstance(masters, (list, tuple)):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: it holds no flat fp32 groups, which every stage of ZeRO from 1 on writes"
         )
     states = _states(base)
@@ -93,7 +93,7 @@ def _states(base: Any) -> dict[int, dict[str, Any]]:
 def _number(stage: Any, label: str) -> int:
     value = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     if not isinstance(value, int):
-        raise DamagedCheckpointError(f"{label}: its zero_stage {value!r:.40} is no number")
+        raise CorruptCheckpointError(f"{label}: its zero_stage {value!r:.40} is no number")
     return value
 
 
@@ -102,7 +102,7 @@ def _fragment(value: Any, label: str) -> tuple[int, int]:
     try:
         return int(fields["start"]), int(fields["numel"])
     except (KeyError, TypeError, ValueError):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{label}: a fragment of a parameter without start and numel: {value!r:.80}"
         ) from None
 
@@ -117,7 +117,7 @@ def _is_flat(value: Value, master: Value) -> bool:
 def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
     counts = {rank.partition_counts[group] for rank in ranks if group < len(rank.partition_counts)}
     if counts and counts != {len(ranks)}:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{ranks[0].label}: group {group} was cut for {max(counts)} data parallel ranks, but there are files of "
             f"{len(ranks)}: the file of a rank is missing, or does not belong here"
         )
@@ -126,12 +126,12 @@ def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
 def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dict[str, Value]]:
     """States of every parameter, and its fp32 master as the state `MASTER`.
 
-    Raises DamagedCheckpointError if a rank's file is missing, or pieces are too short for the parameters.
+    Raises CorruptCheckpointError if a rank's file is missing, or pieces are too short for the parameters.
     """
     out: dict[str, dict[str, Value]] = {}
     for g, group in enumerate(shapes):
         if any(g >= len(rank.flats) for rank in ranks):
-            raise DamagedCheckpointError(f"{ranks[0].label}: it has no group {g}, which the model's parameters need")
+            raise CorruptCheckpointError(f"{ranks[0].label}: it has no group {g}, which the model's parameters need")
         for mine, shift in _sharers(ranks, g, group):
             _check_ranks(mine, g)
             mapped = all(g < len(rank.mappings) for rank in mine) and not mine[0].round_robin
@@ -189,7 +189,7 @@ def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
                 done[fqn] += length
     for fqn, shape in group.items():
         if done[fqn] != math.prod(shape):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{fqn!r} of shape {list(shape)}: the files of {len(ranks)} ranks hold {done[fqn]} of its "
                 f"{math.prod(shape)} elements; the file of a rank is missing"
             )
@@ -212,7 +212,7 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
                 parts[fqn].append((r, low - r * piece, high - low, low - start))
         start = stop + (paddings[at] if at < len(paddings) else 0)
     if stop > piece * len(ranks):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{ranks[0].label}: the parameters of group {g} have {stop} elements, but its {len(ranks)} pieces hold "
             f"{piece * len(ranks)}: the file of a rank is missing"
         )
@@ -225,9 +225,9 @@ def _gather(fqn: str, shape: tuple[int, ...], parts: Iterable[tuple[int, Value, 
     pieces, dtype = [], "float32"
     for at, flat, start, length in parts:
         if not isinstance(flat, StoredTensor) or len(flat.spec.shape) != 1:
-            raise DamagedCheckpointError(f"{fqn!r}: a rank has no flat tensor for it, but others have")
+            raise CorruptCheckpointError(f"{fqn!r}: a rank has no flat tensor for it, but others have")
         if start + length > flat.spec.numel or at + length > numel:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{fqn!r} of shape {list(shape)}: its elements {at} to {at + length} should be the elements {start} to "
                 f"{start + length} of {flat.fqn!r}, which has {flat.spec.numel}"
             )
@@ -235,7 +235,7 @@ def _gather(fqn: str, shape: tuple[int, ...], parts: Iterable[tuple[int, Value, 
         pieces.append((Box((at,), (length,)), narrow(flat, 0, start, start + length)))
     if not pieces:
         if numel:
-            raise DamagedCheckpointError(f"{fqn!r} of shape {list(shape)}: no rank holds any part of it")
+            raise CorruptCheckpointError(f"{fqn!r} of shape {list(shape)}: no rank holds any part of it")
         return StoredTensor(TensorSpec(fqn, shape, dtype), ())
     return unflatten(assemble(fqn, (numel,), pieces), shape, fqn)
 
@@ -254,7 +254,7 @@ def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dic
             while sub < len(sizes) and part and at >= sizes[sub]:
                 sub, at = sub + 1, 0
             if part and (sub >= len(sizes) or at + part > sizes[sub]):
-                raise DamagedCheckpointError(
+                raise CorruptCheckpointError(
                     f"{ranks[0].label}: {fqn!r} needs {part} elements from {at} on in sub-group {sub}, which is more "
                     "than the file holds; it was cut short, or belongs to another model"
                 )

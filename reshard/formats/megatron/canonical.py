@@ -43,7 +43,7 @@ def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical
     """The state under the names of the unsharded model.
 
     Raises:
-        DamagedCheckpointError: parts of a tensor are missing or do not fit.
+        CorruptCheckpointError: parts of a tensor are missing or do not fit.
         NormalizationError: buckets whose order of parameters is not known, and no hint says it.
     """
     facts = contents.facts

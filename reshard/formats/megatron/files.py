@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.live.plain_data import encode_plain
@@ -51,13 +51,13 @@ class MegatronFacts(dcp.DcpFacts):
 
 
 def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
-    """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises DamagedCheckpointError if absent."""
+    """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises CorruptCheckpointError if absent."""
     if LATEST not in names:
         return ""
     text = bytes(storage.read(LATEST)).decode("utf-8", "replace").strip()
     folder = f"iter_{int(text):07d}/" if text.isdigit() else f"{text}/"
     if not any(file.startswith(folder) for file in names):
-        raise DamagedCheckpointError(f"{storage.url}/{LATEST} names {text!r}, but there is no folder {folder}")
+        raise CorruptCheckpointError(f"{storage.url}/{LATEST} names {text!r}, but there is no folder {folder}")
     return folder
 
 
@@ -104,7 +104,7 @@ def _description(storage: Storage, folder: str) -> dict[str, Any]:
     try:
         value = json.loads(storage.read(folder + "metadata.json"))
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{storage.url}/{folder}metadata.json: no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{folder}metadata.json: no JSON: {error}") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -113,7 +113,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         FormatError: the files are of another of Megatron's backends.
-        DamagedCheckpointError: a file is missing or damaged.
+        CorruptCheckpointError: a file is missing or damaged.
     """
     return open_folder(files, iteration_folder(files.storage, files.listed))
 
@@ -129,7 +129,7 @@ def open_folder(files: Files, folder: str) -> Contents:
             "Megatron-core convert it to torch_dist"
         )
     if folder + ".metadata" not in names:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{folder}: there is no .metadata, which comes last: the save did not end"
         )
     sharded = dcp.open_folder(files, folder)
@@ -139,7 +139,7 @@ def open_folder(files: Files, folder: str) -> Contents:
     parts = [("", sharded)]
     common = folder + "common.pt"
     if common not in names and described.get("common_backend") == "torch" and backend != "fsdp_dtensor":
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{storage.url}/{common} is missing, which holds the program's arguments and the optimizer's settings"
         )
     if common in names:
@@ -240,7 +240,7 @@ def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def open_legacy(files: Files) -> Contents:
-    """The files of all ranks. Raises DamagedCheckpointError if those of a rank are missing."""
+    """The files of all ranks. Raises CorruptCheckpointError if those of a rank are missing."""
     storage, names = files.storage, files.listed
     folder = iteration_folder(storage, names)
     opened: dict[KeyPath, TorchFile] = {}
@@ -265,10 +265,10 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
     """Where in the grid a folder is: a second number is the pipeline's where there are stages, else the experts'."""
     folder = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(at))
     if "model" not in of:
-        raise DamagedCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")
+        raise CorruptCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")
     file = of["model"]
     if not isinstance(file.value, dict):
-        raise DamagedCheckpointError(f"{file.source.label}: wanted a dict of model and optimizer")
+        raise CorruptCheckpointError(f"{file.source.label}: wanted a dict of model and optimizer")
     stages = arguments(file).get("pipeline_model_parallel_size")
     tp, pp, ep = at[0], 0, 0
     if len(at) == 3:
@@ -287,7 +287,7 @@ def arguments(file: TorchFile) -> dict[str, Any]:
 
 
 def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
-    """Raises DamagedCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
+    """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
 
     Of further expert ranks, only those with experts have one.
     """
@@ -296,7 +296,7 @@ def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
         return
     for rank in ranks:
         if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{url}: {rank.folder} has no file of the distributed optimizer (distrib_optim.pt), but "
                 f"{having.folder} has one"
             )
@@ -308,7 +308,7 @@ def _has_experts(value: Any) -> bool:
 
 
 def _check_grid(ranks: list[RankFiles], url: str) -> None:
-    """Raises DamagedCheckpointError unless the ranks fill their grid."""
+    """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
     sizes = {
         "tp": max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
@@ -320,7 +320,7 @@ def _check_grid(ranks: list[RankFiles], url: str) -> None:
         for pp in range(sizes["pp"]):
             for ep in range(sizes["ep"]):
                 if (tp, pp, ep) not in held:
-                    raise DamagedCheckpointError(
+                    raise CorruptCheckpointError(
                         f"{url}: the folder of tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep} is "
                         f"missing; there are {', '.join(r.folder for r in ranks[:6])}"
                     )

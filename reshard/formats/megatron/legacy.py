@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope
 from reshard.formats.megatron.canonical import finish
 from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
@@ -46,7 +46,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
     """The state under the names of the unsharded model.
 
     Raises:
-        DamagedCheckpointError: shards do not fit together.
+        CorruptCheckpointError: shards do not fit together.
         FormatError: experts that are one matrix, spread over ranks.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
@@ -83,7 +83,7 @@ def _chunks(file: TorchFile) -> list[dict[str, StoredTensor]]:
     """The model of a file: `model`, or `model0`, `model1` ... where a rank has several chunks."""
     found = sorted((int(m[1] or 0), key) for key in file.value if (m := _CHUNK.fullmatch(str(key))))
     if not found:
-        raise DamagedCheckpointError(f"{file.source.label}: it holds no model")
+        raise CorruptCheckpointError(f"{file.source.label}: it holds no model")
     return [dict(_tensors(file, file.value[key], "")) for _, key in found]
 
 
@@ -195,7 +195,7 @@ def _join_states(
             continue
         shards = {tp: values[key] for tp, values in by_tp.items() if key in values}
         if len(shards) < len(by_tp):
-            raise DamagedCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
+            raise CorruptCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
         out[key] = _join(name, shards, shapes, hints)
     return out
 
@@ -332,13 +332,13 @@ def _add_masters(
         members = [names[i] for i in group.get("params", ()) if i in names]
         low = [m for m in members if rank.chunks[m[0]][m[1]].spec.dtype in ("bfloat16", "float16")]
         if len(low) != len(masters):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{file.source.label}: a group has {len(low)} parameters of lower precision, but {len(masters)} masters"
             )
         for param, ref in zip(low, masters):
             value = stored_or_plain(f"{param[1]}.fp32_param", ref, file, rank.files.tp)
             if not _fits(rank, param, {"fp32_param": value}):
-                raise DamagedCheckpointError(f"{file.source.label}: the master of {param[1]!r} has another shape")
+                raise CorruptCheckpointError(f"{file.source.label}: the master of {param[1]!r} has another shape")
             states.setdefault(param, {})["fp32_param"] = value
 
 
@@ -355,7 +355,7 @@ def _from_flat(
     for chunk in chunks:
         for dtypes, flats in saved[chunk].items():
             if not isinstance(flats, dict):
-                raise DamagedCheckpointError(f"{file.source.label}: buffer {chunk} {dtypes} holds no flat tensors")
+                raise CorruptCheckpointError(f"{file.source.label}: buffer {chunk} {dtypes} holds no flat tensors")
             dtype = dtype_name(dtypes[0]) if isinstance(dtypes, tuple) else ""
             tensors = rank.chunks[chunk] if chunk < len(rank.chunks) else {}
             held = [n for c, n in params if c == chunk and (not dtype or tensors[n].spec.dtype == dtype)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import Hints, find_scope
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, narrow, unstack
@@ -67,7 +67,7 @@ def canonical_key(key: str) -> str:
 
 
 def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """The parameters that a stored tensor holds, by canonical name. Raises DamagedCheckpointError for a 0-d stack."""
+    """The parameters that a stored tensor holds, by canonical name. Raises CorruptCheckpointError for a 0-d stack."""
     while key.startswith("module."):
         key = key.removeprefix("module.")
     match = _STACKED.fullmatch(key)
@@ -90,12 +90,12 @@ def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]
 
 def _length(key: str, tensor: StoredTensor) -> int:
     if not tensor.spec.shape:
-        raise DamagedCheckpointError(f"{key!r} should be a stack of layers or experts, but it is a single number")
+        raise CorruptCheckpointError(f"{key!r} should be a stack of layers or experts, but it is a single number")
     return tensor.spec.shape[0]
 
 
 def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises DamagedCheckpointError if one lacks."""
+    """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises CorruptCheckpointError if one lacks."""
     out: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         match = _HALF.fullmatch(name)
@@ -104,7 +104,7 @@ def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             continue
         halves = [tensors.get(f"{match[1]}_{half}") for half in "wv"]
         if halves[0] is None or halves[1] is None:
-            raise DamagedCheckpointError(f"{name!r}: the other half of {match[1]!r} (_w or _v) is missing")
+            raise CorruptCheckpointError(f"{name!r}: the other half of {match[1]!r} (_w or _v) is missing")
         out.setdefault(match[1], concat([halves[0], halves[1]], 0, match[1]))
     return out
 
@@ -242,7 +242,7 @@ class Grid:
         each = rest // middle if middle else 0
         sizes = [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
         if sum(sizes) != count:
-            raise DamagedCheckpointError(f"{count} layers cannot be divided among stages of {sizes} layers")
+            raise CorruptCheckpointError(f"{count} layers cannot be divided among stages of {sizes} layers")
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
     def __str__(self) -> str:
@@ -410,33 +410,33 @@ def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def local_shape(shape: tuple[int, ...], dim: int | None, tp: int, name: str) -> tuple[int, ...]:
-    """Shape of a shard. Raises DamagedCheckpointError if the dim cannot be divided."""
+    """Shape of a shard. Raises CorruptCheckpointError if the dim cannot be divided."""
     if dim is None or tp == 1:
         return shape
     if dim >= len(shape) or shape[dim] % tp:
-        raise DamagedCheckpointError(f"{name!r} of shape {list(shape)} cannot be cut along dim {dim} for {tp} ranks")
+        raise CorruptCheckpointError(f"{name!r} of shape {list(shape)} cannot be cut along dim {dim} for {tp} ranks")
     return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
 
 
 def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gated: bool) -> StoredTensor:
     """The whole parameter. Of replicas the first is taken; gate and up halves are joined each by itself.
 
-    Raises DamagedCheckpointError if the shards have different shapes.
+    Raises CorruptCheckpointError if the shards have different shapes.
     """
     shapes = {shard.spec.shape for shard in shards}
     if len(shapes) > 1:
         texts = ", ".join(str(list(shard.spec.shape)) for shard in shards)
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{name!r}: the shards of the tensor parallel ranks have different shapes: {texts}"
         )
     shape = shapes.pop()
     if dim is None or len(shards) == 1:
         return shards[0].renamed(name)
     if dim >= len(shape):
-        raise DamagedCheckpointError(f"{name!r}: shards of shape {list(shape)} cannot be joined along dim {dim}")
+        raise CorruptCheckpointError(f"{name!r}: shards of shape {list(shape)} cannot be joined along dim {dim}")
     halves = 2 if gated else 1
     if shape[dim] % halves:
-        raise DamagedCheckpointError(f"{name!r}: {shape[dim]} rows of a shard are no gate and up half")
+        raise CorruptCheckpointError(f"{name!r}: {shape[dim]} rows of a shard are no gate and up half")
     rows = shape[dim] // halves
     pieces = []
     for half in range(halves):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.megatron.names import (
@@ -49,7 +49,7 @@ BufferKey = tuple[str, int, int, str]
 def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, StoredTensor]]]:
     """The flat tensors of every buffer by state. Nothing but the objects' pickles is read.
 
-    Raises DamagedCheckpointError if an object is not what Megatron writes, FormatError for the form of before 2024.
+    Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the form of before 2024.
     """
     facts = contents.facts
     assert isinstance(facts, DcpFacts)
@@ -60,7 +60,7 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, 
         file = facts.object_file(key)
         value = file.value[0] if isinstance(file.value, (list, tuple)) and len(file.value) == 1 else file.value
         if not isinstance(value, dict):
-            raise DamagedCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")
+            raise CorruptCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")
         for number in sorted(n for n in value if type(n) is int):
             for dtypes, flats in value[number].items():
                 if not isinstance(flats, dict) or not value.get("buckets_coalesced"):
@@ -77,7 +77,7 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, 
 
 def _flat(key: str, file: TorchFile, ref: Any) -> StoredTensor:
     if len(ref.size) != 1:
-        raise DamagedCheckpointError(f"{file.source.label}: {key!r} has shape {list(ref.size)}, but should be flat")
+        raise CorruptCheckpointError(f"{file.source.label}: {key!r} has shape {list(ref.size)}, but should be flat")
     return stored_tensor(key, file, ref)
 
 
@@ -115,7 +115,7 @@ class _Buffer:
 
     def lengths(self) -> list[int]:
         if sorted(self.buckets) != list(range(len(self.buckets))):
-            raise DamagedCheckpointError(f"the buckets {sorted(self.buckets)} of a buffer are not all there")
+            raise CorruptCheckpointError(f"the buckets {sorted(self.buckets)} of a buffer are not all there")
         return [next(iter(self.buckets[b].values())).spec.numel for b in sorted(self.buckets)]
 
     def starts(self, bucket: int) -> set[int]:
@@ -131,7 +131,7 @@ def cut_buckets(
 ) -> dict[str, dict[str, Value]]:
     """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
 
-    Raises NormalizationError if no known order fits, and DamagedCheckpointError if ranks are missing.
+    Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are missing.
     """
     buffers = _buffers(contents, args)
     if not buffers:
@@ -176,7 +176,7 @@ def _check_groups(buffers: _Buffers, grid: Grid) -> None:
     found = {key[1] for key in buffers}
     missing = sorted(set(range(grid.size)) - found)
     if missing:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"the optimizer states of model parallel rank {missing[0]} are missing: there are those of "
             f"{sorted(found)}, but the model was cut for {grid}"
         )
@@ -283,7 +283,7 @@ def _join(
             joined = join_shards(f"{name}.{state}", shards, dim, is_gated(name, shapes))
             out.setdefault(name, {})[state] = joined
         if out[name] and next(iter(out[name].values())).spec.shape != shapes[name]:
-            raise DamagedCheckpointError(f"{name!r}: the parts of its optimizer states do not make up {shapes[name]}")
+            raise CorruptCheckpointError(f"{name!r}: the parts of its optimizer states do not make up {shapes[name]}")
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
 from reshard.storage.base import Storage
@@ -32,7 +32,7 @@ def open(files: Files) -> Contents:
     """The checkpoint in the top folder.
 
     Raises:
-        DamagedCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
+        CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: DTensors that cannot be understood.
     """
     sections = list(sections_of(files.listed, [ITEM]).values())
@@ -43,15 +43,15 @@ def open(files: Files) -> Contents:
 
 
 def _check_items(files: Files, sections: list[Section]) -> None:
-    """Let sections know how many ranks saved them. Raises DamagedCheckpointError if an item of tensors has no files."""
+    """Let sections know how many ranks saved them. Raises CorruptCheckpointError if an item of tensors has no files."""
     source = files[METADATA]
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
     if not isinstance(items, dict) or type(world) is not int:
-        raise DamagedCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+        raise CorruptCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
     known = {section.name: section for section in sections}
     for item in map(str, items):
         if item not in known:
-            raise DamagedCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
+            raise CorruptCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
         known[item].world_size = world

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
-from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
 from reshard.stored.crc32 import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
@@ -43,7 +43,7 @@ class TorchArchive:
     """A zip archive of `torch.save` at [start, start + length) of a source."""
 
     def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
-        """Reads the central directory. Raises DamagedCheckpointError if there is none, or it makes no sense."""
+        """Reads the central directory. Raises CorruptCheckpointError if there is none, or it makes no sense."""
         self.source = source
         self.start = start
         self.length = source.nbytes - start if length is None else length
@@ -62,8 +62,8 @@ class TorchArchive:
             raise self._damaged(f"bytes [{at}, {at + length}) lie outside its {self.length} bytes")
         return self.source.read(self.start + at, length)
 
-    def _damaged(self, what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"{self.label}: the zip archive is damaged: {what}")
+    def _damaged(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.label}: the zip archive is damaged: {what}")
 
     def _directory(self) -> dict[str, tuple[int, int]]:
         count, size, at = self._find_directory()
@@ -106,7 +106,7 @@ class TorchArchive:
         return count, size, offset
 
     def locate(self, name: str) -> tuple[int, int]:
-        """Where the data of a record begins in the source, and its length. Raises DamagedCheckpointError if absent."""
+        """Where the data of a record begins in the source, and its length. Raises CorruptCheckpointError if absent."""
         if name not in self.records:
             raise self._damaged(f"it has no record {name!r}")
         header, size = self.records[name]
@@ -119,7 +119,7 @@ class TorchArchive:
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:
-        """The bytes of a record. Raises DamagedCheckpointError if they do not have its CRC-32."""
+        """The bytes of a record. Raises CorruptCheckpointError if they do not have its CRC-32."""
         at, size = self.locate(name)
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)
@@ -129,7 +129,7 @@ class TorchArchive:
         return load_pickle(self.read("data.pkl"), where=self.label, allow=allow)
 
     def place(self, ref: TensorRef) -> Extent:
-        """Where the elements of a tensor are. Raises DamagedCheckpointError if its storage has another size."""
+        """Where the elements of a tensor are. Raises CorruptCheckpointError if its storage has another size."""
         record = f"data/{ref.storage.key}"
         at, size = self.locate(record)
         if size != ref.storage.nbytes:
@@ -214,7 +214,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
 
     Its head is enough, as a rule: the pickle comes first, the headers say where records begin.
 
-    Raises DamagedCheckpointError or FormatError if the archive is not that of one plain tensor.
+    Raises CorruptCheckpointError or FormatError if the archive is not that of one plain tensor.
     """
     found = _scan_head(head)
     if found is None:
@@ -226,7 +226,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
     pickled, data_at, key = found
     ref = _parse(pickled, f"{source.label}, item at byte {start}")
     if ref.storage.key != key:
-        raise DamagedCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
+        raise CorruptCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
     _check_storage(ref.storage, source, start, length, data_at)
     add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
     return make_place(source, ref, start + data_at, is_record=True), ref.dtype
@@ -235,7 +235,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
 def _check_storage(storage: StorageRef, source: Source, start: int, length: int, data_at: int) -> None:
     # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
     if data_at + storage.nbytes + 100 > length:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{source.label}, item at byte {start}: its storage of {storage.nbytes} bytes does not fit into the "
             f"{length} bytes of the item"
         )
@@ -304,8 +304,9 @@ def is_archive(source: FileSource) -> bool:
     return bytes(source.read(0, min(4, source.nbytes))) == ZIP_MAGIC
 
 
-def changed_records(files: Iterable[FileSource]) -> Iterator[str]:
-    """A text for each record of the archives in `files` whose bytes have another CRC-32 than was written with them.
+def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int]]:
+    """For each record of the archives in `files` whose bytes have another CRC-32 than was written with them a text,
+    its first byte, and one past the last; 0 and 0 where that is not known.
 
     Files that do not begin as zip archives are passed over.
     """
@@ -313,20 +314,21 @@ def changed_records(files: Iterable[FileSource]) -> Iterator[str]:
         found = archives(source)
         first = found[0][0] if found else source.nbytes
         if first:
-            yield f"{source.label}: bytes [0, {first}) do not end as a zip archive does: they were changed"
+            yield f"{source.label}: bytes [0, {first}) do not end as a zip archive does: they were changed", 0, first
         for start, length in found:
             try:
                 archive = TorchArchive(source, start, length)
                 for name, expected in archive.sums.items():
                     at, size = archive.locate(name)
                     if _crc(source, at, size) != expected:
-                        yield (
+                        text = (
                             f"{source.label}: bytes [{at}, {at + size}), record {name!r} of a zip archive, do not have "
-                            "the CRC-32 that was written with them: they were changed (or torch was told to write "
-                            "none, by torch.serialization.set_crc32_options)"
+                            "the CRC-32 that was written with them: they were changed (or "
+                            "torch.serialization.set_crc32_options was off when they were saved)"
                         )
+                        yield text, at, at + size
             except CheckpointError as error:
-                yield str(error)
+                yield str(error), 0, 0
 
 
 def archives(source: FileSource) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from reshard.errors import DamagedCheckpointError, FormatError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.live.dtypes import dtype_name
 from reshard.stored.contents import Record, make_record_type
 
@@ -63,7 +63,7 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor of a pickle: a strided view of a storage. Raises DamagedCheckpointError if it leaves the storage."""
+    """A tensor of a pickle: a strided view of a storage. Raises CorruptCheckpointError if it leaves the storage."""
 
     storage: StorageRef
     offset: int
@@ -79,11 +79,11 @@ class TensorRef:
     def __post_init__(self) -> None:
         numbers: tuple[object, ...] = (self.offset, *self.size, *self.stride)
         if any(type(n) is not int or n < 0 or n >= 1 << 62 for n in numbers) or len(self.size) != len(self.stride):
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"a tensor of offset {self.offset!r}, size {self.size!r} and stride {self.stride!r} cannot be"
             )
         if 0 not in self.size and self.window(0).stop > self.storage.nbytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"a tensor of offset {self.offset}, size {self.size} and stride {self.stride} does not fit in its "
                 f"storage of {self.storage.nbytes} bytes"
             )
@@ -98,12 +98,12 @@ def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
     """The value with records of well-known data classes (numpy arrays and numbers, paths, namespaces) made plain.
 
     Others stay records. Containers are new. `tensor` gives what to put in the place of each tensor; None keeps the
-    references. Raises DamagedCheckpointError for a container that contains itself.
+    references. Raises CorruptCheckpointError for a container that contains itself.
     """
     try:
         return _plain(value, tensor, {}, set())
     except RecursionError:
-        raise DamagedCheckpointError("an object of the checkpoint is nested too deeply to be data") from None
+        raise CorruptCheckpointError("an object of the checkpoint is nested too deeply to be data") from None
 
 
 def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int, Any], above: set[int]) -> Any:
@@ -114,7 +114,7 @@ def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int
     if id(value) in done:
         return done[id(value)]
     if id(value) in above:
-        raise DamagedCheckpointError("an object of the checkpoint contains itself")
+        raise CorruptCheckpointError("an object of the checkpoint contains itself")
     above.add(id(value))
 
     def go(part: Any) -> Any:
@@ -165,7 +165,7 @@ def _numpy(record: Record) -> Any:
             return record
         array = np.frombuffer(bytearray(data), kind).reshape(shape, order="F" if fortran else "C")
     except (TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"a numpy array of the checkpoint is damaged: {error}") from None
+        raise CorruptCheckpointError(f"a numpy array of the checkpoint is damaged: {error}") from None
     return array[()] if record.path.endswith("scalar") else array
 
 
@@ -189,7 +189,7 @@ def load_pickle(data: bytes | memoryview, *, where: str, allow: Callable[[str], 
 
     Raises:
         UnsafeDataError: it names something that is not allowed, or uses an opcode that no checkpoint needs.
-        DamagedCheckpointError: it is cut short or is no pickle.
+        CorruptCheckpointError: it is cut short or is no pickle.
     """
     return load_pickle_at(data, 0, where=where, allow=allow)[0]
 
@@ -208,14 +208,14 @@ def load_pickle_at(
     reader = _Unpickler(io.BytesIO(program), where, allow or (lambda name: True), [] if seen is None else seen)
     try:
         return _run(reader, program), stop
-    except (UnsafeDataError, DamagedCheckpointError, FormatError) as error:
+    except (UnsafeDataError, CorruptCheckpointError, FormatError) as error:
         if str(error).startswith(where):
             raise
         raise type(error)(f"{where}: {error}") from None
     except RecursionError:
-        raise DamagedCheckpointError(f"{where}: the pickle is nested too deeply to be data") from None
+        raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be data") from None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{where}: the pickle is damaged: {type(error).__name__}: {error}; wanted what torch or pickle wrote"
         ) from None
 
@@ -274,10 +274,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         if not (isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"):
-            raise DamagedCheckpointError(f"{self._where}: {pid!r:.80} is no reference to a storage")
+            raise CorruptCheckpointError(f"{self._where}: {pid!r:.80} is no reference to a storage")
         kind, key, numel = pid[1], pid[2], pid[4]
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-            raise DamagedCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage makes no sense")
+            raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage makes no sense")
         view = pid[5] if len(pid) == 6 else None
         if view is not None:
             raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
@@ -531,7 +531,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
         match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
         at = end if match is None else match.end()
         if at >= end:
-            raise DamagedCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
+            raise CorruptCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
         op = data[at]
         if op == b"."[0]:
             return at + 1
@@ -549,7 +549,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
                 "of it was run"
             )
         else:
-            raise DamagedCheckpointError(f"{where}: there is no pickle opcode {op:#04x} (byte {at - start})")
+            raise CorruptCheckpointError(f"{where}: there is no pickle opcode {op:#04x} (byte {at - start})")
 
 
 def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
@@ -558,12 +558,12 @@ def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
     for _ in range(LINES[op]):
         match = _LINE.match(data, stop)
         if match is None:
-            raise DamagedCheckpointError(f"{where}: the pickle is cut short in a line of text")
+            raise CorruptCheckpointError(f"{where}: the pickle is cut short in a line of text")
         stop = match.end()
     if op == b"p"[0]:
         index = bytes(data[at + 1 : stop - 1])
         if not index.isdigit() or len(index) > 9 or int(index) > len(data):
-            raise DamagedCheckpointError(f"{where}: the pickle has a memo index that makes no sense: {index[:20]!r}")
+            raise CorruptCheckpointError(f"{where}: the pickle has a memo index that makes no sense: {index[:20]!r}")
     return stop
 
 
@@ -592,7 +592,7 @@ def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef]
 
     Raises:
         FormatError: pending reductions, or placements that are not known.
-        DamagedCheckpointError: a record that no version of torch writes.
+        CorruptCheckpointError: a record that no version of torch writes.
     """
     try:
         fields = record.fields
@@ -604,10 +604,10 @@ def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef]
         placements = [_placement(p, len(shape)) for p in spec["placements"]]
         layout = TensorLayout(TensorSpec(key, shape, dtype), mesh, placements)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, (FormatError, DamagedCheckpointError)):
+        if isinstance(error, (FormatError, CorruptCheckpointError)):
             raise type(error)(f"{where}: tensor {key!r}: {error}") from None
         what = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-        raise DamagedCheckpointError(f"{where}: the DTensor {key!r} makes no sense: {what}") from None
+        raise CorruptCheckpointError(f"{where}: the DTensor {key!r} makes no sense: {what}") from None
     if not isinstance(local, TensorRef):
         raise FormatError(f"{where}: the local tensor of {key!r} is a {getattr(local, 'path', type(local).__name__)}")
     return Shardlet(layout, local)

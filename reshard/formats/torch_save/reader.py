@@ -12,7 +12,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from reshard.errors import DamagedCheckpointError, FormatError, KeyMismatchError
+from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
@@ -75,7 +75,7 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     """Read what a file holds, without its tensors.
 
     Raises:
-        DamagedCheckpointError: it is cut short or not what it seems.
+        CorruptCheckpointError: it is cut short or not what it seems.
         FormatError: it is no file of `torch.save`.
         UnsafeDataError: its pickle asks for something that could run code.
     """
@@ -92,7 +92,7 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
 
 
 def _nowhere(source: Source, ref: TensorRef) -> Extent:
-    raise DamagedCheckpointError(
+    raise CorruptCheckpointError(
         f"{source.label}: a plain pickle that refers to the storage {ref.storage.key!r} of a tensor"
     )
 
@@ -111,7 +111,7 @@ def _pickles(
                 value, at = load_pickle_at(data, at, where=source.label, allow=allow, seen=seen)
                 values.append(value)
             return values, at
-        except DamagedCheckpointError:
+        except CorruptCheckpointError:
             if length == source.nbytes:
                 raise
             length = min(length * 4, source.nbytes)
@@ -121,18 +121,18 @@ def _read_stream(source: Source, allow: Callable[[str], bool] | None) -> TorchFi
     seen: list[StorageRef] = []
     (_, protocol, info, value, keys), at = _pickles(source, 0, 5, allow, seen)
     if protocol != _PROTOCOL or not isinstance(info, dict) or not isinstance(keys, list):
-        raise DamagedCheckpointError(f"{source.label}: a stream of torch.save of the unknown version {protocol!r:.40}")
+        raise CorruptCheckpointError(f"{source.label}: a stream of torch.save of the unknown version {protocol!r:.40}")
     if info.get("little_endian") is not True:
         raise FormatError(f"{source.label}: written on a big-endian machine, which is not supported")
     storages = {ref.key: ref for ref in seen}
     starts: dict[str, int] = {}
     for key in keys:
         if key not in storages:
-            raise DamagedCheckpointError(f"{source.label}: it lists a storage {key!r:.40} that nothing refers to")
+            raise CorruptCheckpointError(f"{source.label}: it lists a storage {key!r:.40} that nothing refers to")
         storage = storages[key]
         numel = int.from_bytes(bytes(source.read(at, 8)), "little")
         if numel != storage.numel:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{source.label}: storage {key!r} has {numel} elements at byte {at}, its reference says {storage.numel}"
             )
         starts[key] = at + 8
@@ -143,7 +143,7 @@ def _read_stream(source: Source, allow: Callable[[str], bool] | None) -> TorchFi
 
 def _place_in_stream(source: Source, starts: Mapping[str, int], ref: TensorRef) -> Extent:
     if ref.storage.key not in starts:
-        raise DamagedCheckpointError(f"{source.label}: the storage {ref.storage.key!r} of a tensor is not in the file")
+        raise CorruptCheckpointError(f"{source.label}: the storage {ref.storage.key!r} of a tensor is not in the file")
     return make_place(source, ref, starts[ref.storage.key])
 
 
@@ -158,7 +158,7 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
     except KeyMismatchError as error:
         raise FormatError(f"{file.source.label}: {error}") from None
     except RecursionError:
-        raise DamagedCheckpointError(f"{file.source.label}: nested too deeply to be data") from None
+        raise CorruptCheckpointError(f"{file.source.label}: nested too deeply to be data") from None
     return Flat({prefix + k: v for k, v in flat.leaves.items()}, {prefix + k: v for k, v in flat.containers.items()})
 
 
@@ -262,23 +262,23 @@ def _open_indexed(files: Files, index: str) -> Contents:
     try:
         weight_map = {str(k): str(v) for k, v in json.loads(storage.read(index))["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
+        raise CorruptCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
     wanted = sorted(set(weight_map.values()))
     missing = [file for file in wanted if file not in names]
     if missing:
-        raise DamagedCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
+        raise CorruptCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
     merged: dict[str, Any] = {}
     for file in wanted:
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
         if lost:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{label}: it says that {file} holds {lost[0]!r}, but it does not; the index lies"
             )
         extra = [key for key in part.tensors if weight_map.get(key) != file]
         if extra:
             where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
-            raise DamagedCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
+            raise CorruptCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
         merged.update(part.tensors)
     return Contents(merged, format="torch_save")
 
@@ -300,14 +300,14 @@ def is_sharded_tensor(value: object) -> bool:
 def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
     """A ShardedTensor from the records in the files of all ranks.
 
-    Raises DamagedCheckpointError if the records make no sense or disagree.
+    Raises CorruptCheckpointError if the records make no sense or disagree.
     """
     specs: set[tuple[tuple[int, ...], str]] = set()
     chunks: dict[Box, StoredChunk] = {}
     for rank, value in sorted(values.items()):
         label = files[rank].source.label
         if not is_sharded_tensor(value):
-            raise DamagedCheckpointError(f"{label}: {name!r} is no ShardedTensor there, as it is on other ranks")
+            raise CorruptCheckpointError(f"{label}: {name!r} is no ShardedTensor there, as it is on other ranks")
         try:
             locals_, metadata = value.state[0], value.state[1].fields
             shape = tuple(int(n) for n in metadata["size"])
@@ -318,11 +318,11 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
                 box = Box(at["shard_offsets"], at["shard_sizes"])
                 _add_shard(chunks, name, box, shape, ref, files[rank], rank)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, DamagedCheckpointError):
+            if isinstance(error, CorruptCheckpointError):
                 raise
-            raise DamagedCheckpointError(f"{label}: the ShardedTensor {name!r} makes no sense: {error}") from None
+            raise CorruptCheckpointError(f"{label}: the ShardedTensor {name!r} makes no sense: {error}") from None
     if len(specs) != 1:
-        raise DamagedCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
+        raise CorruptCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
     shape, dtype = specs.pop()
     return StoredTensor(TensorSpec(name, shape, dtype), tuple(chunks.values()))
 
@@ -330,12 +330,12 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
 def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
     """The ranks that hold shards of a ShardedTensor, by what one of them wrote.
 
-    Raises DamagedCheckpointError if the record makes no sense.
+    Raises CorruptCheckpointError if the record makes no sense.
     """
     try:
         placed = [shard.fields["placement"].fields["_rank"] for shard in record.state[1].fields["shards_metadata"]]
     except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{file.source.label}: the ShardedTensor {name!r} makes no sense: {error}"
         ) from None
     return sorted({rank for rank in placed if type(rank) is int})
@@ -360,7 +360,7 @@ def _add_shard(
     if not isinstance(ref, TensorRef):
         raise TypeError("a shard without a tensor")
     if ref.size != box.sizes:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{file.source.label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
         )
     inside = Box.full(shape) & box  # a flat parameter's last shard may be padded

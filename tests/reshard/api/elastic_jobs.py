@@ -38,30 +38,30 @@ def trained(folder: str) -> None:
     """8 ranks on 4 hosts: two steps are kept, and in the third all processes of a host are killed."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 4))
-    tier = Tier(folder, host=f"h{rank // 2}", deadline_s=30.0)
+    tier = Tier(folder, host=f"h{rank // 2}", timeout=30.0)
     cuts = {"rows": [Replicate(), Shard(0)], "both": [Shard(0), Shard(1)]}
     for step in (1, 2):
-        report = tier.keep(live(mesh, whole(step), cuts, step), step)
+        report = tier.save(live(mesh, whole(step), cuts, step), step)
         assert report.number == step
         assert sum(report.bytes_by_host.values()) == 2 * report.total_bytes
     if rank // 2 == 1:
         with mock.patch.object(keeping, "_mirror", side_effect=lambda *_: os.kill(os.getpid(), 9)):
-            tier.keep(live(mesh, whole(3), cuts, 3), 3)
-    tier.keep(live(mesh, whole(3), cuts, 3), 3)
+            tier.save(live(mesh, whole(3), cuts, 3), 3)
+    tier.save(live(mesh, whole(3), cuts, 3), 3)
 
 
 def went_on(folder: str) -> tuple[int | None, dict[str, torch.Tensor], int]:
     """6 ranks on the 3 hosts that are left, cut otherwise."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (3, 2))
-    tier = Tier(folder, host=["h0", "h2", "h3"][rank // 2], deadline_s=30.0)
+    tier = Tier(folder, host=["h0", "h2", "h3"][rank // 2], timeout=30.0)
     cuts = {"rows": [Shard(1), Replicate()], "both": [Shard(1), Shard(0)], "same": [Shard(0), Shard(0)]}
     state = live(mesh, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, cuts, 0)
-    report = tier.recover(state)
+    report = tier.restore(state)
     full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state["model"].items()}
     assert report.bytes_checked > 0
     assert state["rng"].value == rank
-    tier.keep(state, 2)
+    tier.save(state, 2)
     tier.clear()
     return report.step, full, state["step"]
 
@@ -77,12 +77,12 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     """4 ranks on 2 hosts keep in the background while they talk over the job's own process group: how long the call
     and the copies took, what is there in the end, and how often they talked; by "kill" host 1 is lost meanwhile."""
     rank = dist.get_rank()
-    tier = Tier(folder, host=f"h{rank // 2}", deadline_s=60.0)
+    tier = Tier(folder, host=f"h{rank // 2}", timeout=60.0)
     state = sharded(float(rank))
-    tier.keep(state, 1)
+    tier.save(state, 1)
     dist.barrier()
     started = time.monotonic()
-    pending = tier.async_keep(state, 2, bytes_per_s=8 << 20)  # 4 MiB out and 4 MiB in: 1 s
+    pending = tier.async_save(state, 2, bytes_per_s=8 << 20)  # 4 MiB out and 4 MiB in: 1 s
     waited = time.monotonic() - started
     state["w"].to_local().add_(100.0)  # the state kept is that of the call
     ended, talks = torch.zeros(1), 0
@@ -103,7 +103,7 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     assert report.step == 2
     assert report.bytes_received >= 4 << 20
     again = sharded(-1)
-    assert tier.recover(again).step == 2
+    assert tier.restore(again).step == 2
     assert again["own"].value == rank
     return [waited, took], again["w"].full_tensor()[:: 1 << 20].tolist(), talks
 
@@ -119,17 +119,17 @@ def recovered(folder: str) -> tuple[int | None, list[float]]:
 def failed_behind(folder: str) -> tuple[list[str], int | None]:
     """A host has no more room for the copies, in the background: who is told, and what is there then."""
     rank, said = dist.get_rank(), []
-    tier = Tier(folder, host=f"h{rank}", deadline_s=60.0)
+    tier = Tier(folder, host=f"h{rank}", timeout=60.0)
     state = sharded(float(rank))
-    tier.keep(state, 1)
+    tier.save(state, 1)
     full = mock.patch.object(generation, "_make_room", side_effect=StorageError("no room"))
     with full if rank == 1 else nullcontext():
         with suppress(reshard.ReshardError):
-            tier.async_keep(state, 2).result()
-        tier.async_keep(state, 3)
+            tier.async_save(state, 2).result()
+        tier.async_save(state, 3)
         try:
-            tier.async_keep(state, 4)
+            tier.async_save(state, 4)
         except reshard.ReshardError as error:
             said.append(f"{type(error).__name__}: {error}".splitlines()[0])
-    tier.keep(state, 5)
-    return said, tier.recover(sharded(-1)).step
+    tier.save(state, 5)
+    return said, tier.restore(sharded(-1)).step

@@ -425,7 +425,7 @@ def hang_job(seconds: float) -> str:
         store.wait([f"gave up {other}" for other in every if other != rank], timedelta(seconds=100))
         return ""
     # only now, so that a slow machine does not miss it where nobody hangs
-    prepared._options = {**prepared._options, "deadline_s": seconds}
+    prepared._options = {**prepared._options, "timeout": seconds}
     end = ""
     try:
         prepared.run()

@@ -339,7 +339,7 @@ def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"format": "gguf"}, FormatError, "Known are native, megatron, deepspeed"),
+        ({"format": "gguf"}, FormatError, "Known formats: native, megatron, deepspeed"),
         ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
         ({"select": "nothing.*"}, KeyMismatchError, "is called like 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),

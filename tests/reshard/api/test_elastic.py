@@ -28,7 +28,7 @@ from reshard.elastic import Tier
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
@@ -106,7 +106,7 @@ def kept(folder: Path, *steps: int, copies: int = 1, names: list[str] = NAMES, *
         for step in steps:
             all_of_it = values(step)
             state = {"w": cut(all_of_it["w"], ROWS, rank), "b": cut(all_of_it["b"], BIAS, rank), "step": step}
-            report = tier.keep(state, step, **more)
+            report = tier.save(state, step, **more)
         return report
 
     return Job(folder, names, copies=copies).run(life)
@@ -118,7 +118,7 @@ def recovered(folder: Path, names: list[str], fallback: Any = None) -> tuple[lis
 
     def life(rank: int, tier: Tier) -> Any:
         states[rank] = {"w": cut(torch.zeros(300, 1000), COLUMNS, rank), "b": torch.zeros(10), "step": 0}
-        return tier.recover(states[rank], fallback)
+        return tier.restore(states[rank], fallback)
 
     ends = Job(folder, names).run(life)
     w = global_of({rank: state["w"] for rank, state in states.items()}, torch.zeros(300, 1000))
@@ -272,7 +272,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
             path.unlink()
     places = [tmp_path / "run" / host for host in "abc"]
 
-    with pytest.raises(DamagedCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
+    with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointNotFoundError, match=r"no generation of step 7 counts in .*they have 2, 1"):
@@ -296,9 +296,9 @@ def small(
 
     def life(rank: int, tier: Tier) -> Any:
         state = {"w": torch.zeros(4), "step": 0}
-        report = tier.recover(state, **asked) if recovers else None
+        report = tier.restore(state, **asked) if recovers else None
         for step in steps:
-            tier.keep({"w": torch.full((4,), float(step)), "step": step}, step)
+            tier.save({"w": torch.full((4,), float(step)), "step": step}, step)
         assert report is None or report.step == state["step"] == state["w"][0]
         return report
 
@@ -468,10 +468,10 @@ def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path)
 def test_keys_that_do_not_fit_are_all_told_and_nothing_is_written(tmp_path: Path) -> None:
     kept(tmp_path, 1, copies=2)
     state = {"v": torch.zeros(3), "w": torch.zeros(300, 1000), "b": torch.zeros(10), "step": 0}
-    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.recover(state))
+    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.restore(state))
     assert type(end) is KeyMismatchError
     assert not state["w"].any()
-    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.recover(state, strict=False))
+    (end,) = Job(tmp_path, ["a"]).run(lambda rank, tier: tier.restore(state, strict=False))
     assert end.load.missing == ("v",)
     assert torch.equal(state["w"], values(1)["w"])
 
@@ -494,8 +494,8 @@ def test_wrong_tiers(wrong: dict[str, Any], told: str) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tier": {"copies": 2, "max_inflight_bytes": 12345, "folder": None},
-    "keep": {"step": 7, "check_replicas": False, "fingerprints": False},
-    "recover": {"fallback": "elsewhere", "step": 7, "strict": False, "dtype_policy": "cast"},
+    "save": {"step": 7, "check_replicas": False, "fingerprints": False},
+    "restore": {"fallback": "elsewhere", "step": 7, "strict": False, "dtype_policy": "cast"},
 }
 """What all ranks must choose alike, and another value than where nothing is said."""
 
@@ -508,10 +508,10 @@ def test_options_that_differ_are_named_on_all_ranks(tmp_path: Path, verb: str, o
         more = {option: value} if rank == 1 else {}
         if verb == "tier":
             tier.settings = dataclasses.replace(tier.settings, **more)
-        if verb == "recover":
-            tier.recover({"w": torch.zeros(2)}, **more)
+        if verb == "restore":
+            tier.restore({"w": torch.zeros(2)}, **more)
         else:
-            tier.keep({"w": torch.zeros(2)}, **{"step": 1, **(more if verb == "keep" else {})})
+            tier.save({"w": torch.zeros(2)}, **{"step": 1, **(more if verb == "save" else {})})
 
     ends = Job(tmp_path / "run", ["a", "b"]).run(life)
     assert {type(end) for end in ends} == {LayoutError}
@@ -520,8 +520,8 @@ def test_options_that_differ_are_named_on_all_ranks(tmp_path: Path, verb: str, o
 
 
 def test_every_option_is_on_one_side_or_the_other() -> None:
-    own = {"host", "process_group", "deadline_s", "mapping", "state_dict", "self"}
-    for call in (Tier.__init__, Tier.keep, Tier.recover):
+    own = {"host", "process_group", "timeout", "mapping", "state_dict", "self"}
+    for call in (Tier.__init__, Tier.save, Tier.restore):
         known = {*own, *(option for its in OPTIONS.values() for option in its)}
         assert set(inspect.signature(call).parameters) <= known
 
@@ -529,4 +529,4 @@ def test_every_option_is_on_one_side_or_the_other() -> None:
 @pytest.mark.parametrize("step", [-1, True, "7"])
 def test_wrong_steps(step: Any) -> None:
     with pytest.raises(CheckpointError, match="step must be a number >= 0"):
-        Tier("/dev/shm/x").keep({}, step)
+        Tier("/dev/shm/x").save({}, step)

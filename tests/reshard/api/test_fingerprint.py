@@ -14,7 +14,7 @@ import torch
 import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
-from reshard.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from reshard.live import fingerprint_sums as fold_module, fingerprints as words_module
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprint_sums import (
@@ -424,7 +424,7 @@ def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
     data[data.index(STATE["model"]["w"].numpy().tobytes()) + 7] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(DamagedCheckpointError, match="were changed since they were written"):
+    with pytest.raises(CorruptCheckpointError, match="were changed since they were written"):
         fingerprint(tmp_path)
     found = fingerprint(reshard.open(tmp_path, check=False))
     assert [name for name, value in found.items() if value != fingerprint(STATE)[name]] == ["model.w"]

@@ -22,7 +22,7 @@ import reshard
 from reshard.api import tasks
 from reshard.api.tasks import Processes, run_tasks
 from reshard.cli.app import run
-from reshard.errors import CheckpointError, DamagedCheckpointError, StorageError
+from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError
 from reshard.ranks import liveness
 from tests.deadly import Deadly
 from tests.noting import Noting
@@ -199,9 +199,9 @@ def test_what_a_task_raises_is_raised_with_its_kind_and_worker(source: Path, tmp
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with spawned(2) as executor, pytest.raises(DamagedCheckpointError, match=r"were changed .*at worker process"):
+    with spawned(2) as executor, pytest.raises(CorruptCheckpointError, match=r"were changed .*at worker process"):
         reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, executor=executor)
-    with pytest.raises(DamagedCheckpointError, match="were changed"):
+    with pytest.raises(CorruptCheckpointError, match="were changed"):
         reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, workers=2)
     assert not (tmp_path / "c" / "manifest.json").exists()
 

@@ -57,8 +57,8 @@ def test_every_verb_says_where_its_time_went(tmp_path: Path) -> None:
     moved = reshard.redistribute(STATE, target)
     converted = reshard.convert(tmp_path / "a", tmp_path / "b", format="safetensors")
     tier = Tier(tmp_path / "tier", host="h", copies=0)
-    kept = tier.keep(STATE, step=7)
-    recovered = tier.recover(target)
+    kept = tier.save(STATE, step=7)
+    recovered = tier.restore(target)
 
     assert [*saved.seconds][-4:] == ["claim", "write", "publish", "tidy"]
     assert [*loaded.seconds] == ["open", "match", "plan", "check", "read", "assign"]

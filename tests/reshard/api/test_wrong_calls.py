@@ -104,11 +104,11 @@ def _wrong_on_one(folder: str) -> dict[str, tuple[str, str, float]]:
     odd = dist.get_rank() == 1
     w, model = W.clone(), torch.nn.Linear(2, 2)
     whole = reshard.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    tier = reshard.elastic.Tier(f"{folder}/tier", host=f"host{dist.get_rank()}", deadline_s=20.0)
+    tier = reshard.elastic.Tier(f"{folder}/tier", host=f"host{dist.get_rank()}", timeout=20.0)
     reshard.save({"w": W}, f"{folder}/all")
     calls: dict[str, Any] = {
-        "save deadline_s": lambda: reshard.save({"w": w}, f"{folder}/bad", deadline_s=-1 if odd else 20.0),
-        "load deadline_s": lambda: reshard.load({"w": w}, f"{folder}/all", deadline_s="1" if odd else 20.0),
+        "save timeout": lambda: reshard.save({"w": w}, f"{folder}/bad", timeout=-1 if odd else 20.0),
+        "load timeout": lambda: reshard.load({"w": w}, f"{folder}/all", timeout="1" if odd else 20.0),
         "save alone": lambda: reshard.save({"w": w}, f"{folder}/bad", alone=odd, process_group=dist.group.WORLD),
         "async_save max": lambda: reshard.async_save({"w": w}, f"{folder}/bad", max_in_flight=0 if odd else 1).result(),
         "async_save text": lambda: reshard.async_save({"w": w}, f"{folder}/bad", max_in_flight="2" if odd else 1),
@@ -116,7 +116,7 @@ def _wrong_on_one(folder: str) -> dict[str, tuple[str, str, float]]:
         "convert workers": lambda: reshard.convert(f"{folder}/all", f"{folder}/bad", workers=0 if odd else 1),
         "convert format": lambda: reshard.convert(f"{folder}/all", f"{folder}/bad", format="foo" if odd else "dcp"),
         "fingerprint": lambda: reshard.fingerprint(3 if odd else {"w": W}),
-        "keep step": lambda: tier.keep({"w": w}, -1 if odd else 1),
+        "Tier.save step": lambda: tier.save({"w": w}, -1 if odd else 1),
         "set model": lambda: reshard.set_model_state_dict(3 if odd else model, model.state_dict(), options=whole),
         "dcp.load": lambda: reshard.dcp.load(3 if odd else {"w": w}, checkpoint_id=f"{folder}/all"),
     }
@@ -162,7 +162,7 @@ def _names_of(options: Any) -> set[str]:
             LOAD,
             {"mapping", "check", "threads", "memory_budget_bytes", "progress", "entry_by_entry", "wording"},
         ),
-        (set(DEFAULTS), TRANSFER, {"views", "source_layouts", "target_layouts", "deadline_s"}),
+        (set(DEFAULTS), TRANSFER, {"views", "source_layouts", "target_layouts", "timeout"}),
     ],
 )
 def test_no_option_is_left_out_of_that(options: set[str], given: dict[str, Any], own: set[str]) -> None:
@@ -226,9 +226,9 @@ def test_whatever_does_not_fit_on_any_rank_is_named_by_all_of_them(tmp_path: Pat
             assert f"only{rank}   (rank {rank})" in lines
         assert "more" in lines  # on all
         assert "pair   (ranks 0-1)" in lines
-        assert "v: saved with shape [6, 4], wanted with [3]   (rank 2)" in lines
+        assert "v: saved with shape [6, 4], but the target has [3]   (rank 2)" in lines
         assert {"u", "all"} <= set(lines)  # unexpected: no rank wants them
-        assert "5 missing in the checkpoint:" in lines
+        assert "5 missing from the checkpoint:" in lines
 
 
 @pytest.mark.parametrize(

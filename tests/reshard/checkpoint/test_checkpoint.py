@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
+    CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
 )
@@ -120,13 +121,13 @@ def test_a_tensor_knows_no_holes() -> None:
 
     assert same(part[1:], whole[1:])
     with pytest.raises(
-        DamagedCheckpointError, match=r"tensor 't' of shape \[3, 4\]: elements Box\[0:1, 1:2\] are in no"
+        CorruptCheckpointError, match=r"tensor 't' of shape \[3, 4\]: elements Box\[0:1, 1:2\] are in no"
     ):
         part[:, 1]
     twice = LazyTensor(StoredTensor(whole.stored.spec, whole.stored.chunks + whole.stored.chunks[2:]))
-    with pytest.raises(DamagedCheckpointError, match=r"Box\[2:3, 0:4\] are stored twice, in the chunk .* of writer 2"):
+    with pytest.raises(CorruptCheckpointError, match=r"Box\[2:3, 0:4\] are stored twice, in the chunk .* of writer 2"):
         twice[...]
-    with pytest.raises(DamagedCheckpointError, match=r"lies outside the shape \[2, 4\]"):
+    with pytest.raises(CorruptCheckpointError, match=r"lies outside the shape \[2, 4\]"):
         StoredTensor(TensorSpec("t", (2, 4), "float32"), whole.stored.chunks)
 
 
@@ -162,12 +163,12 @@ def test_chunks_are_moved_and_turned_without_being_located() -> None:
 def test_a_place_of_another_size_is_damage() -> None:
     place = Extent(BytesSource(b"12345678"), Window.row_major(0, (2,), 4))
     with pytest.raises(
-        DamagedCheckpointError, match=r"payload has shape \[2\], but the checkpoint's metadata says \[3\]"
+        CorruptCheckpointError, match=r"payload has shape \[2\], but the checkpoint's metadata says \[3\]"
     ):
         StoredChunk(Box((0,), (3,)), place)
     cut = LazyTensor(StoredTensor(TensorSpec("t", (3,), "int32"), (StoredChunk(Box((0,), (3,)), Extent(
         BytesSource(b"12345678", "the file"), Window.row_major(0, (3,), 4))),)))  # fmt: skip
-    with pytest.raises(DamagedCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
+    with pytest.raises(CorruptCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
         cut[...]
 
 
@@ -203,14 +204,40 @@ def test_names_that_are_not_there() -> None:
 
 
 def test_nothing_is_there(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent", "memory://nothing-here"):
+    for path in (tmp_path / "absent", "memory://nothing-here"):
         with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
             open_checkpoint(path)
+    (tmp_path / "step-1000").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"step-1000 is an empty folder: it holds no checkpoint$"):
+        open_checkpoint(tmp_path / "step-1000")
+    with pytest.raises(CheckpointNotFoundError, match="step-100: did you mean 'step-1000'"):
+        open_checkpoint(tmp_path / "step-100")
+
+
+W = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lazy: torch.equal(lazy, W),
+        lambda lazy: torch.equal(W, lazy),
+        lambda lazy: torch.stack([W, lazy]),
+        lambda lazy: torch.empty_like(W).copy_(lazy),
+        lambda lazy: W - lazy,
+        lambda lazy: lazy.sum(),
+    ],
+)
+def test_a_lazy_tensor_says_how_to_read_it(use: Callable[[Any], Any]) -> None:
+    with pytest.raises((TypeError, AttributeError), match=r"read it with \[\.\.\.\] first"):
+        use(in_memory(W, 1, 1))
 
 
 def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(FormatError, match=r"no checkpoint of a known format. It holds notes.txt. Looked for: native"):
+    with pytest.raises(
+        FormatError, match=r"not a checkpoint in a known format. It contains notes.txt. Expected one of: native"
+    ):
         open_checkpoint(tmp_path)
     with pytest.raises(FormatError, match=r"\.metadata and \*\.distcp.*\*\.safetensors.*a file of torch\.save"):
         open_checkpoint(tmp_path / "notes.txt")
@@ -219,7 +246,7 @@ def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
 def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     for name in ("first", "second"):
         DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path / name)
-    with pytest.raises(FormatError, match=r"Below it there seem to be checkpoints in first, second: open one"):
+    with pytest.raises(FormatError, match=r"Checkpoints seem to be in its subfolders first, second: open one"):
         open_checkpoint(tmp_path)
 
 
@@ -290,12 +317,12 @@ def test_ranks_that_open_together_miss_every_file_and_list_none(
             for place in range(ranks):
                 try:
                     open_among(whole, place, ranks)
-                except DamagedCheckpointError as error:
+                except CorruptCheckpointError as error:
                     seen.append(str(error))
             assert len(seen) == 1
             assert file.name in seen[0]
         file.write_bytes(kept)
     victim = whole / next(file.name for file in whole.glob("data-*")) / "00003.safetensors"
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(DamagedCheckpointError, match="must have"):  # it is another rank's to look for, but it is read
+    with pytest.raises(CorruptCheckpointError, match="must have"):  # it is another rank's to look for, but it is read
         open_among(whole, 0, 4)["a"][:]

@@ -181,7 +181,7 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
 
     assert (first.step, first.format, first.nbytes, first.problem) == (10, "native", 8, None)
     assert (second.step, second.format) == (20, None)
-    assert "there is nothing at" in second.problem
+    assert "is an empty folder" in second.problem
     assert shown.code == 0
     assert "a run of 2 checkpoints" in shown.out
     assert [row["step"] for row in told["steps"]] == [10, 20]

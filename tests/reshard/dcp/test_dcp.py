@@ -10,7 +10,7 @@ import torch
 
 import reshard
 import reshard.dcp as ours
-from reshard.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError, StorageError, UnsafeDataError
+from reshard.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, StorageError, UnsafeDataError
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.torch_releases import load_alone, save_alone
@@ -127,10 +127,10 @@ def test_hostile_metadata_and_items_run_nothing(tmp_path):
     mark.unlink(missing_ok=True)
     ours.save({"w": torch.ones(2), "obj": 1}, checkpoint_id=tmp_path / "a")
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises((UnsafeDataError, DamagedCheckpointError)):
+    with pytest.raises((UnsafeDataError, CorruptCheckpointError)):
         ours.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a")
     save_alone({"obj": Attack()}, checkpoint_id=tmp_path / "b")
-    with pytest.raises((UnsafeDataError, DamagedCheckpointError)):
+    with pytest.raises((UnsafeDataError, CorruptCheckpointError)):
         ours.load({"obj": None}, checkpoint_id=tmp_path / "b")
     assert not mark.exists()
 

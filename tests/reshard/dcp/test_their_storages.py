@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 import reshard
 import reshard.dcp as ours
 from planners import Box, TensorSpec
-from reshard.errors import DamagedCheckpointError, StorageError
+from reshard.errors import CorruptCheckpointError, StorageError
 from reshard.formats.dcp.writer import tensor_metadata
 from tests.torch_releases import load_alone, save_alone
 
@@ -177,7 +177,7 @@ def test_chunks_of_another_number_of_dims_are_refused():
     entry = torch_metadata.TensorStorageMetadata(properties, torch.Size([8]), chunks)
     planner = ours.DefaultLoadPlanner()
     planner.set_up_planner({"w": torch.zeros(8)}, torch_metadata.Metadata({"w": entry}), True)
-    with pytest.raises(DamagedCheckpointError, match=r"'w' has 1 dims.*its saved chunks have \[2\] dims"):
+    with pytest.raises(CorruptCheckpointError, match=r"'w' has 1 dims.*its saved chunks have \[2\] dims"):
         planner.create_local_plan()
 
 

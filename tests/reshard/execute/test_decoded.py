@@ -9,7 +9,7 @@ import pytest
 
 from planners import Box
 from planners.geometry.box import Window
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.execute import reading
 from reshard.stored.source import DecodedSource
 from reshard.stored.tensor import Extent
@@ -56,11 +56,11 @@ def test_what_is_kept_is_bounded_and_errors_are_not_kept():
 
     def fail():
         decoded.append(9)
-        raise DamagedCheckpointError("cut short")
+        raise CorruptCheckpointError("cut short")
 
     bad = DecodedSource("bad", fail, sources[0].kept, "bad")
     for _ in range(2):
-        with pytest.raises(DamagedCheckpointError, match="cut short"):
+        with pytest.raises(CorruptCheckpointError, match="cut short"):
             bad.view()
     assert decoded[-2:] == [9, 9]
     with ThreadPoolExecutor(4) as pool:

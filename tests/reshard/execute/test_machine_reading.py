@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import reshard
 from planners.geometry.box import Window
-from reshard.errors import DamagedCheckpointError, RankFailedError, ReshardError
+from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
 from reshard.execute import machine as machine_memory, machine as machine_reading, segments, work_list
 from reshard.execute.reading import merge_ranges, subtract_ranges
 from reshard.execute.segments import (
@@ -296,7 +296,7 @@ def damaged_job(path: str, which: str) -> list[str]:
         except RankFailedError as error:
             untouched = not target["wide"].to_local().any()
             out.append(f"{error.rank}: {error} untouched={untouched}")
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             untouched = not target["wide"].to_local().any()
             out.append(f"here: {error} untouched={untouched}")
     return out
@@ -397,7 +397,7 @@ def dying_job(path: str) -> str:
         work_list.WorkList.run = lambda self, look, loop: os._exit(9)
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     try:
-        reshard.load(target, path, deadline_s=30)
+        reshard.load(target, path, timeout=30)
     except reshard.ReshardError as error:
         return str(error)
     return "loaded"
@@ -418,7 +418,7 @@ def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
         end = "loaded"
     except RankFailedError:
         end = "failed"
-    except DamagedCheckpointError:
+    except CorruptCheckpointError:
         end = "found"
     touched = any(local_tensors(tensor)[0].any() for tensor in target.values())
     return f"{end}, {'touched' if touched else 'untouched'}"

@@ -20,7 +20,7 @@ import reshard
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import count_reads, plan_reads
-from reshard.errors import DamagedCheckpointError, ReshardError
+from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.execute.reading import Staged
 from reshard.execute.segments import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.native.manifest import BLOCK_BYTES
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, at):
     data[at] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(DamagedCheckpointError, match=file.name):
+    with pytest.raises(CorruptCheckpointError, match=file.name):
         reshard.load(zeros(known), Remote(tmp_path / "ckpt"))
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_was_cut_short_is_found_before_anything_is_written(tmp_path)
     file.write_bytes(file.read_bytes()[:-5])
     target = zeros(known)
 
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(CorruptCheckpointError):
         reshard.load(target, Remote(tmp_path / "ckpt"))
     assert not any(t.any() for t in target.values())
 
@@ -196,7 +196,7 @@ def test_ranks_of_a_machine_ask_for_each_byte_once_between_them(tmp_path):
 
 def again_job(damaged: str, good: str) -> tuple[str, bool]:
     """A load that fails on the last rank while the others have read their share, and then another one."""
-    options: dict[str, Any] = {"read_once": True, "deadline_s": 10}
+    options: dict[str, Any] = {"read_once": True, "timeout": 10}
     target = torch.zeros(3000, 1001)
     try:
         reshard.load({"big": target}, Remote(damaged), **options)
@@ -218,7 +218,7 @@ def test_after_a_load_that_failed_while_reading_the_same_group_loads_another(tmp
 
     ends = gloo.run(again_job, 3, str(tmp_path / "damaged"), str(tmp_path / "good"))
 
-    assert sorted(ends) == [("DamagedCheckpointError", True)] + [("RankFailedError", True)] * 2
+    assert sorted(ends) == [("CorruptCheckpointError", True)] + [("RankFailedError", True)] * 2
 
 
 def test_what_is_staged_stays_within_its_pieces(tmp_path, monkeypatch):

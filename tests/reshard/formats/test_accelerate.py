@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, UnsafeDataError
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.torch_releases import save_alone
@@ -72,7 +72,7 @@ def test_the_lost_file_of_a_rank_is_named(tmp_path: Path, lost: int) -> None:
     """Also that of the highest rank, after which the others still count from 0: ShardedTensors know how many saved."""
     of_ranks(tmp_path, "pytorch_model_fsdp_0", 2, lambda rank: {"w": sharded(A, rank, 2)})
     (tmp_path / f"pytorch_model_fsdp_0_rank{lost}.bin").unlink()
-    with pytest.raises(DamagedCheckpointError, match=rf"rank {lost} of 2 is missing: pytorch_model_fsdp_0_rank{lost}"):
+    with pytest.raises(CorruptCheckpointError, match=rf"rank {lost} of 2 is missing: pytorch_model_fsdp_0_rank{lost}"):
         open_checkpoint(tmp_path)
 
 
@@ -81,12 +81,12 @@ def test_torn_folders_and_lost_weights(tmp_path: Path) -> None:
     for name, key in (("pytorch_model_fsdp_0", "model.w"), ("optimizer_0", "optimizer.state.w.m")):
         DcpWriter({key: grid(A, 2)}).write(tmp_path / "fsdp" / name)
     (tmp_path / "fsdp" / "optimizer_0" / ".metadata").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"optimizer_0/: .* no \.metadata, which comes last"):
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer_0/: .* no \.metadata, which comes last"):
         open_checkpoint(tmp_path / "fsdp")
     (tmp_path / "trainer").mkdir()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"w": A}, tmp_path / "trainer" / name)
-    with pytest.raises(DamagedCheckpointError, match=r"but no weights; looked for model\.safetensors"):
+    with pytest.raises(CorruptCheckpointError, match=r"but no weights; looked for model\.safetensors"):
         open_checkpoint(tmp_path / "trainer")
     torch.save({"w": A}, tmp_path / "trainer" / "other.pt")
     with pytest.raises(FormatError, match="nothing says belong together"):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from planners.geometry.box import Box
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.live import dtypes
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, archive, grid
@@ -146,7 +146,7 @@ def test_a_storage_larger_than_its_tensor(tmp_path: Path) -> None:
 
 def damage(tmp_path: Path, key: str = "w", **kinds: Any) -> str:
     """The message of reading a tensor of a damaged checkpoint."""
-    with pytest.raises(DamagedCheckpointError) as caught:
+    with pytest.raises(CorruptCheckpointError) as caught:
         open_checkpoint(tmp_path)[key][...]
     return str(caught.value)
 
@@ -186,7 +186,7 @@ def test_holes_are_seen_and_the_rest_is_read(tmp_path: Path) -> None:
     assert "Box[4:8, 0:4] are in no file" in damage(tmp_path)
     assert same(checkpoint["w"][:4], W[:4])
     assert same(checkpoint["w"][:, 4:], W[:, 4:])
-    with pytest.raises(DamagedCheckpointError, match=r"Box\[7:8, 3:4\]"):
+    with pytest.raises(CorruptCheckpointError, match=r"Box\[7:8, 3:4\]"):
         checkpoint["w"][7, 3]
 
 
@@ -219,17 +219,17 @@ def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
     writer = written(tmp_path)
     folder = writer.write(tmp_path)
     (folder / "__1_0.distcp").write_bytes(writer.data["__1_0.distcp"][:-1])
-    with pytest.raises(DamagedCheckpointError, match=r"__1_0.distcp: cut short: 'w'"):
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp: cut short: 'w'"):
         open_checkpoint(folder)
     (folder / "__1_0.distcp").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"1 of 2 files that .metadata names are missing: __1_0.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"1 of 2 files that .metadata names are missing: __1_0.distcp"):
         open_checkpoint(folder)
 
 
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
     written(tmp_path).write(tmp_path)
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"no .metadata, which comes last: the save did not end"):
+    with pytest.raises(CorruptCheckpointError, match=r"no .metadata, which comes last: the save did not end"):
         open_checkpoint(tmp_path)
 
 
@@ -318,7 +318,7 @@ def test_compressed_items(tmp_path: Path) -> None:
         info.offset, info.length, info.transform_descriptors = 0, len(item), ["stream.zstd/1"]
         checkpoint = open_checkpoint(writer.write(tmp_path))
         if message:
-            with pytest.raises(DamagedCheckpointError, match=message):
+            with pytest.raises(CorruptCheckpointError, match=message):
                 checkpoint["w"][...]
         else:
             check_all(checkpoint, {"w": W})
@@ -336,7 +336,7 @@ def test_unknown_transforms_are_named(tmp_path: Path) -> None:
 def test_metadata_that_is_something_else(tmp_path: Path, value: Any) -> None:
     written(tmp_path).write(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
-    with pytest.raises(DamagedCheckpointError, match="Metadata, found"):
+    with pytest.raises(CorruptCheckpointError, match="Metadata, found"):
         open_checkpoint(tmp_path)
 
 

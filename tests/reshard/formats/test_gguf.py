@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError
 from reshard.formats.gguf import BLOCKS, PLAIN, GgufFacts
 from reshard.live.dtypes import dtype_from_name
 from reshard.mapping.families import ready
@@ -163,16 +163,16 @@ def test_files_of_one_model(tmp_path: Path) -> None:
     check_all(one, {"t1": A + 1})
     assert "'m-*.gguf' opens all" in one.warnings[0]
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(gguf({"t2": A}, {"split.no": 1, "split.count": 3}))
-    with pytest.raises(DamagedCheckpointError, match="'t2' is stored twice"):
+    with pytest.raises(CorruptCheckpointError, match="'t2' is stored twice"):
         open_checkpoint(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(gguf({"t1": A}, {"split.no": 2, "split.count": 3}))
-    with pytest.raises(DamagedCheckpointError, match=r"number 2 \(from 0\) of 3, and .* should be number 1"):
+    with pytest.raises(CorruptCheckpointError, match=r"number 2 \(from 0\) of 3, and .* should be number 1"):
         open_checkpoint(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(gguf({}, {"split.no": 1, "split.count": 3}))
-    with pytest.raises(DamagedCheckpointError, match="of 3 tensors in all, and they hold 2"):
+    with pytest.raises(CorruptCheckpointError, match="of 3 tensors in all, and they hold 2"):
         open_checkpoint(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf").unlink()
-    with pytest.raises(DamagedCheckpointError, match="into 3 files, and number 2 is missing"):
+    with pytest.raises(CorruptCheckpointError, match="into 3 files, and number 2 is missing"):
         open_checkpoint(tmp_path)
     (tmp_path / "other.gguf").write_bytes(gguf({"a": A}))
     with pytest.raises(FormatError, match="3 GGUF files that are not of one model"):

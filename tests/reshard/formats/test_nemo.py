@@ -12,7 +12,7 @@ import torch
 
 import reshard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, StorageError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, StorageError
 from reshard.storage import LocalStorage
 from reshard.storage.tar import TarStorage
 from tests.reshard.formats.compare import check_all
@@ -65,7 +65,7 @@ def test_a_distributed_checkpoint_in_an_archive_or_a_folder(tmp_path: Path) -> N
     (tmp_path / "a" / "context" / "model.yaml").write_bytes(CONFIG)
     check_all(open_checkpoint(tmp_path / "a"), STATE)
     del files["model_weights/.metadata"]
-    with pytest.raises(DamagedCheckpointError, match=r"m.nemo/model_weights/: there is no .metadata"):
+    with pytest.raises(CorruptCheckpointError, match=r"m.nemo/model_weights/: there is no .metadata"):
         open_checkpoint(nemo(tmp_path / "m.nemo", {"model_config.yaml": CONFIG, **files}))
 
 
@@ -87,7 +87,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="the parts of 2 model parallel ranks, such as tp_rank_00_pp_rank_000/"):
         open_checkpoint(nemo(tmp_path / "m.nemo", ranks))
     check_all(open_checkpoint(nemo(tmp_path / "m.nemo", {"mp_rank_00/model_weights.ckpt": weights})), STATE)
-    with pytest.raises(DamagedCheckpointError, match=r"neither model_weights.ckpt nor model_weights/ in it, but other"):
+    with pytest.raises(CorruptCheckpointError, match=r"neither model_weights.ckpt nor model_weights/ in it, but other"):
         open_checkpoint(nemo(tmp_path / "m.nemo", {"other": b""}))
     plain(tmp_path / "n.nemo")
     with pytest.raises(FormatError, match=r"has 2 archives: m.nemo, n.nemo"):

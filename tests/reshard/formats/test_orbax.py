@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.mapping import Mapping, Reshape, Transpose
 from tests.samples import sample
 
@@ -72,10 +72,10 @@ def test_load_into_a_target(checkpoint):
 def test_damage_is_named(tmp_path):
     shutil.copytree(sample("orbax/zarr"), tmp_path / "c")
     (tmp_path / "c" / "params.dense.kernel" / "1.0").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"params\.dense\.kernel.*missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"params\.dense\.kernel.*missing"):
         reshard.open(tmp_path / "c")["params.dense.kernel"]
     (tmp_path / "c" / "_METADATA").write_text("{")
-    with pytest.raises(DamagedCheckpointError, match="_METADATA"):
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
         reshard.open(tmp_path / "c")
 
 
@@ -108,5 +108,5 @@ def test_items_of_a_step(tmp_path):
     assert torch.equal(state["optim"]["state"]["dense.kernel"]["exp_avg"][...], 2 * KERNEL)
     shutil.copytree(sample("orbax/items"), tmp_path / "c")
     (tmp_path / "c" / "meta" / "metadata").write_text("{")
-    with pytest.raises(DamagedCheckpointError, match=r"meta/metadata is no JSON"):
+    with pytest.raises(CorruptCheckpointError, match=r"meta/metadata is no JSON"):
         reshard.open(tmp_path / "c")

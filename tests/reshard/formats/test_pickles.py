@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.errors import DamagedCheckpointError, ReshardError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, ReshardError, UnsafeDataError
 from reshard.formats.torch_save.pickles import (
     PlainDict,
     StorageRef,
@@ -306,7 +306,7 @@ def test_truncated_pickles_are_named() -> None:
     """Every prefix of a pickle is damage, and says so."""
     data = pickle.dumps({"a": [1, 2.5, "text", (None, b"x" * 300)], "b": torch.Size([3])}, 4)
     for stop in range(len(data)):
-        with pytest.raises(DamagedCheckpointError, match="test"):
+        with pytest.raises(CorruptCheckpointError, match="test"):
             read(data[:stop])
 
 
@@ -352,9 +352,9 @@ def _saved(value: Any) -> bytes:
 
 
 def test_tensors_that_leave_their_storage_are_damage() -> None:
-    with pytest.raises(DamagedCheckpointError, match="does not fit"):
+    with pytest.raises(CorruptCheckpointError, match="does not fit"):
         TensorRef(StorageRef("0", "float32", 4), 1, (4,), (1,), "float32")
-    with pytest.raises(DamagedCheckpointError, match="cannot be"):
+    with pytest.raises(CorruptCheckpointError, match="cannot be"):
         TensorRef(StorageRef("0", "float32", 4), -1, (4,), (1,), "float32")
     assert TensorRef(StorageRef("0", "float32", 0), 5, (0, 3), (3, 1), "float32").window(0).nbytes == 0
 
@@ -362,7 +362,7 @@ def test_tensors_that_leave_their_storage_are_damage() -> None:
 def test_a_container_that_contains_itself_is_damage() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(DamagedCheckpointError, match="contains itself"):
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
         plain(read(pickle.dumps(loop, 4)))
 
 

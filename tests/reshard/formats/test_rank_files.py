@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from planners.geometry.mesh import Mesh, Shard, StridedShard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.same import same
@@ -51,7 +51,7 @@ def test_dtensors_on_a_two_axis_mesh(tmp_path: Path) -> None:
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     model_files(tmp_path)
     (tmp_path / "model_world_size_4_rank_2.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"rank 2 of 4 is missing: model_world_size_4_rank_2\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank 2 of 4 is missing: model_world_size_4_rank_2\.pt"):
         open_checkpoint(tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_a_missing_last_rank_is_known_by_the_mesh(tmp_path: Path) -> None:
         shutil.copy(
             sample(f"pt_dtensor_2x2/ckpt/model_world_size_4_rank_{rank}.pt"), tmp_path / f"model_rank_{rank}.pt"
         )
-    with pytest.raises(DamagedCheckpointError, match=r"rank 3 of 4 is missing: model_rank_3\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank 3 of 4 is missing: model_rank_3\.pt"):
         open_checkpoint(tmp_path)
 
 
@@ -76,14 +76,14 @@ def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
     assert opened.format == "torch_checkpointing"
     check_all(opened, {"model.w": A})
     (tmp_path / "model_1.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"rank 1 of 2 is missing: model_1\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank 1 of 2 is missing: model_1\.pt"):
         open_checkpoint(tmp_path)
     (tmp_path / "model_0.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"metadata\.pkl names 'model', but there is no file model_0\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl names 'model', but there is no file model_0\.pt"):
         open_checkpoint(tmp_path)
     for text in (b"", pickle.dumps(metadata)[:-5], pickle.dumps([1])):
         (tmp_path / "metadata.pkl").write_bytes(text)
-        with pytest.raises(DamagedCheckpointError, match=r"metadata\.pkl"):
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl"):
             open_checkpoint(tmp_path)
 
 
@@ -91,7 +91,7 @@ def test_parts_of_the_wrong_rank_are_seen(tmp_path: Path) -> None:
     """Two files exchanged: shapes, or elements stored twice and missing, tell."""
     model_files(tmp_path)
     shutil.copy(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
-    with pytest.raises(DamagedCheckpointError, match=r"local tensor of .* has shape .* should hold"):
+    with pytest.raises(CorruptCheckpointError, match=r"local tensor of .* has shape .* should hold"):
         open_checkpoint(tmp_path).problems() and open_checkpoint(tmp_path)["model.tok_embeddings.weight"][...]
 
 
@@ -183,7 +183,7 @@ def test_lightning(tmp_path: Path) -> None:
     check_all(checkpoint, {"model.net.w": A, "hparams.x": torch.ones(2)})
     assert checkpoint.objects["epoch"] == 4
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"no \.metadata, which comes last"):
+    with pytest.raises(CorruptCheckpointError, match=r"no \.metadata, which comes last"):
         open_checkpoint(tmp_path)
 
 

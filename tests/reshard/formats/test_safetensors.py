@@ -14,7 +14,7 @@ from safetensors.torch import save_file, save_model
 
 import reshard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError
 from reshard.formats.safetensors import HuggingFaceFacts
 from reshard.live.dtypes import dtype_from_name
 from reshard.stored.safetensors import SAFETENSORS_CODES
@@ -72,30 +72,30 @@ def test_index_and_numbered_files(tmp_path: Path) -> None:
 
 
 def test_indexes_that_lie(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"00002-of-00002.safetensors holds 'a', but model-00001"):
+    with pytest.raises(CorruptCheckpointError, match=r"00002-of-00002.safetensors holds 'a', but model-00001"):
         open_checkpoint(indexed(tmp_path, b="model-00001-of-00002.safetensors", a="model-00002-of-00002.safetensors"))
-    with pytest.raises(DamagedCheckpointError, match="holds 'c', but no file does"):
+    with pytest.raises(CorruptCheckpointError, match="holds 'c', but no file does"):
         open_checkpoint(indexed(tmp_path, c="model-00001-of-00002.safetensors"))
-    with pytest.raises(DamagedCheckpointError, match=r"gone.safetensors should hold 'd'"):
+    with pytest.raises(CorruptCheckpointError, match=r"gone.safetensors should hold 'd'"):
         open_checkpoint(indexed(tmp_path, d="gone.safetensors"))
     indexed(tmp_path)
     save_file({"b": B, "extra": A}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(
-        DamagedCheckpointError, match=r"1 tensors are in the files but not in the index, such as 'extra'"
+        CorruptCheckpointError, match=r"1 tensors are in the files but not in the index, such as 'extra'"
     ):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weights": 1}')
-    with pytest.raises(DamagedCheckpointError, match="no index of safetensors files"):
+    with pytest.raises(CorruptCheckpointError, match="no index of safetensors files"):
         open_checkpoint(tmp_path)
 
 
 def test_missing_files_without_an_index(tmp_path: Path) -> None:
     for i in (1, 3):
         save_file({f"k{i}": A}, tmp_path / f"model-0000{i}-of-00003.safetensors")
-    with pytest.raises(DamagedCheckpointError, match="1 of 3 files are missing, the first is number 2"):
+    with pytest.raises(CorruptCheckpointError, match="1 of 3 files are missing, the first is number 2"):
         open_checkpoint(tmp_path)
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
-    with pytest.raises(DamagedCheckpointError, match="one of 3 files, and the others are missing"):
+    with pytest.raises(CorruptCheckpointError, match="one of 3 files, and the others are missing"):
         open_checkpoint(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_files_that_nothing_says_belong_together(tmp_path: Path) -> None:
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for i in (1, 2):
         save_file({"a": A}, tmp_path / f"model-0000{i}-of-00002.safetensors")
-    with pytest.raises(DamagedCheckpointError, match="'a' is stored twice"):
+    with pytest.raises(CorruptCheckpointError, match="'a' is stored twice"):
         open_checkpoint(tmp_path)
 
 
@@ -129,10 +129,10 @@ def test_shards_of_dcp(tmp_path: Path) -> None:
     assert [chunk.owner for chunk in checkpoint["w"].stored.chunks] == [0, 1, 2, 3]
 
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(DamagedCheckpointError, match="all shards of writer 1 are missing"):
+    with pytest.raises(CorruptCheckpointError, match="all shards of writer 1 are missing"):
         open_checkpoint(tmp_path)
     shard(tmp_path, 1, [0, 0], A[:1, :2])
-    with pytest.raises(DamagedCheckpointError, match=r"Box\[1:2, 0:2\] are in no file"):
+    with pytest.raises(CorruptCheckpointError, match=r"Box\[1:2, 0:2\] are in no file"):
         open_checkpoint(tmp_path)["w"][...]
     shard(tmp_path, 1, [0, 0], A[:2, :3])
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
@@ -171,10 +171,10 @@ def test_a_shard_that_may_be_lost_is_named(tmp_path: Path) -> None:
 def test_shards_that_contradict_each_other(tmp_path: Path) -> None:
     shard(tmp_path, 1, [0, 0], A)
     shard(tmp_path, 2, [3, 0], A.double())
-    with pytest.raises(DamagedCheckpointError, match=r"'w': its chunks have the dtypes \['float32', 'float64'\]"):
+    with pytest.raises(CorruptCheckpointError, match=r"'w': its chunks have the dtypes \['float32', 'float64'\]"):
         open_checkpoint(tmp_path)
     shard(tmp_path, 2, [3], A)
-    with pytest.raises(DamagedCheckpointError, match="has 2 dims, its offset"):
+    with pytest.raises(CorruptCheckpointError, match="has 2 dims, its offset"):
         open_checkpoint(tmp_path)
 
 
@@ -240,7 +240,7 @@ def test_headers_that_lie(name: str, tmp_path: Path) -> None:
 )
 def test_files_without_a_header(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match=r"model.safetensors: (a safetensors file has|its header should)"):
+    with pytest.raises(CorruptCheckpointError, match=r"model.safetensors: (a safetensors file has|its header should)"):
         open_checkpoint(tmp_path)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from planners.geometry.topologies import Topology
-from reshard.errors import CheckpointError, DamagedCheckpointError, FormatError, LayoutError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, LayoutError
 from tests.same import assert_same
 from tests.samples import sample
 from tests.states import trained
@@ -168,7 +168,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(CorruptCheckpointError):
         reshard.convert(tmp_path / "saved", tmp_path / "again", format=FORMAT)
     assert not (tmp_path / "again" / "metadata.pkl").exists()
     with pytest.raises(CheckpointError):

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 import reshard
 from planners import Mesh, Shard, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.box import Box
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.formats.torch_save import writer as torch_zip_writer
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.writer import ArchiveWriter, written_crc
@@ -180,7 +180,7 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
     data[at + 5] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(DamagedCheckpointError, match="were changed since they were written"):
+    with pytest.raises(CorruptCheckpointError, match="were changed since they were written"):
         reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
     report = reshard.convert(folder, tmp_path / "one.pt", format="torch_save", check=False)
 

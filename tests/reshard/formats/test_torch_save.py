@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, ReshardError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor
 from tests.reshard.formats.compare import check_all, flat_tensors
@@ -172,15 +172,15 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
     check_all(open_checkpoint(index), parts)
 
     index.write_text(json.dumps({"weight_map": {**weight_map, "c": weight_map["a"]}}))
-    with pytest.raises(DamagedCheckpointError, match="holds 'c', but it does not"):
+    with pytest.raises(CorruptCheckpointError, match="holds 'c', but it does not"):
         open_checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map}))
     for extra, what in (("a", "says that it is in pytorch_model-00001"), ("c", "does not have it")):
         torch.save({"b": parts["b"], extra: torch.ones(4)}, tmp_path / weight_map["b"])
-        with pytest.raises(DamagedCheckpointError, match=rf"'{extra}' is in pytorch_model-00002.*index {what}"):
+        with pytest.raises(CorruptCheckpointError, match=rf"'{extra}' is in pytorch_model-00002.*index {what}"):
             open_checkpoint(tmp_path)
     (tmp_path / weight_map["a"]).unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin"):
+    with pytest.raises(CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin"):
         open_checkpoint(tmp_path)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointError, DamagedCheckpointError, ReshardError
+from reshard.errors import CheckpointError, CorruptCheckpointError, ReshardError
 from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
 from tests.samples import sample
@@ -109,10 +109,10 @@ def test_what_is_missing_or_of_another_kind(copied: Path) -> None:
     (copied / ".snapshot_metadata").write_text(as_json)
     check_all(open_checkpoint(copied), {"model.scale": saved()["model"]["scale"]}, complete=False)
     next(copied.rglob("scale*")).unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"is missing, which should hold 'model.scale'"):
+    with pytest.raises(CorruptCheckpointError, match=r"is missing, which should hold 'model.scale'"):
         open_checkpoint(copied)
     (copied / ".snapshot_metadata").write_text("a: [")
-    with pytest.raises(DamagedCheckpointError, match="neither JSON nor YAML"):
+    with pytest.raises(CorruptCheckpointError, match="neither JSON nor YAML"):
         open_checkpoint(copied)
     (copied / ".snapshot_metadata").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint of"):

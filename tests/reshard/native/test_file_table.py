@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from planners.geometry.topologies import Topology
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CorruptCheckpointError
 from reshard.native import commit as publish, manifest as file_table
 from reshard.native.manifest import FileRecord, FileTable, TableRecord, encode_table
 from reshard.storage.memory import MemoryStorage
@@ -59,7 +59,7 @@ def test_a_changed_page_is_found_by_who_needs_it() -> None:
     storage.publish(table.name, data[:10_000] + b"\xff" + data[10_001:])
     files = FileTable(storage, table)
     assert files.of_rank(255) == record(255)
-    with pytest.raises(DamagedCheckpointError, match=r"bytes \[8192, 16384\) of data-.*/files were changed"):
+    with pytest.raises(CorruptCheckpointError, match=r"bytes \[8192, 16384\) of data-.*/files were changed"):
         files.of_rank(256)
 
 
@@ -113,6 +113,6 @@ def test_a_damaged_table(how: str, many: Path) -> None:
         table.unlink()
     else:
         table.write_bytes(data[:100] if how == "cut" else data[:40] + b"\x01" + data[41:])
-    with pytest.raises(DamagedCheckpointError, match="/files"):
+    with pytest.raises(CorruptCheckpointError, match="/files"):
         reshard.load({"w": torch.zeros(20, 3, device="cpu")}, many / "ten", strict=False)
     assert not reshard.verify(many / "ten").ok

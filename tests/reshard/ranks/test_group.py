@@ -239,7 +239,8 @@ def _phase(who: int | tuple[int, ...], how: str, deadline_s: float = 1.0) -> tup
                 raise ValueError("odd one out")
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
-        return type(error).__name__, f"{error}\n{notes}", time.time() - start, time.time()
+        trace = getattr(error, "traceback", "")
+        return type(error).__name__, f"{error}\n{notes}\n{trace}", time.time() - start, time.time()
     return "", "", time.time() - start, time.time()
 
 
@@ -253,7 +254,9 @@ def test_one_raises(who: int) -> None:
         assert seconds < gloo.SOON_S
         if rank != who:
             assert text.startswith(f"rank {who} failed in 'write': OSError")
-            assert "in _phase" in text, "the traceback came along"
+            message, trace = text.split("Traceback (most recent call last)")
+            assert message.strip().endswith("in _phase; .traceback of this error has all frames)")
+            assert "in _phase\n" in trace
 
 
 @pytest.mark.gloo

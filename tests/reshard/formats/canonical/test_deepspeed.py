@@ -11,7 +11,7 @@ import torch
 
 from reshard import checkpoint
 from reshard.api.verify import verify
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from tests.samples import sample, truth
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
@@ -151,13 +151,13 @@ def test_a_missing_rank(tmp_path: Path, stage: int) -> None:
     else:
         save_stage3(tmp_path, 3, [list(group) for group in SHAPES])
     (tmp_path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match="3 data parallel ranks"):
+    with pytest.raises(CorruptCheckpointError, match="3 data parallel ranks"):
         checkpoint.open(tmp_path).normalized()
     assert verify(tmp_path).ok == (stage == 1)  # of stages 1 and 2, no other file is of that rank
     (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     assert "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing" in str(verify(tmp_path))
     assert not verify(tmp_path).ok
-    with pytest.raises(DamagedCheckpointError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt is missing"):
         checkpoint.open(tmp_path).normalized()
 
 
@@ -181,7 +181,7 @@ def test_the_model_file_of_a_rank_of_stage_3_is_missing(tmp_path: Path, frozen: 
 
     assert opened.warnings == (f"{name} is missing: other files of that rank, or of higher ones, are there",)
     if frozen:
-        with pytest.raises(DamagedCheckpointError, match=f"{name} is missing, which holds a part of .*frozen.weight"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name} is missing, which holds a part of .*frozen.weight"):
             opened.normalized()
     else:
         check(opened.normalized(), values)
@@ -191,7 +191,7 @@ def test_stage_3_without_its_optimizer(tmp_path: Path) -> None:
     save_stage3(tmp_path, 2, [list(group) for group in SHAPES])
     for file in tmp_path.glob("*optim_states.pt"):
         file.unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"keeps 'embed\.weight' in the files of optimizer states"):
+    with pytest.raises(CorruptCheckpointError, match=r"keeps 'embed\.weight' in the files of optimizer states"):
         checkpoint.open(tmp_path).normalized()
 
 
@@ -205,7 +205,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert all(found["model"][name][...].equal(tensor.half()) for name, tensor in values.items())
     assert found["optim"] == {"state": {}, "param_groups": []}
     (tmp_path / "latest").write_text("step_2")
-    with pytest.raises(DamagedCheckpointError, match="names 'step_2'"):
+    with pytest.raises(CorruptCheckpointError, match="names 'step_2'"):
         checkpoint.open(tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path) -> None:
     assert found["optim"]["state"]["embed.weight"]["step"][...].item() == 4
     assert [group["params"] for group in found["optim"]["param_groups"]] == [list(group) for group in SHAPES]
     (tmp_path / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"mp_rank_01_model_states.pt is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"mp_rank_01_model_states.pt is missing"):
         checkpoint.open(tmp_path).normalized(hints={"tp_dims": {"*": None}})
 
 
@@ -260,7 +260,7 @@ def test_every_prefix_of_a_file_is_refused_clearly(tmp_path: Path) -> None:
     data = path.read_bytes()
     for length in (*range(0, 200, 13), *range(200, len(data), math.ceil(len(data) / 40))):
         path.write_bytes(data[:length])
-        with pytest.raises((DamagedCheckpointError, FormatError), match="zero_pp_rank_0"):
+        with pytest.raises((CorruptCheckpointError, FormatError), match="zero_pp_rank_0"):
             checkpoint.open(tmp_path).normalized()
 
 
@@ -300,7 +300,7 @@ def test_a_universal_checkpoint_without_one_state_of_one_parameter(tmp_path: Pat
     assert set(found["model"]) == {"a", "b", "frozen"}
     assert set(found["optim"]["state"]) == {"a", "b"}
     (folder / "zero" / "b" / f"{state}.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=f"zero/b/{state}.pt is missing"):
+    with pytest.raises(CorruptCheckpointError, match=f"zero/b/{state}.pt is missing"):
         checkpoint.open(tmp_path).normalized()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 
 SHAPES = {"embed.weight": (7, 5), "layers.0.w": (5, 3, 2), "layers.0.b": (5,), "scale": ()}
 GROUPS = [["embed.weight", "layers.0.w"], ["layers.0.b", "scale"]]
@@ -182,7 +182,7 @@ def test_experts_spread_over_ranks(tmp_path: Path, copies: int) -> None:
     check(found, values)
     assert found["optim"]["param_groups"][1]["params"] == [f"{front}.{e}.w" for e in range(4)]
     (tmp_path / f"bf16_zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"the file of a rank is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"the file of a rank is missing"):
         checkpoint.open(tmp_path).normalized()
 
 

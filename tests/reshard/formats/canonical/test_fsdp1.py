@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, UnsafeDataError
 
 SHAPES = {"embed.weight": (7, 5), "layers.0.w": (5, 3, 2), "layers.0.b": (5,), "layers.0.scale": ()}
 UNITS = [["embed.weight"], ["layers.0.w", "layers.0.b", "layers.0.scale"]]
@@ -90,7 +90,7 @@ def test_pieces_of_parameters(tmp_path: Path, world: int) -> None:
         opened.normalized()
     with pytest.raises(NormalizationError, match=r"hints=\{'param_shapes'"):
         opened.normalized({"param_names": list(SHAPES)})
-    with pytest.raises(DamagedCheckpointError, match=r"'embed\.weight\.exp_avg'.* 35 elements.*\[9, 5\]"):
+    with pytest.raises(CorruptCheckpointError, match=r"'embed\.weight\.exp_avg'.* 35 elements.*\[9, 5\]"):
         opened.normalized({"param_names": list(SHAPES), "param_shapes": {**SHAPES, "embed.weight": (9, 5)}})
 
 
@@ -115,7 +115,7 @@ def test_copies_of_hybrid_sharding(tmp_path: Path, pieces: bool) -> None:
 def test_a_missing_rank(tmp_path: Path) -> None:
     save_pieces(tmp_path, 3)
     (tmp_path / "raw_1.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match="rank 1 is missing"):
+    with pytest.raises(CorruptCheckpointError, match="rank 1 is missing"):
         checkpoint.open(tmp_path)
 
 

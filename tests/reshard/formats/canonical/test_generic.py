@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import HINTS
 from tests.torch_releases import save_alone
 
@@ -262,7 +262,7 @@ def test_stages_with_keys_of_their_own(tmp_path: Path, nest: str, local: bool) -
 def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
     state = staged(True, "outside")
     state["stage_3"] = state.pop("stage_1")
-    with pytest.raises(DamagedCheckpointError, match="stage 1 is missing: there are the stages 0, 3"):
+    with pytest.raises(CorruptCheckpointError, match="stage 1 is missing: there are the stages 0, 3"):
         normalized(tmp_path, state)
     # a number alone does not say that these are parts of one model
     found = normalized(tmp_path, staged(True, "numbers"))
@@ -307,7 +307,7 @@ def test_experts_on_disk(tmp_path: Path) -> None:
     lacking = experts(3, all_three)
     del lacking["model.layers.0.mlp.experts.1.up_proj.weight"]
     save_file(lacking, path)
-    with pytest.raises(DamagedCheckpointError, match="expert 1 has no up_proj"):
+    with pytest.raises(CorruptCheckpointError, match="expert 1 has no up_proj"):
         checkpoint.open(path).normalized()
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.megatron.names import Grid, chunk_names, orders, tp_dim
@@ -280,7 +280,7 @@ def test_a_rank_without_its_states() -> None:
     made, _, _ = bucketed(Shape(), tp=2, pp=1, vpp=1, dp=1, ep=1, bucket_size=None)
     for key in [key for key in made.tensors if "dp_group_idx_1" in key]:
         del made.tensors[key]
-    with pytest.raises(DamagedCheckpointError, match="model parallel rank 1"):
+    with pytest.raises(CorruptCheckpointError, match="model parallel rank 1"):
         normalize(made)
 
 
@@ -288,7 +288,7 @@ def test_a_half_without_the_other() -> None:
     shape = Shape(layers=1)
     saved = {key: make.stored(key, t) for key, t in make.numbered(make.tensors(shape, 0)).items()}
     del saved["module.decoder.layers.0.mlp.linear_fc1.weight_v"]
-    with pytest.raises(DamagedCheckpointError, match=r"linear_fc1\.weight"):
+    with pytest.raises(CorruptCheckpointError, match=r"linear_fc1\.weight"):
         normalize(make.contents(saved, {}))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.stored.tensor import LazyTensor
 from tests.reshard.formats.canonical import megatron_maker as make
 from tests.reshard.formats.canonical.megatron_maker import Shape
@@ -166,7 +166,7 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     save(tmp_path, Shape(), tp=2, pp=2, vpp=1, ep=1, flat=False)
     for file in (tmp_path / "mp_rank_01_001").iterdir():
         file.unlink()
-    with pytest.raises(DamagedCheckpointError, match="tensor parallel rank 1, pipeline stage 1"):
+    with pytest.raises(CorruptCheckpointError, match="tensor parallel rank 1, pipeline stage 1"):
         checkpoint.open(tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_a_rank_without_its_distributed_optimizer(tmp_path: Path, ep: int) -> No
     save(tmp_path, Shape(layers=2, experts=4 if ep > 1 else 0), tp=2, pp=1, vpp=1, ep=ep, flat=True)
     lost = sorted(tmp_path.glob("mp_rank_01*"))[-1]
     (lost / "distrib_optim.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=rf"{lost.name} has no file of the distributed optimizer"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{lost.name} has no file of the distributed optimizer"):
         checkpoint.open(tmp_path)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reshard import checkpoint
-from reshard.errors import DamagedCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from tests.reshard.formats.canonical.truth import differences
 from tests.samples import sample, truth
 from tests.torch_releases import HAS_E8M0, requires
@@ -202,12 +202,12 @@ def test_a_local_model_tells_which_flat_parameter_an_id_is(tmp_path: Path) -> No
     found = checkpoint.open(tmp_path).normalized(flat_shapes("fsdp1_flat_w2"))
     assert not differences(found, truth("fsdp1_flat_w2"), model=True, optim=True, groups=False)
     (tmp_path / "raw_optim_1.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match="file of rank 1 is missing"):
+    with pytest.raises(CorruptCheckpointError, match="file of rank 1 is missing"):
         checkpoint.open(tmp_path)
 
 
 def test_megatron_without_the_settings_that_it_says_to_have(tmp_path: Path) -> None:
     shutil.copytree(sample("mcore_tp2_dp2_dpreshardable/ckpt"), tmp_path / "ckpt")
     (tmp_path / "ckpt" / "iter_0000002" / "common.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"common\.pt is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt is missing"):
         checkpoint.open(tmp_path / "ckpt")

@@ -1,0 +1,100 @@
+"""What users see first when something is wrong: each error is provoked as it happens, and says what to do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import KeyMismatchError, StorageError
+
+
+def _trained() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    with pytest.raises(StorageError) as caught:
+        reshard.save({"w": torch.ones(2)}, "/proc/step-1")
+    assert str(caught.value).startswith("cannot write to /proc/step-1: ")
+    assert str(caught.value).endswith("use a folder that you can write to")
+    assert ".tmp" not in str(caught.value)
+
+
+def test_an_optimizer_that_was_not_saved_takes_one_line(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    names = reshard.get_model_state_dict(model)
+    reshard.save({"model": names}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": names, "optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "c")
+    head, fix, title, *rows = str(caught.value).splitlines()
+    assert head == f"{tmp_path / 'c'} does not match the state to load into:"
+    assert fix.startswith("  fix: strict=False")
+    assert title == "  25 missing from the checkpoint:"
+    assert rows == ["    optim.*   (25, such as 'optim.state.0.weight.step')"]
+
+
+def test_a_fresh_optimizer_has_no_place_for_its_state(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    names, states = reshard.get_state_dict(model, optimizer)
+    reshard.save({"model": names, "optim": states}, tmp_path / "c")
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        KeyMismatchError, match=r"\n  fix: the optimizer has no state yet: load into reshard.optimizer_"
+    ):
+        reshard.load({"model": names, "optim": fresh.state_dict()}, tmp_path / "c")
+
+
+def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, caplog: Any) -> None:
+    model, optimizer = _trained()
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "by-name")
+        assert not caplog.records
+        reshard.save({"optim": optimizer.state_dict()}, tmp_path / "by-number")
+    assert "saved by parameter number ('optim.state.0.step')" in caplog.text
+    assert "Save reshard.get_optimizer_state_dict(model, optimizer) instead" in caplog.text
+
+
+def test_verify_names_the_tensor_that_was_changed(tmp_path: Path) -> None:
+    model, _ = _trained()
+    reshard.save({"model": reshard.get_model_state_dict(model)}, tmp_path / "c")
+    (file,) = tmp_path.glob("c/*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    at = data.index(model[2].weight.detach().numpy().tobytes())
+    data[at + 5] ^= 1
+    file.write_bytes(data)
+
+    (finding,) = reshard.verify(tmp_path / "c").findings
+
+    assert finding.fqn == "model.2.weight"
+    assert f"this tensor has bytes [{at}, {at + 64}) of the file" in finding.message
+    assert file.name in finding.message
+
+
+def test_a_dry_run_reports_what_does_not_fit(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2), "more": torch.ones(2), "shape": torch.ones(2)}, tmp_path / "c")
+    target = {"w": torch.zeros(2), "new": torch.zeros(1), "shape": torch.zeros(3)}
+
+    report = reshard.load(target, tmp_path / "c", dry_run=True)
+
+    assert (report.missing, report.unexpected, report.ok) == (("new",), ("more",), False)
+    assert report.mismatched == ("shape: saved with shape [2], but the target has [3]",)
+    assert not any(tensor.any() for tensor in target.values())
+    with pytest.raises(KeyMismatchError):
+        reshard.load(target, tmp_path / "c")
+
+
+def test_names_of_other_libraries_are_answered_with_ours() -> None:
+    with pytest.raises(AttributeError, match=r"'load_state_dict': reshard.load fills .*, reshard.set_model_state_dict"):
+        reshard.load_state_dict  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'save_checkpoint': reshard.save writes a checkpoint"):
+        reshard.save_checkpoint  # noqa: B018
