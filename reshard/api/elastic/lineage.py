@@ -1,4 +1,4 @@
-"""Which generation a job last lived on: one function decides, for `Tier.save`, `Tier.restore` and `gather`.
+"""Which generation a job last lived on: one function decides, for saves, restores and `gather`.
 
 A host that was away may come back with generations from which the job did not go on. They may have
 larger numbers, and are not newer. So incarnations are compared before numbers are: one that knew of

@@ -166,8 +166,8 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> PendingKeep:
-        """Like `save`, but returns as soon as each rank has copied its part within its own memory; the state kept is
-        that of the call. Files are written, and copies cross, while the job trains: over a gloo group of its own.
+        """Like `save`, but returns as soon as each rank has copied its part within its own memory.
+        The state kept is that of the call. Files are written, and copies cross, while the job trains: over a gloo group of its own.
         Until all is there, and whatever happens meanwhile, the generation before counts.
 
         At most one is under way: the next call of any verb first waits for it, and raises what went wrong with it,

@@ -106,7 +106,7 @@ class CheckpointManager:
             what the clock says, which takes about a round trip to the store of the process group.
         read_only: only to restore and to look, beside a manager that saves.
         process_group: the ranks that save together; default: the default group, or this process alone.
-        timeout: how long each save, and each meeting of the ranks, may take, in seconds or as a `timedelta`.
+        timeout: how long each save, and each meeting of the ranks, may take: seconds or a `timedelta`.
         options: of `reshard.save`, for all saves to storage, but for `base` and `overwrite`.
 
     Raises CheckpointError for options that cannot be, and for a root where another manager saves; StorageError for one
