@@ -99,8 +99,8 @@ def convert(
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
         target: a folder, URL or `Storage`; for "torch_save" the path of a file.
         format: what is written, such as "dcp". "huggingface" is another name of "safetensors", and
-            "torch" of "torch_save". What a framework has names and shapes of its own for is written from canonical names, with the
-            same hints.
+            "torch" of "torch_save". Formats with names and shapes of their own are written from
+            canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
         onto: write the files that the ranks of this layout or topology would have written (native and dcp).
         select: globs of what is taken, by its new name; those that begin with `!` say what is not.

@@ -167,11 +167,11 @@ class Tier:
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> PendingKeep:
         """Like `save`, but returns as soon as each rank has copied its part within its own memory.
-        The state kept is that of the call. Files are written, and copies cross, while the job trains: over a gloo group of its own.
-        Until all is there, and whatever happens meanwhile, the generation before counts.
+        The saved state is that of the call. Files are written and copies are sent while the job
+        trains, over a gloo group of their own. Until all are there, the generation before counts.
 
-        At most one is under way: the next call of any verb first waits for it, and raises what went wrong with it,
-        on all ranks, unless they have asked for its `result()`.
+        At most one is in progress: the next call of any method first waits for it and raises its
+        error on all ranks, unless they have asked for its `result()`.
 
         Args:
             bytes_per_s: bound on what each rank sends and receives together, on average.
