@@ -43,9 +43,9 @@ def _names(module: str) -> list[str]:
 def _public(parent: Any, path: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Path, and what griffe has of it, of each name of a module, and of the members of its classes."""
     for name in names:
-        if name not in parent.members:
+        found = parent.members.get(name)
+        if found is None or found.is_alias and not found.target_path.startswith(("planners.", "reshard.")):
             continue
-        found = parent.members[name]
         found = found.final_target if found.is_alias else found
         yield f"{path}.{name}", found
         if found.is_class:

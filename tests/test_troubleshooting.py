@@ -125,7 +125,7 @@ def _on_ranks(folder: str) -> None:
         time.sleep(1.2)
         return
     with pytest.raises(reshard.ReshardError) as caught:
-        reshard.save({"x": 1}, f"{folder}/c", deadline_s=0.5)
+        reshard.save({"x": 1}, f"{folder}/c", timeout=0.5)
     assert _is_quoted(caught.value).startswith("DeadlineError")
 
 
