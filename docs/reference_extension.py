@@ -44,7 +44,7 @@ def _public(parent: Any, path: str, names: Iterable[str]) -> Iterator[tuple[str,
     """Path, and what griffe has of it, of each name of a module, and of the members of its classes."""
     for name in names:
         found = parent.members.get(name)
-        if found is None or found.is_alias and not found.target_path.startswith(("planners.", "reshard.")):
+        if found is None or (found.is_alias and not found.target_path.startswith(("planners.", "reshard."))):
             continue
         found = found.final_target if found.is_alias else found
         yield f"{path}.{name}", found
