@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reshard
+from reshard.ranks.liveness import PeerWatch, machine
 from tests import gloo
 from tests.test_readme import ROOT
 
@@ -81,6 +83,14 @@ def _unjoined() -> None:
         del os.environ["WORLD_SIZE"]
 
 
+def _reused() -> None:
+    store, key = dist.HashStore(), f"machines/{machine()}"
+    store.add(key, 1)
+    store.set(f"{key}/0", "0 999999999 1")  # no process has this number
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        PeerWatch(store, 0)
+
+
 PROVOKE: list[Callable[[], object]] = [
     lambda: reshard.open("run/step-9"),
     _incomplete,
@@ -93,6 +103,7 @@ PROVOKE: list[Callable[[], object]] = [
     lambda: reshard.save(nn.Linear(2, 2), "run/step-9"),  # type: ignore[arg-type]
     lambda: reshard.save({"x": Other()}, "run/step-9"),
     _unjoined,
+    _reused,
     lambda: reshard.save(STATE, "file/step-9"),
 ]
 
@@ -108,7 +119,7 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
             provoke()
         seen.append(_is_quoted(caught.value))
 
-    assert len(set(seen)) == len(PROVOKE) == 12
+    assert len(set(seen)) == len(PROVOKE) == 13
     ranks = [quote for quote in QUOTED if quote not in seen]
     assert [quote.partition(":")[0] for quote in ranks] == ["KeyMismatchError", "RankFailedError", "DeadlineError"]
 
