@@ -5,22 +5,33 @@
     checkpoint=CheckpointManager.Config(interval=500)          # in place of torchtitan's own of that name
 
 Folders, names and files stay those that torchtitan writes and finds: either manager resumes from
-what the other saved. What goes to and comes from Hugging Face's format is left to torchtitan.
+what the other saved. Hugging Face's files are read and written by ready mappings, so shards may end
+anywhere, also within a head.
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import dcp as _theirs
 from torchtitan.components.checkpointer.base import MODEL
 
 from reshard import dcp
-from reshard.api.retention import steps
+from reshard.api import convert, load, retention, save
+from reshard.errors import NormalizationError
+from reshard.mapping import Mapping
+from reshard.mapping.families import ready
 
 __all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("reshard")
 
 
 class TitanManager(_theirs.CheckpointManager):
@@ -40,7 +51,9 @@ class TitanManager(_theirs.CheckpointManager):
     ) -> Any:
         """As torchtitan's, without a garbage collection: few objects are made here."""
         if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            if (names := self._names(checkpoint_id, "torchtitan", "huggingface")) is None:
+                return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            return _export(state_dict, checkpoint_id, names)
         if async_mode == _theirs.AsyncMode.DISABLED:
             dcp.save(state_dict, checkpoint_id=checkpoint_id)
             return None
@@ -61,16 +74,53 @@ class TitanManager(_theirs.CheckpointManager):
         if "://" in place:
             found: int = super()._find_load_step(folder)
             return found
-        return max((step.step for step in steps(place) if step.problem is None and step.step is not None), default=-1)
+        whole = [step.step for step in retention.steps(place) if step.problem is None and step.step is not None]
+        return max(whole, default=-1)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """As torchtitan's, from any format and folder that `reshard.open` opens."""
-        if from_hf:
+        names = self._names(checkpoint_id, "huggingface", "torchtitan") if from_hf and not from_quantized else None
+        if from_hf and names is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        dcp.load(state_dict, checkpoint_id=checkpoint_id)
+        if names is not None:
+            load.load(_in_files(state_dict), checkpoint_id, mapping=names, strict="subset", dtype_policy="cast")
+        else:
+            dcp.load(state_dict, checkpoint_id=checkpoint_id)
         if MODEL in self.states:  # its values stand beside the other states, under names of their own
             self.states[MODEL].load_state_dict(state_dict)
+
+    def _names(self, folder: str, source: str, target: str) -> Mapping | None:
+        """The mapping of the model's family, by the `config.json` beside the files; None, and a warning, where there
+        is none."""
+        places = [place for place in (folder, getattr(self.sd_adapter, "hf_assets_path", None)) if place]
+        place = next((place for place in places if Path(place, "config.json").is_file()), None)
+        why = f"there is no config.json in {' or '.join(places)}"
+        try:
+            if place is not None:
+                return ready(place, source, target)
+        except NormalizationError as error:
+            why = str(error)
+        _log.warning(
+            "torchtitan's own adapter moves the weights from %s's names to %s's, since %s. Where a shard ends within a "
+            "head, it puts rows of queries and keys into wrong places",
+            *(source, target, why),
+        )
+        return None
+
+
+def _in_files(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without what balances experts, which no family's files have."""
+    return {key: value for key, value in state_dict.items() if "expert_bias" not in key}
+
+
+def _export(state_dict: dict[str, Any], folder: str, names: Mapping) -> None:
+    """Save what each rank has, and write Hugging Face's files of it, ranks side by side; collective."""
+    parts = Path(folder, "sharded")
+    save.save({key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}, parts)
+    convert.convert(parts, folder, format="safetensors", mapping=names, overwrite=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(parts)
 
 
 CheckpointManager = TitanManager

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import reshard
+from reshard.mapping.families import ready
 from tests import gloo
 from tests.same import same
 
@@ -50,8 +51,6 @@ class Job:
     """What torchtitan's trainer is made of, as far as it is saved: its own manager, optimizers and schedules."""
 
     def __init__(self, kind: str, seed: int, manager: Any, folder: str, mode: str = "disabled") -> None:
-        from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-
         torch.manual_seed(seed)
         model = Net()
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(kind,))
@@ -59,22 +58,26 @@ class Job:
             fully_shard(model, mesh=mesh)
         else:
             parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        config = default_adamw()
-        config.implementation = "for-loop"
-        self.model, self.optimizers = model, config.build(model_parts=[model])
+        config = manager.Config(enable=True, interval=1, last_save_model_only=False, keep_latest_k=0, async_mode=mode)
+        self._build(model, config, folder, None)
+
+    def _build(self, model: nn.Module, config: Any, folder: str, adapter: Any) -> None:
+        from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+        adamw = default_adamw()
+        adamw.implementation = "for-loop"
+        self.model, self.optimizers = model, adamw.build(model_parts=[model])
         self.schedules = LRSchedulersContainer.Config(warmup_steps=2).build(
             optimizers=self.optimizers, training_steps=10
         )
         self.state = TrainState()
-        self.manager = manager.Config(
-            enable=True, interval=1, last_save_model_only=False, keep_latest_k=0, async_mode=mode
-        ).build(
+        self.manager = config.build(
             dataloader=None,
             model_parts=[model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedules,
             states={"train_state": self.state},
-            sd_adapter=None,
+            sd_adapter=adapter,
             base_folder=folder,
         )
 
@@ -140,3 +143,100 @@ def test_either_manager_resumes_from_the_other_s_save(tmp_path: Path) -> None:
     run = reshard.open(tmp_path / names[0])
     assert run.url.endswith("checkpoint/step-1")
     assert run.format == "dcp"
+
+
+class Weights(nn.Module):
+    """A model of torchtitan's names, of which nothing but its weights counts; torchtitan's own needs triton."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(torch.randn(shape)))
+
+
+class Adapter:
+    """As much of torchtitan's as our manager asks for; to use the rest is an error."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, folder: str) -> None:
+        self.hf_assets_path = folder
+
+
+LAYOUTS = {"fsdp4": True, "fsdp2 tp2": False, "pp2 fsdp2": False}
+"""And whether the output is tied to the embedding."""
+
+
+def through_all(folder: str) -> dict[str, list[str]]:
+    return {layout: through(f"{folder}/{layout}", layout, tied) for layout, tied in LAYOUTS.items()}
+
+
+def through(folder: str, layout: str, tied: bool) -> list[str]:
+    """Hugging Face's files into a model, and out of it: the names of tensors that came in wrong, or of none."""
+    from reshard.integrations.torchtitan import CheckpointManager
+
+    truth = ready(f"{folder}/hf", "huggingface", "torchtitan").apply(reshard.open(f"{folder}/hf"))
+    shapes = {name: tuple(truth[name].shape) for name in truth}
+    if tied:
+        shapes["lm_head.weight"] = shapes["tok_embeddings.weight"]
+    rank = dist.get_rank()
+    if layout == "pp2 fsdp2":
+        last = "norm.", "lm_head.", "layers.1."
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(last) == (rank >= 2)}
+    torch.manual_seed(rank // 2)
+    model = Weights(shapes)
+    if tied:
+        model.lm_head.weight = model.tok_embeddings.weight
+    if layout == "fsdp4":
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    else:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = both["inner" if layout == "pp2 fsdp2" else "outer"]
+    if layout == "fsdp2 tp2":
+        for name, module in model.named_modules():
+            if name.endswith((".wq", ".wk", ".wv", ".w1", ".w3")):
+                module.weight = nn.Parameter(distribute_tensor(module.weight.data, both["inner"], [Shard(0)]))
+    fully_shard(model, mesh=mesh)
+    job = Job.__new__(Job)
+    options = {"initial_load_in_hf": True, "last_save_in_hf": True, "last_save_model_only": True}
+    config = CheckpointManager.Config(
+        enable=True, interval=1, keep_latest_k=0, initial_load_model_only=True, export_dtype="float32", **options
+    )
+    job._build(model, config, f"{folder}/run", Adapter(f"{folder}/hf"))
+    job.manager.load()
+    came = gathered(model.state_dict())
+    names = {name: "tok_embeddings.weight" if tied and "lm_head" in name else name for name in came}
+    wrong = [name for name in came if not torch.equal(came[name], truth[names[name]][...])]
+    job.manager.save(1, last_step=True)
+    return wrong if len(came) == len(shapes) else ["names"]
+
+
+def test_hugging_face_s_files_come_in_and_go_out_however_the_model_is_cut(tmp_path: Path) -> None:
+    """Also where shards end within a head."""
+    transformers = pytest.importorskip("transformers")
+    made = {}
+    for layout, tied in LAYOUTS.items():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=tied,
+        )  # fmt: skip
+        made[layout] = transformers.LlamaForCausalLM(config).eval()
+        made[layout].save_pretrained(tmp_path / layout / "hf")
+
+    assert gloo.run(through_all, 4, str(tmp_path)) == [{layout: [] for layout in LAYOUTS}] * 4
+
+    for layout, model in made.items():
+        out = tmp_path / layout / "run" / "checkpoint" / "step-1"
+        assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+        model.config.save_pretrained(out)
+        with torch.no_grad():
+            again = transformers.LlamaForCausalLM.from_pretrained(out).eval()
+            ids = torch.arange(12)[None]
+            assert torch.equal(again(ids).logits, model(ids).logits)
