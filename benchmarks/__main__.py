@@ -42,9 +42,17 @@ ON_THE_PAGE = (
     "control",
     "manifest",
 )
-WHOLE = ("first_calls", "convert", "plan", "incremental", "control", "manifest", "engines", "disk")
+WHOLE = ("first_calls", "convert", "plan", "incremental", "control", "manifest", "engines", "disk", "orbax_shards")
 """What these say depends on size, or on many rounds: the page has all of their cases."""
-ON_REQUEST: tuple[str, ...] = ("cold", "disk", "load_parts", "many_tensors_large", "convert_large", "engines")
+ON_REQUEST: tuple[str, ...] = (
+    "cold",
+    "disk",
+    "load_parts",
+    "many_tensors_large",
+    "convert_large",
+    "engines",
+    "orbax_shards",
+)
 """On the page, too, but they take so long that they are measured only by name, and kept until then."""
 ORDER = ON_THE_PAGE + ON_REQUEST
 NAMES = (*ORDER, "control_simulated", "device")

@@ -74,12 +74,14 @@ class TitanManager(_theirs.CheckpointManager):
         if "://" in place:
             found: int = super()._find_load_step(folder)
             return found
-        whole = [step.step for step in retention.steps(place) if step.problem is None and step.step is not None]
-        return max(whole, default=-1)
+        whole = (step for step in retention.steps(place) if step.problem is None)
+        return max((step.step for step in whole if step.step is not None), default=-1)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """As torchtitan's, from any format and folder that `reshard.open` opens."""
-        names = self._names(checkpoint_id, "huggingface", "torchtitan") if from_hf and not from_quantized else None
+        names = None
+        if from_hf and not from_quantized:
+            names = self._names(checkpoint_id, "huggingface", "torchtitan")
         if from_hf and names is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -91,9 +93,10 @@ class TitanManager(_theirs.CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _names(self, folder: str, source: str, target: str) -> Mapping | None:
-        """The mapping of the model's family, by the `config.json` beside the files; None, and a warning, where there
-        is none."""
-        places = [place for place in (folder, getattr(self.sd_adapter, "hf_assets_path", None)) if place]
+        """The mapping of the model's family, by the `config.json` beside the files; None, and a
+        warning, where there is none."""
+        assets = getattr(self.sd_adapter, "hf_assets_path", None)
+        places = [place for place in (folder, assets) if place]
         place = next((place for place in places if Path(place, "config.json").is_file()), None)
         why = f"there is no config.json in {' or '.join(places)}"
         try:
@@ -101,11 +104,7 @@ class TitanManager(_theirs.CheckpointManager):
                 return ready(place, source, target)
         except NormalizationError as error:
             why = str(error)
-        _log.warning(
-            "torchtitan's own adapter moves the weights from %s's names to %s's, since %s. Where a shard ends within a "
-            "head, it puts rows of queries and keys into wrong places",
-            *(source, target, why),
-        )
+        _log.warning("torchtitan's own code moves the weights from %s to %s names: %s", source, target, why)
         return None
 
 
@@ -115,9 +114,10 @@ def _in_files(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _export(state_dict: dict[str, Any], folder: str, names: Mapping) -> None:
-    """Save what each rank has, and write Hugging Face's files of it, ranks side by side; collective."""
+    """Save what each rank has, and write Hugging Face's files of it; collective."""
     parts = Path(folder, "sharded")
-    save.save({key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}, parts)
+    weights = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    save.save(weights, parts)
     convert.convert(parts, folder, format="safetensors", mapping=names, overwrite=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(parts)
