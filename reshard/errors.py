@@ -1,4 +1,4 @@
-"""The exception tree. Each says what, where, wanted, found and the fix; each also is the builtin one would catch."""
+"""All exceptions, which also derive from built-in ones. Each names what, where, and the fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ReshardError(Exception):
-    """Anything that this library refuses to do, or could not do."""
+    """Base class of all exceptions of reshard."""
 
 
 class CheckpointError(ReshardError):
@@ -29,49 +29,49 @@ class CheckpointError(ReshardError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint at this path."""
+    """There is no complete checkpoint at the path."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
 
 
 class FormatError(CheckpointError, ValueError):
-    """The files are of no known format, of a newer version, or contradict their own format."""
+    """The files have an unknown format or version, or contradict their format."""
 
 
 class NewerVersionError(FormatError):
-    """A checkpoint was written by a later version of this library, which may have made it whole."""
+    """A later version of reshard wrote the checkpoint."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """Bytes are missing, truncated or changed since they were written; names file, tensor and byte range."""
+    """Bytes are missing, truncated, or changed. The message names file, tensor, and byte range."""
 
 
 class UnsafeDataError(CheckpointError, ValueError):
-    """A pickle asks for something outside the short list of plain types; nothing of it was run."""
+    """A pickle needs code beyond a short list of plain types. None of it was run."""
 
 
 class KeyMismatchError(ReshardError, KeyError, RuntimeError):
-    """Names, shapes or dtypes of a checkpoint and of the wanted state do not fit; lists all of them."""
+    """Names, shapes, or dtypes of checkpoint and target differ. The message lists them."""
 
     def __str__(self) -> str:  # KeyError would print the repr of a long, many-line message
         return Exception.__str__(self)
 
 
 class LayoutError(ReshardError, ValueError):
-    """A tensor's placement cannot be described, or two sides disagree about it."""
+    """A layout is not supported, or ranks disagree about it."""
 
 
 class ReplicaDriftError(ReshardError, ValueError):
-    """Ranks that should hold the same elements hold different bits; names tensors and ranks."""
+    """Replicas differ. The message names tensors and ranks."""
 
 
 class NormalizationError(ReshardError, ValueError):
-    """Live names cannot be mapped to canonical ones, or a state dict does not fit a model or optimizer."""
+    """Names have no canonical name, or a state dict does not match a model or optimizer."""
 
 
 class StorageError(ReshardError, OSError):
-    """The storage failed: no space, no permission, a dropped connection."""
+    """Storage failed: no space, no permission, or a lost connection."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
@@ -101,9 +101,9 @@ def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 
 
 class UndefinedTargetsError(RankFailedError):
-    """A transfer ended midway: some targets hold old values, some new ones, some of both.
+    """A transfer failed midway: targets can have old values, new values, or both.
 
-    The process group may still have messages under way: make a new one before the next transfer.
+    The process group may have pending messages: create a new one before the next transfer.
 
     Attributes:
         rank: the rank whose failure came first, or -1 if that is not known.
@@ -116,7 +116,7 @@ class UndefinedTargetsError(RankFailedError):
 
 
 class DeadlineError(ReshardError, TimeoutError):
-    """A rank did not answer before its deadline."""
+    """A rank did not answer before the timeout."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)

@@ -87,7 +87,7 @@ def convert(
     progress: bool = False,
     timeout: float | timedelta = 86_400.0,
 ) -> ConvertReport:
-    """Write the checkpoint `source` in another format, under other names, cut otherwise, or all of these.
+    """Convert a checkpoint to another format, other names, or another layout.
 
         reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
@@ -103,30 +103,32 @@ def convert(
             canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
         onto: write the files that the ranks of this layout or topology would have written (native and dcp).
-        select: globs of what is taken, by its new name; those that begin with `!` say what is not.
+        select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: floating-point tensors of at least one dim are converted to this one.
         normalized: under canonical names first: see `Checkpoint.normalized`. Plain objects beside model and optimizer
             keep their keys, if they have any but a file's; others are in `left_out`.
-        model_only: only the model's tensors, under their bare canonical names.
-        hints: for the normalization.
-        max_shard_bytes: size of a file's tensors; a tensor that is larger has a file of its own. Without `onto`.
-        check: False takes a damaged source as it is; fingerprints of what is written are its own then.
+        model_only: write only the model's tensors, under their canonical names without a prefix.
+        hints: facts that normalization needs and the checkpoint lacks, as errors ask for them.
+        max_shard_bytes: maximum size of a file. A larger tensor gets its own file. Not with `onto`.
+        check: False accepts a damaged source as it is, and computes new fingerprints for the target.
         workers: processes on this machine that write files at the same time.
-        executor: writes the files instead, one a task: workers of Dask, Ray or MPI, for example, who open source and
-            target by themselves. A task that is lost is given out again.
-        process_group: with torch.distributed initialized, the ranks that share the work; all must see the target.
-        alone: this process converts by itself, in a running job too, and waits for nobody.
-        overwrite: replace a checkpoint or file that is at `target`, once the new one is whole; else it is an error.
-        resume: continue the same conversion where it was interrupted.
-        progress: show a progress bar where somebody looks on.
+        executor: writes each file as a task, for example on Dask, Ray, or MPI. Workers open source and target
+            themselves. Lost tasks are retried.
+        process_group: with torch.distributed initialized, the ranks that share the work. All must see the target.
+        alone: this process converts by itself, even in a running job.
+        overwrite: replace an existing checkpoint or file at `target` once the new one is complete. False: an existing
+            one is an error.
+        resume: continue an interrupted conversion with the same arguments.
+        progress: show a progress bar if stderr is a terminal.
         timeout: how long the call may take, in seconds or as a `timedelta`.
 
-    What is read is compared with the source's checksums, and what was written with its fingerprints, where it has them.
+    Where the source has checksums and fingerprints, reads are compared with its checksums, and the result with its
+    fingerprints.
 
     Raises:
         CorruptCheckpointError: the source was changed since it was saved. Nothing was published.
-        FormatError: the format cannot hold what is there, or there is a checkpoint at `target` already.
-        KeyMismatchError: the mapping or selection does not fit. Others as `reshard.open`.
+        FormatError: the format cannot store the source, or there is already a checkpoint at `target`.
+        KeyMismatchError: the mapping or selection does not match the source. Others as `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):

@@ -74,25 +74,25 @@ def load(
     progress: bool = LoadOptions.progress,
     timeout: float | timedelta = DEADLINE_S,
 ) -> LoadReport:
-    """Fill `state_dict`, in place, from the checkpoint at `path`, whatever layout and format it was saved in.
+    """Fill `state_dict` in place from the checkpoint at `path`, from any saved layout and format.
 
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
-    Tensors, DTensors and ShardedTensors are written into; meta tensors are replaced by real ones; everything else is
-    replaced in its container. Nothing is written before the plan is proved, every byte range is known to exist, and all
-    blocks that a rank reads for itself have the right checksum; what is read for several ranks at once, or from
-    an object store, is checked as it comes, and the error says if targets were overwritten by then.
+    Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
+    containers. Before the first write, the plan is proved, every byte range is known to exist, and all blocks that a
+    rank reads for itself match their checksums. Data that is read for several ranks, or from an object store, is
+    checked as it arrives; the error then says if targets were already overwritten.
 
     Args:
         path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
-        strict: True, or "strict": missing and unexpected keys are errors. "subset": unexpected ones are not. False, or
-            "partial": neither are, they are reported only. A mapping of globs to these three words decides by key, the
-            first glob that fits; keys that none fits are strict.
-        dtype_policy: "error": a target of another dtype is an error; "cast": elements are converted and reported;
+        strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
+            False or "partial": both are only reported. A mapping of globs to these three words decides by key: the
+            first glob that matches counts, and keys without a match are strict.
+        dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported.
             "saved": the target is replaced by a tensor of the saved dtype.
         mapping: key in `state_dict` -> key in the checkpoint, for those that differ; or a `reshard.mapping.Mapping`
-            from the checkpoint's naming and shaping to that of `state_dict`.
-        dry_run: only report; the target is not touched.
+            from the names and shapes of the checkpoint to those of `state_dict`.
+        dry_run: only report, also missing, unexpected, and mismatched keys. The target does not change.
         check: compare what is read with checksums, where the format has them; `.bytes_unchecked` says how much was not.
         read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
             group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
@@ -103,12 +103,13 @@ def load(
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
         memory_budget_bytes: for what is staged on its way to another dtype or device, or has no view of its bytes; at
             least 128 KiB; default: 32 MiB a thread.
-        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
+        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: how long the call may take, in seconds or as a `timedelta`.
 
-    Raises (nothing was written then; `RankFailedError` on the other ranks, where they do not raise the same):
-        KeyMismatchError: lists all missing, unexpected and mismatched keys of all ranks at once.
-        LayoutError: ranks differ in options other than mapping, check, threads, memory, progress; a target is no array.
+    Raises (nothing was written then; other ranks raise the same error or `RankFailedError`):
+        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
+        LayoutError: ranks pass different options other than mapping, check, threads, memory_budget_bytes, and
+            progress, or a target cannot be filled in place.
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)

@@ -88,38 +88,39 @@ def save(
     timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
-    """Save a state dict: nested dicts, lists and tuples of tensors, DTensors, ShardedTensors and plain data.
+    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
 
-    Collective over `process_group` (default: the default group, if there is one, else this process alone). Each
-    element is written once, by a rank that holds it. A checkpoint that is there stays until the new one is whole.
+    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An
+    existing checkpoint at `path` stays until the new one is complete.
 
         state = {"model": reshard.get_model_state_dict(model), "step": step}
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
-        path: a local folder, a URL or a `Storage`, the same for all ranks and visible to all.
-        process_group: the ranks that save together; all of them, and no others, make the call.
-        alone: this process saves by itself, in a running job too: for what it holds whole, to a path of its own.
-        select: globs of the keys to save, such as `["model.*"]`; each must fit a key of some rank. The checkpoint is
-            then declared a subset: a load is strict over what the globs fit, and reports the rest.
-        check_replicas: compare what several ranks hold under one key; values that differ are an error.
-        fingerprints: store a digest of each tensor that no layout changes, for `verify`, `compare` and later loads.
-        divide_above_bytes: chunks of at least this size may be divided among the ranks that hold them.
-        memory_budget_bytes: for copies of what is not row-major on the CPU. Fingerprints take 50 MiB of their own.
-        overwrite: a checkpoint that is at `path` is replaced, once the new one is whole. False: it is an error, and
-            nothing is written, as for `convert`, which asks to be told. Other files there are never replaced.
-        base: an earlier checkpoint, at `path` or beside it, or "auto" for the newest: what it has already is not
-            written again, and the new one is whole by itself nevertheless, see docs/incremental.md.
-        ranks_per_file: so many ranks of a machine write one file together, see docs/scale.md; not with a base.
-        progress: the first rank shows bars where somebody looks on. Each phase logs one line in any case.
+        path: a local folder, a URL, or a `Storage`, the same for all ranks and visible to all.
+        process_group: the ranks that save together. Default: the default group, or this process if there is none.
+        alone: this process saves by itself, even in a running job: full tensors, to a path of its own.
+        select: globs of the keys to save, such as `["model.*"]`. Each must match a key of some rank. The checkpoint
+            is then a declared subset: loads require the keys that the globs match and report the others.
+        check_replicas: compare replicas across ranks. Different values are an error.
+        fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
+        divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
+        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU. Fingerprints take 50 MiB
+            more.
+        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
+            is an error, and nothing is written. Other files are never replaced.
+        base: an earlier checkpoint, at `path` or beside it, or "auto" for the newest. Data that it already has is not
+            written again. The new checkpoint is still complete by itself: see docs/incremental.md.
+        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
+        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: how long the call may take, in seconds or as a `timedelta`.
 
-    Raises (on every rank; the failing rank's own error there, `RankFailedError` elsewhere):
-        KeyMismatchError: values that differ between ranks, not `PerRank`; keys that collide; a glob that fits nothing.
-        LayoutError: ranks that disagree about a tensor's shape, dtype or placement, or were called with different
-            options; they may choose memory_budget_bytes and progress for themselves.
-        FormatError: a value that is no plain data; with `overwrite=False`, a checkpoint that is there already.
-        StorageError: the storage failed, or is not the same folder for all ranks.
+    Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
+        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
+        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
+            memory_budget_bytes and progress.
+        FormatError: a value is not plain data, or, with `overwrite=False`, a checkpoint exists.
+        StorageError: the storage failed, or ranks see different folders.
     """
     with phase("save", path=path):
         with phase("earlier saves"):
@@ -133,7 +134,7 @@ def save(
 
 
 class PendingSave:
-    """A save that goes on in the background."""
+    """A save in the background."""
 
     def __init__(self, future: Future[SaveReport]) -> None:
         self._future = future
@@ -141,7 +142,7 @@ class PendingSave:
 
     @renamed(timeout_s="timeout")
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the end; raises what went wrong, as `save` does, or TimeoutError after `timeout` seconds."""
+        """Wait for the save. Raises its error, as `save` does, or TimeoutError after `timeout` seconds."""
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
         try:
@@ -155,7 +156,7 @@ class PendingSave:
                 forget_background_save(self._future)  # whoever asked knows: the next save need not tell it again
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._future.done()
 
 
@@ -173,16 +174,16 @@ def async_save(
     stage: Stage = "host",
     **options: Unpack[SaveKeywords],
 ) -> PendingSave:
-    """Like `save`, but returns as soon as this rank's part is copied; the state saved is that of the call.
+    """Save in the background: like `save`, but returns as soon as this rank's part is copied.
 
-    What lies on a device is copied to pinned memory of the host beside the caller's stream, as soon as that stream has
-    done what it was asked before, and the call waits for these copies; what lies on the host is copied there. The
-    memory is kept for the next save. With `stage="device"` what lies on a device is copied on it, where that has room,
-    and the call waits for nothing: each rank may choose for itself.
+    The saved state is that of the call. Tensors on a device are copied to pinned host memory on a stream of their own,
+    after the pending work of your stream, and the call waits for these copies. Tensors on the host are copied there.
+    The memory is reused by the next save. With `stage="device"`, tensors on a device are copied on the device if it
+    has room, and the call does not wait. Each rank may choose its own `stage`.
 
-    At most `max_in_flight` saves of this process go on at once: a further call first waits for the oldest. It raises
-    what went wrong with an earlier one, on all ranks, unless all have asked for that one's `result()`. Saves to one
-    path go on one after another.
+    At most `max_in_flight` saves of this process run at once: a further call first waits for the oldest. It raises the
+    error of an earlier save on all ranks, unless all of them have called its `result()`. Saves to the same path run one
+    after another.
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0

@@ -65,27 +65,26 @@ def verify(
     executor: Executor | None = None,
     progress: bool = False,
 ) -> Report:
-    """Is the checkpoint at `path` whole, consistent and undamaged?
+    """Check that the checkpoint at `path` is complete, consistent, and undamaged.
 
         reshard.verify("run/step-1000").raise_if_failed()
 
-    Always: all files are there with their lengths, the chunks of every tensor tile it exactly once, and the plan by
-    which the native format finds its bytes is proved; an index for Hugging Face tools beside it must say the same. With
-    `deep`: every byte is read; blocks are compared with their checksums and tensors with their fingerprints where the
-    format has them; what torch.save wrote, in DCP's files too, with the checksums of its zip archives.
+    Every call checks that all files exist with the right sizes, that the chunks of each tensor cover it exactly once,
+    that the plan by which the native format finds its bytes is right, and that an index for Hugging Face tools agrees
+    with the manifest. `deep` also reads every byte and compares blocks with checksums, tensors with fingerprints, and
+    records of `torch.save` (in DCP files, too) with the CRC-32 of their zip archives, where the format has them.
 
     Args:
-        path: a folder, file, URL, `Storage` or open `Checkpoint`.
-        against: another checkpoint or a state dict of whole tensors that must hold the same, and of a checkpoint what
-            its saved fingerprints say: both are read and compared as by `compare`; without `deep`, by saved
-            fingerprints where both have them.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`.
+        against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
+            compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         workers: processes on this machine that read at the same time.
-        executor: reads in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
-        progress: show a progress bar where somebody looks on.
+        executor: runs the reads as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
+        progress: show a progress bar if stderr is a terminal.
 
-    Returns a report whose findings name the file or tensor; `covered` says for how many bytes a changed bit would have
-    been found, which is none in formats without checksums, such as safetensors. Raises only if there is no checkpoint
-    at all, or none of a known format: damage is a finding.
+    Returns a report. Findings name the file, and the tensor and byte range where they are known. `covered` says for
+    how many bytes a changed bit would have been found: none in formats without checksums, such as safetensors. Damage
+    is a finding; the call raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     try:
