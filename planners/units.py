@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds"]
+from collections.abc import Sequence
+
+__all__ = ["format_bytes", "format_each", "format_seconds"]
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(nbytes: float) -> str:
     """A size: `"1.5 MiB"`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    value, unit = float(nbytes), 0
-    while abs(value) >= 1024 and unit < len(units) - 1:
+    return _in_unit(nbytes, _unit_of(nbytes))
+
+
+def format_each(sizes: Sequence[float]) -> list[str]:
+    """Sizes that stand below one another, all in the unit of the largest: `["1.5 MiB", "0.1 MiB", "<0.1 MiB"]`."""
+    unit = max(map(_unit_of, sizes), default=0)
+    return [_in_unit(size, unit) for size in sizes]
+
+
+def _unit_of(nbytes: float) -> int:
+    value, unit = abs(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {units[unit]}" if unit == 0 else f"{value:.1f} {units[unit]}"
+    return unit
+
+
+def _in_unit(nbytes: float, unit: int) -> str:
+    value = nbytes / 1024**unit
+    if unit == 0 or not value:
+        return f"{value:.0f} {_UNITS[unit]}"
+    return f"<0.1 {_UNITS[unit]}" if 0 < value < 0.05 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ from planners.errors import PlanError
 from planners.geometry.layout import BoxesForm, ProductForm, TensorLayout
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, StridedShard, parse_placements
 
-__all__ = ["chunk_sizes", "in_words", "legend", "parse_layout", "short_form"]
+__all__ = ["chunk_sizes", "in_both_forms", "in_words", "legend", "parse_layout", "short_form"]
 
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
@@ -54,6 +54,12 @@ def in_words(layout: TensorLayout | ProductForm) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     explicit = [f"on rank{'s' * (len(ranks) > 1)} {shown}"] if form.mesh.has_explicit_ranks else []
     return "; ".join([*(words or ["unsharded"]), *explicit])
+
+
+def in_both_forms(layout: TensorLayout) -> str:
+    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed."""
+    short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", short_form(layout))
+    return f"{in_words(layout)} ({short})" if short else in_words(layout)
 
 
 def _in_order(axes: Sequence[tuple[str, int, Placement]]) -> list[str]:

@@ -17,20 +17,23 @@ from planners.plans.plan import Plan
 from planners.plans.rounds import Schedule
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.transfer import TransferItem, TransferPlan
-from planners.units import format_bytes
+from planners.units import format_bytes, format_each
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
 
 
-def format_plan(plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20) -> str:
+def format_plan(
+    plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
+) -> str:
     """The plan in words: totals, bytes per rank with a bar, and up to `limit` items (None: all) of the first ranks.
 
-    A schedule is told round by round, up to `limit` of them.
+    A schedule is listed round by round, up to `limit` of them. `width` is that of the terminal, in characters: bars are
+    as long as it leaves room for.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
-    lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit)]
+    lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
     left = limit
     for rank in range(plan.world_size):
         if left is not None and left <= 0:
@@ -60,15 +63,18 @@ def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> st
     return "\n".join(_explain_load(plan, _known(plan.wanted.get(fqn), fqn), rank))
 
 
-def _load_lines(loads: Ints, verb: str, limit: int | None) -> Iterator[str]:
+def _load_lines(loads: Ints, verb: str, limit: int | None, width: int) -> Iterator[str]:
     most = max(int(loads.max(initial=0)), 1)
     shown = len(loads) if limit is None else min(len(loads), limit)
+    sizes = format_each(loads[:shown].tolist())
+    longest = max(min(30, width - len(verb) - 27), 0)
     for rank in range(shown):
-        bar = "#" * round(30 * int(loads[rank]) / most)
-        yield f"  rank {rank:>5} {verb} {format_bytes(int(loads[rank])):>10}  {bar}"
+        bar = "#" * round(longest * int(loads[rank]) / most)
+        yield f"  rank {rank:>5} {verb} {sizes[rank]:>10}  {bar}"
     if shown < len(loads):
         mean = format_bytes(float(loads.mean()))
-        yield f"  ... {len(loads) - shown} more ranks; mean {mean}, most {format_bytes(most)}"
+        left = len(loads) - shown
+        yield f"  ... {left} more rank{'s' * (left != 1)}; mean {mean}, most {format_bytes(most)}"
 
 
 def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
@@ -91,7 +97,7 @@ def _line(item: ReadItem | WriteItem | TransferItem) -> str:
         giver = "itself" if item.is_local else f"rank {item.sender}"
         return f"{item.fqn} {item.target} <- {item.source} of {giver}, {size}"
     source = f" of {item.saved_fqn}" if item.saved_fqn != item.fqn else ""
-    return f"{item.fqn} {item.target} <- {item.source}{source} of chunk {item.chunk} of {item.owner}, {size}"
+    return f"{item.fqn} {item.target} <- {item.source}{source} of chunk {item.chunk} of rank {item.owner}, {size}"
 
 
 # --- one tensor on one rank ---

@@ -171,40 +171,43 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
         )
 
 
-def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
-    """What some glob fits, and none that begins with `!`.
+def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
+    """The names that some glob matches, and none that begins with `!`.
 
-    Raises KeyMismatchError if a glob fits nothing at all.
+    Raises KeyMismatchError if a glob matches nothing at all `where` these names are.
     """
     wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
     unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
-    contents = state.contents
-    own = dict(contents.per_rank)
-    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
-
-    def kept(name: str) -> bool:
-        return any(fnmatchcase(name, g) for g in wanted) and not any(fnmatchcase(name, g) for g in unwanted)
-
     for glob in (*wanted, *unwanted):
         if not any(fnmatchcase(name, glob) for name in names):
             near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
-            raise KeyMismatchError(f"nothing in {state.url} is called like {glob!r}{near}")
+            raise KeyMismatchError(f"nothing in {where} is called like {glob!r}{near}")
+    taken = (name for name in names if any(fnmatchcase(name, glob) for glob in wanted))
+    return frozenset(name for name in taken if not any(fnmatchcase(name, glob) for glob in unwanted))
+
+
+def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """What is chosen of a checkpoint. Raises KeyMismatchError as `chosen` does."""
+    contents = state.contents
+    own = dict(contents.per_rank)
+    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
+    kept = chosen(names, globs, state.url)
     tensors: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     heir: dict[str, str] = {}
     for name in names:
-        if name in state.objects or name in own or not kept(name):
+        if name in state.objects or name in own or name not in kept:
             continue
         first = state.aliases.get(name, name)
-        if first != name and kept(first):
+        if first != name and first in kept:
             aliases[name] = first
         elif first != name and first in heir:
             aliases[name] = heir[first]
         else:  # of tied tensors whose keeper is left out, the first takes its place
             heir[first] = name
             tensors[name] = state[name].stored
-    objects = {key: value for key, value in state.objects.items() if kept(key)}
-    own = {key: values for key, values in own.items() if kept(key)}
+    objects = {key: value for key, value in state.objects.items() if key in kept}
+    own = {key: values for key, values in own.items() if key in kept}
     here = {*tensors, *aliases, *objects, *own}
     paths = {key: path for key, path in contents.paths.items() if key in here}
     whole = len(here) == len(names)

@@ -1,59 +1,57 @@
-"""The program: its commands, how errors are told, what the exit codes mean, and how it writes where
-there is no Unicode or nobody reads on.
-"""
+"""The program: its commands and their help, exit codes, errors, and output without Unicode or a reader."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
+from reshard.cli.show import columns
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
 
 EXIT_NO = 1
-"""The work was done, and the answer is no: a plan without proof, a damaged checkpoint, two that differ."""
+"""The command ran, and the answer is no: no proof, damage, or differences."""
 EXIT_USAGE = 2
-"""The words cannot be meant as they stand; nothing was looked at."""
+"""The command line is wrong; nothing was read."""
 EXIT_ERROR = 3
-"""The work could not be done; one line on stderr says why, and what to do."""
+"""The command failed; one line on stderr gives the reason and the fix."""
 
-_HELP = """Inspect, plan, check and reshard checkpoints of PyTorch models.
+_HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 
-Exit codes: 0 done, and the answer is yes; 1 the answer is no (no proof, damage, differences); 2 wrong usage;
-3 it could not be done (one line on stderr says why); 130 interrupted. With --traceback, anywhere, an error shows
-where it came from.
+CHECKPOINT is a folder, file, or URL in any known format. The folder of a run means its newest
+complete checkpoint; to choose another one, give its own folder.
 
-A CHECKPOINT is a folder, a file or a URL, of any known format."""
+Exit codes: 0 for success or yes; 1 for no (damage, differences, a failed proof); 2 for wrong
+usage; 3 for an error, with one line on stderr; 130 when interrupted. Add --traceback to any
+command to see where an error comes from."""
 
 
 def _flowing(text: str) -> str:
-    """Paragraphs of one line each: terminals break them where they end, not where the source does."""
+    """Paragraphs of one line each, which terminals wrap at their own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-app = typer.Typer(
-    name="reshard",
-    help=_flowing(_HELP),
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 EXAMPLES: dict[Callable[..., None], list[str]] = {
     inspect.inspect: [
         "inspect run/step-1000",
-        "inspect hf/ --only '*.weight' --depth 3",
+        "inspect hf/ --select '*.weight' --depth 3",
         "inspect run/step-1000 --map model.layers.0.wq.weight",
         "inspect s3://bucket/run --json",
         "inspect run/step-1000 --html",
@@ -67,15 +65,26 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "explain '_S(0, 2),S(0) on dp=2,tp=2'",
         "explain 'S(0),S(1) on dp=4,tp=2' --shape 4096,1024",
     ],
-    verify.verify: ["verify run/step-1000", "verify copy/ --against run/step-1000", "verify run/step-1000 --shallow"],
-    diff.diff: ["diff run/step-1000 run/step-2000", "diff fsdp/ megatron/ --normalized", "diff a.pt b.pt --html"],
+    verify.verify: [
+        "verify run/step-1000",
+        "verify copy/ --against run/step-1000",
+        "verify run/step-1000 --shallow",
+    ],
+    diff.diff: [
+        "diff run/step-1000 run/step-2000",
+        "diff fsdp/ megatron/ --normalized",
+        "diff a.pt b.pt --html",
+    ],
     convert.convert: [
-        "convert run/step-1000 hf -f safetensors --model --dtype bf16",
+        "convert run/step-1000 hf -f huggingface --model --dtype bf16",
         "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
         "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
-        "convert s3://bucket/run/step-1000 s3://bucket/hf -f safetensors --on dask://scheduler:8786",
+        "convert s3://bucket/run/step-1000 s3://bucket/hf -f huggingface --on dask://scheduler:8786",
     ],
-    normalize.normalize: ["normalize global_step1000/", 'normalize model.pt --hint \'param_names=["w", "b"]\''],
+    normalize.normalize: [
+        "normalize global_step1000/",
+        'normalize model.pt --hint \'param_names=["w", "b"]\'',
+    ],
     gather.gather: [
         "gather node0 node1 node3 run/step-100",
         "gather /local/run1/node* run/step-100 --step 100",
@@ -86,7 +95,17 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
 
 
 class _Command(TyperCommand):
-    """Draws into a file named after it, where --html names none."""
+    """Help in plain lines of any width, and --html with or without a file."""
+
+    def get_help(self, ctx: Any) -> str:
+        params: list[Any] = self.get_params(ctx)
+        given = [(param.metavar, param.help) for param in params if param.param_type_name == "argument"]
+        return _help_text(
+            f"{ctx.command_path} [OPTIONS] {' '.join(word for word, _ in given)}",
+            self.help or "",
+            {"Arguments": given, "Options": list(map(_option, params))},
+            (self.epilog or "").splitlines(),
+        )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -96,11 +115,59 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+class _Program(TyperGroup):
+    """The same for the program."""
+
+    def get_help(self, ctx: Any) -> str:
+        commands = [(name, (command.help or "").partition("\n")[0]) for name, command in self.commands.items()]
+        sections = {"Commands": commands, "Options": list(map(_option, self.get_params(ctx)))}
+        return _help_text(f"{ctx.command_path} [OPTIONS] COMMAND ...", self.help or "", sections)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            print(self.get_help(ctx))
+            ctx.exit(EXIT_USAGE)
+        return super().parse_args(ctx, args)
+
+
+def _option(param: Any) -> tuple[str, str]:
+    if param.param_type_name == "argument" or param.hidden:
+        return "", ""
+    names = ", ".join(sorted(param.opts, key=len))
+    default = f" Default: {param.default}." if isinstance(param.default, int | str | Path) and param.default else ""
+    return (
+        f"{names} {param.metavar or ''}".rstrip(),
+        f"{param.help}{'' if param.default is True else default}",
+    )
+
+
+def _help_text(usage: str, text: str, sections: dict[str, list[tuple[str, str]]], examples: Sequence[str] = ()) -> str:
+    width = max(min(shutil.get_terminal_size().columns, 110), 30)
+    wrap = partial(textwrap.fill, width=width, break_on_hyphens=False)
+    parts = [
+        wrap(f"Usage: {usage.rstrip()}", subsequent_indent="  "),
+        *map(wrap, text.split("\n\n")),
+    ]
+    for title, rows in sections.items():
+        if lines := list(columns([row for row in rows if row[0]], width)):
+            parts.append("\n".join([f"{title}:", *lines]))
+    whole = [re.sub("'[^']*'", lambda quoted: quoted[0].replace(" ", "\0"), example) for example in examples]
+    lines = [wrap(example, width=width - 2, initial_indent="  ", subsequent_indent="    ") for example in whole]
+    lines = [line.replace("\n", " \\\n").replace("\0", " ") for line in lines]
+    parts += ["\n".join(["Examples:", *lines])] if lines else []
+    return "\n\n".join(parts)
+
+
+app = typer.Typer(
+    name="reshard",
+    help=_flowing(_HELP),
+    cls=_Program,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 for command, examples in EXAMPLES.items():
-    lines = [f"  reshard {example}" for example in examples]
-    told = _flowing(command.__doc__ or "")
-    epilog = "\n\n".join(["Examples:", *lines]).replace("[", "\\[")
-    app.command(command.__name__, cls=_Command, help=told, epilog=epilog)(command)
+    epilog = "\n".join(f"reshard {example}" for example in examples)
+    app.command(command.__name__, cls=_Command, help=_flowing(command.__doc__ or ""), epilog=epilog)(command)
 
 
 def _version(wanted: bool) -> None:
@@ -112,7 +179,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -125,7 +192,7 @@ def run(arguments: list[str] | None = None) -> None:
     try:
         app(args=[word for word in given if word != "--traceback"], prog_name="reshard")
     except Exception as error:
-        if traceback or not _is_told(error):
+        if traceback or not _is_known(error):
             raise
         _tell(in_words_of_the_command_line(str(error)))
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR)
@@ -133,21 +200,36 @@ def run(arguments: list[str] | None = None) -> None:
 
 def _tell(message: str) -> None:
     is_plain = "NO_COLOR" in os.environ or not sys.stderr.isatty()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - len("error: ")
+        lines = [textwrap.fill(line, max(width, 20), break_on_hyphens=False) for line in message.splitlines()]
+        message = "\n".join(lines)
     head = "error:" if is_plain else "\x1b[1;31merror:\x1b[0m"
     print(f"{head} {message}", file=sys.stderr)  # typer.echo has a stream of its own where there is no Unicode
 
 
-def _is_told(error: Exception) -> bool:
-    """Whether the error's own words say enough; anything else is a bug, and shows its traceback."""
+def _is_known(error: Exception) -> bool:
+    """Whether the message of the error is enough; anything else is a bug, and shows its traceback."""
     from planners.errors import PlanError
     from reshard.errors import ReshardError
 
     return isinstance(error, ReshardError | PlanError | OSError)
 
 
-_PLAIN = {"×": "x", "→": "->", "·": "*", "…": "...", "━": "-", "─": "-", "│": "|", "—": "-", "“": '"', "”": '"'}
+_PLAIN = {
+    "×": "x",
+    "→": "->",
+    "·": "*",
+    "…": "...",
+    "━": "-",
+    "─": "-",
+    "│": "|",
+    "—": "-",
+    "“": '"',
+    "”": '"',
+}
 _PLAIN |= dict.fromkeys("┌┬┐├┼┤└┴┘", "+")
-"""What stands for the signs of our own texts; anything else is written as its escape."""
+"""What replaces the signs of our own texts; others are written as escapes."""
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
@@ -162,7 +244,7 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """For the whole program: `reshard inspect X | head` ends with 0 and says nothing, whoever writes."""
+    """For the whole program: `reshard inspect X | head` ends with 0 and prints nothing, whichever library writes."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
@@ -190,15 +272,15 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._read_by_somebody():
+        with self._until_closed():
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        with self._read_by_somebody():
+        with self._until_closed():
             self._stream.flush()
 
     @contextmanager
-    def _read_by_somebody(self) -> Iterator[None]:
+    def _until_closed(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:

@@ -7,16 +7,17 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from planners.errors import PlanError
+from reshard.cli.completion import namings, one_of, tensor_names
 from reshard.errors import CheckpointError, CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
 
 if TYPE_CHECKING:
@@ -26,36 +27,72 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Html", "Naming", "On", "Rules", "Sides", "Source", "UsageError",
-    "both_sides", "choice", "dequantized", "dtype_name", "executor_on", "in_words_of_the_command_line", "mapping_of",
-    "read_hints", "rules_of", "side", "size_in_bytes", "stored_hints", "untaken",
+    "AsJson", "Config", "Depth", "HintOption", "Html", "Model", "Names", "Naming", "Normalized", "On", "Rules",
+    "Select", "Sides", "Source", "UsageError", "both_sides", "choice", "dequantized", "dtype_name", "executor_on",
+    "in_words_of_the_command_line", "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
+    "stored_hints", "untaken",
 ]  # fmt: skip
 
 
 # Arguments and options that several commands take alike.
 
 
-Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of any known format.")]
+NAMING_KEYS = (
+    "titan", "transformer_engine", "padded_vocab", "zero_centered", "exact", "mtp", "routed_experts",
+    "qkv_interleaved", "fill",
+)  # fmt: skip
+"""Options of `reshard.mapping.families.ready`, which is imported where it is used."""
+Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder, file, or URL in any known format.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Depth = Annotated[int | None, typer.Option(min=1, help="Show at most so many levels of names.")]
+Depth = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at most this many levels of names.")]
 Html = Annotated[
-    Path | None,
-    typer.Option(metavar="[FILE]", help="Draw it as one HTML file: this one, or reshard-COMMAND.html in this folder."),
+    Path | None, typer.Option(metavar="[FILE]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
 ]
 Rules = Annotated[
     list[str] | None,
-    typer.Option("--rule", metavar="GLOB=PLACEMENTS", help="For a topology: '*.wo.weight=S(0),S(1)'. Repeat it."),
+    typer.Option(
+        "--rule", metavar="GLOB=PLACEMENTS", help="Shard these tensors so: '*.wo.weight=S(0),S(1)'. Repeatable."
+    ),
 ]
-
-
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB", autocompletion=tensor_names, help="Take only these names; '!GLOB' leaves out. Repeatable."
+    ),
+]
+Normalized = Annotated[bool, typer.Option("--normalized", help="Use canonical names and layouts.")]
+Model = Annotated[bool, typer.Option("--model", help="Take only the model, under bare canonical names.")]
+Names = Annotated[
+    str | None,
+    typer.Option(
+        "--names",
+        metavar="FROM:TO",
+        autocompletion=namings,
+        help="Translate names, such as torchtitan:huggingface. Needs --config.",
+    ),
+]
 On = Annotated[
     str | None,
     typer.Option(
         "--on",
         metavar="ENGINE",
-        help="By processes:16, or at dask://HOST:PORT or ray://HOST:PORT.",
+        autocompletion=one_of("processes:", "dask://", "ray://"),
+        help="Run on processes:N, dask://HOST:PORT, or ray://HOST:PORT.",
     ),
 ]
+
+
+def newest(path: str) -> str:
+    """The checkpoint that a path means: of the folder of a run the newest complete one, which is printed on stderr."""
+    from reshard.formats.opening import steps_at
+
+    if not steps_at(path):
+        return path
+    import reshard
+
+    found = reshard.open(path).url
+    print(f"{path} is a run: using {found}, its newest complete checkpoint", file=sys.stderr)
+    return found
 
 
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
@@ -78,7 +115,7 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
     except ImportError as error:
         raise CheckpointError(f"--on {engine}: {error}: pip install 'reshard[{kind}]'") from error
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"--on {engine}: nobody answers there: {error}") from error
+        raise CheckpointError(f"--on {engine}: no answer: {error}") from error
 
 
 @contextmanager
@@ -115,10 +152,14 @@ class Sides(NamedTuple):
 
     saved: StateLayout
     wanted: StateLayout
-    laid_out: StateLayout | None = None
-    """That of the two which a topology made."""
-    uncut_axes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """Of that one, see `Topology.uncut_axes`."""
+    made: StateLayout | None = None
+    """The one of the two that a topology made."""
+    topology: Topology | None = None
+
+    @property
+    def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
+        """Axes for which the topology has a rule that shards, and along which it shards none of these tensors."""
+        return {} if self.topology is None or self.made is None else self.topology.uncut_axes(self.made)
 
 
 def both_sides(
@@ -128,26 +169,27 @@ def both_sides(
     *,
     normalized: bool = False,
     hints: Mapping[str, Any] | None = None,
+    select: list[str] | None = None,
 ) -> Sides:
-    """Both sides; `rules` are for the sides that are topologies, `normalized` for checkpoints.
+    """Both sides; `rules` are for the sides that are topologies, `normalized` and `select` for checkpoints.
 
     Raises UsageError if neither side says which tensors there are, if no side has a use for the
     rules, or if one cannot be read.
     """
     from planners.geometry.layout import StateLayout
 
-    first, second = (side(text, rules, normalized, hints) for text in (source, onto))
-    if rules and isinstance(first, StateLayout) and isinstance(second, StateLayout):
-        raise UsageError(f"--rule is for a topology, and both {source!r} and {onto!r} have layouts of their own")
+    first, second = (side(text, rules, normalized, hints, select) for text in (source, onto))
     if isinstance(first, StateLayout) and isinstance(second, StateLayout):
+        if rules:
+            raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
         return Sides(first, second)
     if isinstance(first, StateLayout):
         assert not isinstance(second, StateLayout)
         made = _laid_out(second, first, rules)
-        return Sides(first, made, made, second.uncut_axes(made))
+        return Sides(first, made, made, second)
     if isinstance(second, StateLayout):
         made = _laid_out(first, second, rules)
-        return Sides(made, second, made, first.uncut_axes(made))
+        return Sides(made, second, made, first)
     raise UsageError(
         f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
         "layout file"
@@ -163,7 +205,11 @@ def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) 
 
 
 def side(
-    text: str, rules: Mapping[str, str], normalized: bool = False, hints: Mapping[str, Any] | None = None
+    text: str,
+    rules: Mapping[str, str],
+    normalized: bool = False,
+    hints: Mapping[str, Any] | None = None,
+    select: list[str] | None = None,
 ) -> StateLayout | Topology:
     """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a
     topology that cannot be read."""
@@ -175,15 +221,22 @@ def side(
         except PlanError as error:
             raise UsageError(str(error)) from None
     import reshard
+    from planners.geometry.layout import StateLayout
     from reshard.api.plan import is_layout_file, read_layout_file
 
     if is_layout_file(text):
         return read_layout_file(text, rules)
     try:
-        checkpoint = reshard.open(text)
+        checkpoint = reshard.open(newest(text))
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error}. A topology can be given, too: {WORDS}, or any with --rule") from None
-    return _canonical(checkpoint, hints) if normalized else checkpoint.layout
+        raise CheckpointNotFoundError(f"{error}. Or give a topology: {WORDS}, or any other with --rule") from None
+    layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
+    if not select:
+        return layout
+    from reshard.api.convert_job import chosen
+
+    kept = chosen(list(layout), select, text)
+    return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
 
 
 def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:
@@ -204,23 +257,22 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
 
 
 Config = Annotated[
-    str | None, typer.Option("--config", help="The model's Hugging Face config.json, or its folder: for --names.")
+    str | None, typer.Option("--config", metavar="FILE", help="For --names: config.json of the Hugging Face model.")
 ]
 Naming = Annotated[
     list[str] | None,
     typer.Option(
         "--naming",
-        metavar="NAME=VALUE",
-        help="More about --names: titan=0.2, transformer_engine=true, padded_vocab=ROWS, zero_centered=true, "
-        "exact=false, fill=0, mtp=transformer_layer, qkv_interleaved=true. Repeat it.",
+        metavar="KEY=VALUE",
+        autocompletion=one_of(*(f"{key}=" for key in NAMING_KEYS)),
+        help="For --names: more about a naming, such as titan=0.2 or padded_vocab=50304. Repeatable. "
+        f"Keys: {', '.join(NAMING_KEYS)}.",
     ),
 ]
 HintOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--hint",
-        metavar="NAME=JSON",
-        help="What the checkpoint cannot say of its names, as errors ask for it: 'param_names=[...]'. Repeat it.",
+        "--hint", metavar="KEY=JSON", help="For canonical names: what the checkpoint lacks, as errors ask. Repeatable."
     ),
 ]
 
@@ -261,7 +313,7 @@ def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     """The tensors that keep their names although the naming is quite another.
 
     Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the
-    names that were told.
+    names that the options give.
     """
     if not mapping.stages:
         return []
@@ -271,14 +323,14 @@ def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     # "norm.weight" within "model.norm.weight" may be taken by chance
     if changed * 10 < len(state) if is_other else not changed:
         source, first = names.partition(":")[0], next(iter(state), "no tensor")
-        raise KeyMismatchError(f"{state.url} has no names of {source}: it has {first!r}; turn --names round?")
+        raise KeyMismatchError(f"{state.url} has no names of {source}, but {first!r}. Swap the two sides of --names?")
     return [name for name in state if is_other and name not in becomes]
 
 
 def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
     """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
     if given and not used:
-        raise UsageError("--hint says more about canonical names: add --normalized")
+        raise UsageError("--hint is for canonical names: add --normalized")
     hints = {}
     for text in given or []:
         name, equals, value = text.partition("=")
@@ -327,14 +379,14 @@ _DTYPES = {
     "float8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Short names of dtypes that are in everybody's mouth; fp8 alone is the one that weights are kept in."""
+"""Common short names of dtypes; fp8 alone is the one that weights are stored in."""
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class UsageError(ReshardError):
-    """The command line cannot be meant as it stands."""
+    """The command line is wrong."""
 
 
 def choice(word: str, known: Iterable[str], what: str) -> str:
@@ -366,7 +418,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
 ]
-"""What errors say to those who call from Python, and what it is here."""
+"""Words of the Python API in errors, and those of the command line."""
 
 
 def in_words_of_the_command_line(message: str) -> str:

@@ -1,4 +1,4 @@
-"""`reshard demo`: the whole story in a minute, on four processes of this machine."""
+"""`reshard demo`: save, reshard, and compare in a minute, on four processes of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.show import console, print_json, size
+from reshard.cli.show import console, counted, print_json, print_rows, print_text, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,20 +19,24 @@ __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoint and the pictures.")] = Path("demo-out"),
-    steps: Annotated[int, typer.Option(min=4, help="Training steps before the save; then half as many.")] = 40,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write the checkpoint and pages.")] = Path(
+        "demo-out"
+    ),
+    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps before the save.")] = 40,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")] = False,
 ) -> None:
-    """Train a small transformer on 2 × 2 ranks, save it, load it on 3 and on 2 ranks, and prove
-    that no bit changed.
+    """Train a small transformer, save it, load it on other meshes, and compare.
 
-    Exits with 1 if anything is not as it must be.
+    Trains on 2 × 2 ranks, loads on 3 ranks and on 2 ranks, compares every tensor bit by bit, and resumes training.
+    Uses CPU processes on this machine.
+
+    Exits with 1 if a comparison fails.
     """
     screen = console(stderr=as_json)
     screen.print("[bold]reshard demo[/]: one checkpoint, three topologies")
     with screen.status("importing torch, reading the text"):
         from reshard.cli.demo_job import BEFORE, tell_story
-    screen.print(f"[bold]1[/]  train on {BEFORE.world_size} processes, {BEFORE}, and save")
+    print_text(screen, f"train on {BEFORE.world_size} processes, {BEFORE}, and save", "1")
     with _bars(screen) as bars:
         listener = _Listener(bars, screen, steps)
         result = tell_story(out, steps, listener.hear, lambda plans: _show_plans(screen, plans))
@@ -78,38 +82,38 @@ class _Listener:
 def _show_plans(screen: Console, plans: Plans) -> None:
     from planners.reports.text import format_plan
 
-    screen.print(f"[bold]2[/]  plan from the metadata alone, and prove: {plans.tensors} tensors,")
-    screen.print("   that every wanted element is read exactly once, from the saved element that it is")
+    print_text(
+        screen, f"plan from metadata, and prove: each element of {plans.tensors} tensors is read once", "2", "bold"
+    )
     for name, plan in plans.of.items():
-        proof = "[green]proved[/]" if plans.facts_proved[name] else "[red]not proved[/]"
-        screen.print(f"   onto [bold]{name}[/]: {size(plan.total_bytes)} to read, {proof}")
-        lines = format_plan(plan, limit=3).splitlines()[1:]
-        screen.print("\n".join(lines), markup=False, style="dim", no_wrap=True, overflow="ellipsis")
-    screen.print("[bold]3[/]  load in each of them, compare bit by bit, and train on")
+        print_text(
+            screen,
+            f"{size(plan.total_bytes)} to read, {'' if plans.facts_proved[name] else 'not '}proved",
+            f"   {name}",
+        )
+        for line in format_plan(plan, limit=3, width=screen.width).splitlines()[1:]:
+            screen.print(line, markup=False, style="dim", no_wrap=True, overflow="ellipsis")
+    print_text(screen, "load on each of them, compare bit by bit, and resume training", "3")
 
 
 def _show_result(screen: Console, result: Result) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{result.before}: {result.parameters:,} parameters, {size(result.total_bytes)} with AdamW")
-    for name in ("onto", "ranks", "bit-equal tensors", "needed per rank", "read / needed", "load"):
-        table.add_column(name, justify="left" if name == "onto" else "right")
-    table.add_column("loss: saved → loaded → trained on", justify="right")
+    head = f"{result.parameters:,} parameters, {size(result.total_bytes)} with AdamW"
+    print_text(screen, f"\n{result.before}: {head}")
     for change in result.changes:
-        table.add_row(
-            change.onto,
-            str(change.world_size),
-            f"{change.tensors_equal} of {change.tensors}",
-            size(max(change.bytes_needed)),
-            f"{change.read_per_needed:.3f}",
-            f"{change.load_s:.2f} s",
-            f"{result.loss_before:.4f} → {change.loss_loaded:.4f} → {change.loss_after:.4f}",
-        )
-    screen.print(table)
-    screen.print(f"checkpoint  {result.checkpoint}   (try: reshard inspect {result.checkpoint})", soft_wrap=True)
+        print_text(screen, f"\nloaded on {change.onto}, {counted(change.world_size, 'rank')}", style="bold")
+        losses = f"{result.loss_before:.4f}, {change.loss_loaded:.4f}, {change.loss_after:.4f}"
+        rows = [
+            ("same bits", f"{change.tensors_equal} of {change.tensors} tensors"),
+            ("needed", f"{size(max(change.bytes_needed))} per rank at most"),
+            ("read", f"{change.read_per_needed:.3f} bytes per byte needed, in {change.load_s:.2f} s"),
+            ("loss", f"{losses} (saved, loaded, after more training)"),
+        ]
+        print_rows(screen, rows)
+    screen.print()
+    print_text(screen, f"{result.checkpoint}   (try: reshard inspect {result.checkpoint})", "checkpoint")
     for name, file in result.pictures.items():
-        screen.print(f"picture     {file}   (the plan onto {name})", soft_wrap=True)
+        print_text(screen, f"{file}   (the plan onto {name})", "page")
     for problem in result.problems:
-        screen.print(f"[red bold]wrong[/]  {problem}")
+        print_text(screen, problem, "wrong", "red bold")
     if not result.problems:
-        screen.print("[green]All parameters and optimizer states are, bit for bit, what they were.[/]")
+        print_text(screen, "All parameters and optimizer states are the same, bit by bit.", style="green")

@@ -1,4 +1,4 @@
-"""`reshard diff`: do two checkpoints hold the same, whatever their formats and topologies?"""
+"""`reshard diff`: whether two checkpoints of any formats and topologies are the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,29 @@ from reshard.cli.arguments import (
     Config,
     HintOption,
     Html,
+    Model,
+    Names,
     Naming,
+    Normalized,
     On,
+    Select,
     Source,
     UsageError,
     executor_on,
     mapping_of,
+    newest,
     read_hints,
     stored_hints,
 )
-from reshard.cli.show import console, print_json, print_report, report_as_json, size, write_page
+from reshard.cli.show import (
+    console,
+    print_json,
+    print_report,
+    print_text,
+    report_as_json,
+    size,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -28,54 +41,67 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 
+_Rtol = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Accept this difference relative to OTHER. Default: bit by bit.",
+    ),
+]
+_Unread = Annotated[
+    bool,
+    typer.Option("--unread", help="Do not read tensors whose saved fingerprints are equal."),
+]
+
+
 def diff(
     a: Source,
-    b: Annotated[str, typer.Argument(metavar="OTHER", help="Another one.")],
-    rtol: Annotated[
-        float, typer.Option(min=0, help="Values may differ by this much of OTHER's. Default: bit by bit.")
-    ] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="And by this much.")] = 0.0,
-    normalized: Annotated[
-        bool, typer.Option("--normalized", help="Compare under canonical names: for two frameworks' checkpoints.")
-    ] = False,
-    model: Annotated[
-        bool, typer.Option("--model", help="Only the models' tensors, under their bare canonical names.")
-    ] = False,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM:TO",
-            help="Bring CHECKPOINT from one naming to that of OTHER first, as convert does; needs --config.",
-        ),
-    ] = None,
-    unread: Annotated[
-        bool, typer.Option("--unread", help="Quick: what was saved with equal fingerprints is not read; damage stays.")
-    ] = False,
+    b: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],
+    rtol: _Rtol = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", min=0, help="Accept this absolute difference as well.")] = 0.0,
+    select: Select = None,
+    normalized: Normalized = False,
+    model: Model = False,
+    names: Names = None,
+    unread: _Unread = False,
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
     on: On = None,
-    limit: Annotated[int, typer.Option(min=1, help="Show at most so many differences.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all differences.")] = False,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most this many differences.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all differences as JSON.")] = False,
     html: Html = None,
 ) -> None:
-    """Read both; compare names, shapes, dtypes, objects, values. Of a tensor that differs, the first element is told.
+    """Compare two checkpoints of any formats and topologies.
 
-    Exits with 1 if they differ; with 0 if every value of both was read and is the same, or, with --unread, has the same
-    saved fingerprint. In --json, `element` is an index in global coordinates.
+    Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
+    of the first differing element, in global coordinates. --unread is quick, but does not detect damage since the save.
+
+    Exits with 0 if both are the same, and with 1 if they differ.
     """
     import reshard
 
     if unread and (rtol or atol):
-        raise UsageError("--unread compares saved fingerprints, which know no tolerance: leave out --rtol and --atol")
-    if on and (normalized or model or names):
-        raise UsageError("--on compares checkpoints as they are stored: convert one first, or leave out --on")
+        raise UsageError("--unread compares saved fingerprints, which allow no tolerance: leave out --rtol and --atol")
+    if on and (normalized or model or names or select):
+        raise UsageError(
+            "--on compares full checkpoints under their stored names: leave out --normalized, --model, --names, and "
+            "--select, or convert one first"
+        )
     given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
-    sides: list[Any] = [reshard.open(path) for path in (a, b)]
+    sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
-    sides = list(labels) if on else _named(sides, names, mapping, given, model, normalized)
-    how = partial(reshard.compare, rtol=rtol, atol=atol, by_fingerprint=unread, labels=labels, measure=html is not None)
+    sides = list(labels) if on else _named(sides, names, mapping, given, model, normalized, select)
+    how = partial(
+        reshard.compare,
+        rtol=rtol,
+        atol=atol,
+        by_fingerprint=unread,
+        labels=labels,
+        measure=html is not None,
+    )
     with executor_on(on) as executor:
         report = how(*sides, executor=executor, progress=not as_json)
     if html is not None:
@@ -88,40 +114,53 @@ def diff(
         raise typer.Exit(1)
 
 
-def _named(sides: list[Any], names: str | None, mapping: Any, given: Any, model: bool, normalized: bool) -> list[Any]:
+def _named(
+    sides: list[Any],
+    names: str | None,
+    mapping: Any,
+    given: Any,
+    model: bool,
+    normalized: bool,
+    select: Any,
+) -> list[Any]:
     """Under the names by which they are compared."""
-    if model or (normalized and mapping is not None):
+    if model or (normalized and (select or mapping is not None)):
         kinds = (names or ":").split(":")
         hints = [stored_hints(kind, given) for kind in kinds]
         sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
     elif normalized:
         sides = [side.normalized(given) for side in sides]
-    return sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
+    sides = sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
+    if not select:
+        return sides
+    from reshard.api.convert_job import selected
+
+    return [selected(side, select) for side in sides]
 
 
 def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None:
     covered = report.covered
     assert covered is not None
     if is_unread:
-        console().print(_unread_note(covered), markup=False, soft_wrap=True)
+        print_text(console(), _unread_note(covered))
     print_report(report, right=_verdict(covered, is_within), limit=limit)
 
 
 def _unread_note(covered: Coverage) -> str:
-    """What --unread did not look at, before any verdict."""
+    """What --unread did not read, before any verdict."""
     if not covered.read_bytes:
-        return "nothing was read: only the fingerprints saved with the values are compared; damage is not found"
+        return "no values were read: only saved fingerprints are compared, which does not detect damage"
     if covered.read_bytes >= covered.total_bytes:
-        return "every value was read: none has equal fingerprints saved on both sides"
+        return "all values were read: no tensor has equal fingerprints on both sides"
     skipped = size(covered.total_bytes - covered.read_bytes)
-    return f"{skipped} of values were not read: only the fingerprints saved with them are compared; damage is not found"
+    return f"{skipped} of values were not read: only saved fingerprints are compared, which does not detect damage"
 
 
 def _verdict(covered: Coverage, is_within: bool) -> str:
     """What was found to be equal, and by what."""
     read, how = size(covered.read_bytes), "within the tolerance" if is_within else "bit by bit"
     if covered.read_bytes >= covered.total_bytes:
-        return f"they hold the same: {read} of values on each side were read and compared {how}"
+        return f"the same: {read} of values on each side were read and compared {how}"
     if not covered.read_bytes:
-        return "their saved fingerprints are equal; no byte was read"
-    return f"their saved fingerprints are equal; {read} of values without one were read and compared {how}"
+        return "the saved fingerprints are equal; no values were read"
+    return f"the saved fingerprints are equal; {read} of values without fingerprints were read and compared {how}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.arguments import UsageError
-from reshard.cli.show import console, print_legend, print_text
+from reshard.cli.arguments import AsJson, UsageError
+from reshard.cli.show import console, print_json, print_legend, print_text
 
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
@@ -24,6 +24,7 @@ def explain(
     shape: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Shape of the tensor to draw, such as 4096,1024.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Explain the short form of a layout.
 
@@ -41,6 +42,10 @@ def explain(
         tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
     except PlanError as error:
         raise UsageError(str(error)) from None
+    if as_json:
+        placements, axes = list(map(str, form.placements)), [{"name": n, "size": size} for n, size in form.mesh.axes]
+        print_json({"words": in_words(form), "mesh": axes, "placements": placements})
+        return
     print_text(screen, in_words(form), style="bold")
     if form.mesh.size <= _DRAWN_RANKS or shape is not None:
         screen.print()

@@ -1,4 +1,4 @@
-"""`reshard gather`: the folders that the hosts of a job kept, as one checkpoint."""
+"""`reshard gather`: one checkpoint from the folders in which the hosts of a job kept it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from typing import Annotated
 import typer
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import print_json, size
+from reshard.cli.show import console, counted, print_json, print_text, size
 
 __all__ = ["gather"]
 
 
 def gather(
-    folders: Annotated[
-        list[str], typer.Argument(metavar="HOST_FOLDER...", help="What a host kept: the folder with its name.")
-    ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Where the checkpoint goes: a folder or a URL.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Of which step; default: the newest that was kept.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    folders: Annotated[list[str], typer.Argument(metavar="HOST_FOLDER...", help="The folder of each host.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write: a folder or URL.")],
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="Which step. Default: the newest.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put one checkpoint together out of what the hosts of a job kept in memory or on their disks.
+    """Gather an in-memory checkpoint from the folders of its hosts.
 
-    Every block is compared with its checksum, and of several copies a good one is taken. What is
-    missing is named, by tensor and region, and then nothing is written.
+    Writes one checkpoint from what the hosts of a job kept in memory or on local disks. Compares every block with its
+    checksum and uses an undamaged copy. If regions are missing, names them by tensor and writes nothing.
     """
     from reshard.elastic import gather as gather_folders
 
@@ -35,8 +33,9 @@ def gather(
     if as_json:
         print_json(asdict(report))
         return
-    print(
-        f"generation {report.number}, step {report.step}: {report.files} files, {size(report.nbytes)} in {report.path}"
+    screen, files = console(), counted(report.files, "file")
+    print_text(
+        screen, f"step {report.step}, generation {report.number}: {files}, {size(report.nbytes)}", report.path, "bold"
     )
     for line in report.passed_over:
-        print(line)
+        print_text(screen, line, "note", "yellow")

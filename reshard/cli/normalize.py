@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.cli.arguments import AsJson, Depth, HintOption, Source, read_hints
-from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_tree, short, size
+from reshard.cli.arguments import AsJson, Depth, HintOption, Source, newest, read_hints
+from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_text, print_tree, short, size
 
 __all__ = ["normalize"]
 
@@ -16,25 +16,23 @@ def normalize(
     depth: Depth = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show model and optimizer under canonical names: no wrappers' prefixes, no fused or flat
-    pieces, no padding.
+    """Show the model and optimizer of a checkpoint under canonical names.
 
-    Only metadata is read; tensors stay where they are.
+    Removes prefixes of wrappers, flat and fused storage, and padding. Reads metadata only and writes nothing; to write
+    the result, use convert --normalized.
     """
     import reshard
     from reshard.live.tree import map_leaves
 
     hints = read_hints(hint)
-    checkpoint = reshard.open(path)
+    checkpoint = reshard.open(newest(path))
     state = checkpoint.normalized(hints)
     if as_json:
         shown = map_leaves(lambda _, value: _plain(value), state)
         print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **shown})
         return
-    from rich.markup import escape
-
     screen = console()
-    screen.print(f"[bold]{escape(checkpoint.url)}[/], format {checkpoint.format}", soft_wrap=True)
+    print_text(screen, f"format {checkpoint.format}", checkpoint.url, "bold")
     leaves: dict[Any, PrintedLeaf] = {}
     for fqn, tensor in state["model"].items():
         leaves[("model", *fqn.split("."))] = _leaf(tensor)

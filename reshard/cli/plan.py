@@ -2,67 +2,85 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.cli.arguments import HintOption, Html, Rules, Sides, both_sides, read_hints, rules_of, size_in_bytes
-from reshard.cli.show import console, counted, print_json, size
+from reshard.cli import arguments
+from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides
+from reshard.cli.completion import topologies
+from reshard.cli.show import (
+    console,
+    counted,
+    print_json,
+    print_legend,
+    print_text,
+    print_totals,
+    size,
+)
 
 if TYPE_CHECKING:
     from planners.findings import Report
-    from planners.geometry.layout import StateLayout
     from planners.plans.cost import Cluster
     from planners.plans.load import LoadPlan
 
 __all__ = ["plan"]
 
 
-def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a layout file (.json), or a topology.")
-    ],
-    onto: Annotated[
-        str,
-        typer.Argument(metavar="ONTO", help="The same, or in short: fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8."),
-    ],
-    rule: Rules = None,
-    normalized: Annotated[
-        bool, typer.Option("--normalized", help="Take checkpoints under canonical names, whatever wrote them.")
-    ] = False,
-    hint: HintOption = None,
-    limit: Annotated[int, typer.Option(min=0, help="Show so many ranks and items.")] = 12,
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON that planners.loads reads.")] = None,
-    html: Html = None,
-    read_rate: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a host reads a second, such as 2GB: tells the time."),
-    ] = None,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks of a host: for --read-rate and --html.")] = 8,
-    allow_uncut_axes: Annotated[
-        bool,
-        typer.Option("--allow-uncut-axes", help="It is meant so that an axis of the topology cuts no tensor."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print totals per rank and the proof as JSON.")] = False,
-) -> None:
-    """Plan what every rank of ONTO reads of CHECKPOINT, and prove it. No tensor is read; no GPU, no
-    process group.
+_Onto = Annotated[
+    str,
+    typer.Argument(
+        metavar="ONTO",
+        autocompletion=topologies,
+        help="The same, such as fsdp=3, fsdp=4,tp=2, or hsdp=2x4.",
+    ),
+]
+_ReadRate = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Estimate the time at this rate per host and second: 2GB."),
+]
+_AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
 
-    Proved is that every wanted element is read exactly once, from the saved element that it is, and
-    not that the layout is the one you meant. Exits with 1 if that does not hold, or if a topology
-    has rules for an axis, none of which matches a tensor, so that the axis cuts nothing.
+
+def plan(
+    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, or topology.")],
+    onto: _Onto,
+    rule: Rules = None,
+    select: Select = None,
+    normalized: Normalized = False,
+    hint: HintOption = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and items.")] = 12,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
+    html: Html = None,
+    read_rate: _ReadRate = None,
+    ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
+    allow_unsharded_axes: _AllowUnsharded = False,
+    allow_uncut_axes: Annotated[bool, typer.Option("--allow-uncut-axes", hidden=True)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON.")] = False,
+) -> None:
+    """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
+
+    Reads metadata only; needs no GPU and no process group. The proof says that every wanted
+    element is read exactly once, from the right place. It does not say that the layout is the one
+    you meant.
+
+    Exits with 1 if the proof fails, or if an axis that a topology should shard over shards no tensor.
     """
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
 
-    hints, cluster = read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
-    sides = both_sides(source, onto, rules_of(rule), normalized=normalized, hints=hints)
+    hints, cluster = (
+        arguments.read_hints(hint, used=normalized),
+        _cluster(read_rate, ranks_per_host),
+    )
+    sides = arguments.both_sides(
+        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select
+    )
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
-    uncut = [] if allow_uncut_axes else _uncut_texts(sides.laid_out, sides.uncut_axes)
+    unsharded = {} if allow_unsharded_axes or allow_uncut_axes else sides.unsharded_axes
     if out is not None:
         from planners.plans.codec import dumps
 
@@ -73,11 +91,11 @@ def plan(
         page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        print_json(_as_json(made, report, uncut, cluster))
+        print_json(_as_json(made, report, list(map(_unsharded_text, unsharded.items())), cluster))
     else:
-        _print_uncut(sides, uncut)
         _print(made, report, limit, cluster, [file for file in (out, html) if file is not None])
-    if uncut or not report.ok:
+        _print_unsharded(sides, source, onto, unsharded)
+    if unsharded or not report.ok:
         raise typer.Exit(1)
 
 
@@ -86,7 +104,7 @@ def _cluster(read_rate: str | None, ranks_per_host: int) -> Cluster | None:
         return None
     from planners.plans.cost import Cluster
 
-    rate = size_in_bytes(read_rate.removesuffix("/s"))
+    rate = arguments.size_in_bytes(read_rate.removesuffix("/s"))
     return Cluster(storage_read_bytes_per_s=rate, ranks_per_host=ranks_per_host)
 
 
@@ -96,7 +114,7 @@ def _seconds(made: LoadPlan, cluster: Cluster) -> float:
     return estimate(made, cluster).seconds
 
 
-def _as_json(made: LoadPlan, report: Report, uncut: list[str], cluster: Cluster | None) -> dict[str, Any]:
+def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None) -> dict[str, Any]:
     return {
         "uncut_axes": {axis: list(fqns) for axis, fqns in made.wanted.uncut_axes().items()},
         "tensors": len(made.wanted),
@@ -107,67 +125,83 @@ def _as_json(made: LoadPlan, report: Report, uncut: list[str], cluster: Cluster 
         "estimated_seconds": None if cluster is None else _seconds(made, cluster),
         "proved": report.ok,
         "covers": report.covers,
-        "findings": [*map(str, report.findings), *uncut],
+        "findings": [*map(str, report.findings), *unsharded],
     }
 
 
-def _uncut_texts(layout: StateLayout | None, uncut: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What axes cut nothing though rules are to cut along them."""
-    assert layout is not None or not uncut
-    return [
-        f"axis {axis!r} cuts nothing: no rule that cuts along it matches a name, and all ranks along it read the same "
-        f"of {_rule_for(layout, axis, fqns)}; if it is meant to cut nothing, --allow-uncut-axes"
-        for axis, fqns in uncut.items()
-        if layout is not None
-    ]
+def _unsharded_text(item: tuple[str, tuple[str, ...]]) -> str:
+    axis, fqns = item
+    shown = ", ".join(fqns[:3]) + (f", and {len(fqns) - 3} more" if len(fqns) > 3 else "")
+    return f"axis {axis!r} shards no tensor: all ranks along it read the same of {shown}"
 
 
-def _rule_for(layout: StateLayout, axis: str, fqns: tuple[str, ...]) -> str:
-    """Names that an axis does not cut, and the rules by which it would."""
-    first = layout[max(fqns, key=lambda fqn: len(layout[fqn].spec.shape))]
-    assert first.mesh is not None
-    assert first.placements is not None
-    shown = ", ".join(fqns[:5]) + (f", and {len(fqns) - 5} more" if len(fqns) > 5 else "")
-    axes = ",".join(f"{name}={size}" for name, size in first.mesh.axes)
-    said = [str(placement) for placement in first.placements]
-    cut = ["S(0)" if name == axis else text for name, text in zip(first.mesh.names, said)]
-    glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", first.fqn)
-    return (
-        f"{shown}. If it is to cut, give rules, one placement for each axis of {axes}: "
-        f"--rule '{glob}={','.join(cut)}' --rule '*={','.join(said)}'"
-    )
-
-
-def _print_uncut(sides: Sides, uncut: list[str]) -> None:
-    """What axes cut nothing: what nobody has allowed first."""
-    from rich.markup import escape
+def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[str, tuple[str, ...]]) -> None:
+    """Axes that shard nothing: a note where that was asked for, and else what to do."""
+    from reshard.cli.rules import as_options, example_rules, recorded_rules
 
     screen = console()
-    for text in uncut:
-        screen.print(f"[red]uncut[/]  {escape(text)}", soft_wrap=True)
-    told = sides.uncut_axes if uncut and sides.laid_out is sides.wanted else {}
-    for axis, fqns in sides.wanted.uncut_axes().items():
-        if axis not in told:
-            text = f"axis {axis!r} cuts nothing: all ranks along it read the same of "
-            screen.print(f"note  {text}{_rule_for(sides.wanted, axis, fqns)}", markup=False, soft_wrap=True)
+    for item in sides.wanted.uncut_axes().items():
+        if item[0] not in unsharded:
+            print_text(screen, _unsharded_text(item), "note")
+    for item in unsharded.items():
+        axis, fqns = item
+        assert sides.topology is not None
+        other = sides.saved if sides.made is sides.wanted else sides.wanted
+        print_text(
+            screen,
+            f"{_unsharded_text(item)}. No rule for {axis!r} matches these names.",
+            "wrong",
+            "red",
+        )
+        if rules := recorded_rules(sides.topology, other, axis):
+            print_text(
+                screen,
+                f"\nThe checkpoint records how {axis!r} sharded each tensor. To shard it the same way:",
+            )
+        elif rules := example_rules(sides.topology, other, axis, fqns):
+            print_text(
+                screen,
+                f"\nThe checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
+                f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example with one rule:",
+            )
+        words = (source, sides.topology.mesh) if sides.made is sides.wanted else (sides.topology.mesh, onto)
+        lines = [f"reshard plan {' '.join(map(str, words))}", *as_options(rules)] if rules else []
+        screen.print("  " + " \\\n    ".join(lines), markup=False, soft_wrap=True)
+        print_text(screen, f"To replicate all tensors over {axis!r}, add --allow-unsharded-axes.")
 
 
 def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
+    from planners.geometry.words import in_both_forms, short_form
     from planners.reports.text import format_plan
     from planners.units import format_seconds
 
     screen = console()
-    screen.print(
+    print_text(
+        screen,
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
-        f"{size(made.total_bytes)} to read in all"
+        f"{size(made.total_bytes)} to read in all",
     )
-    text = "\n".join(format_plan(made, limit=limit).splitlines()[1:])
-    screen.print(text, markup=False, soft_wrap=True)
+    sides = [side.described(made.wanted, in_both_forms) for side in (made.saved, made.wanted)]
+    nbytes = {name: layout.spec.nbytes for name, layout in made.wanted.items()}
+    kinds = {name: (f"from  {sides[0][name]}", f"to    {sides[1][name]}") for name in made.wanted}
+    print_totals(screen, "layouts", nbytes, kinds)
+    screen.print("[bold]reads[/]")
+    for line in format_plan(made, limit=limit, width=screen.width).splitlines()[1:]:
+        print_text(screen, line)
     if cluster is not None:
-        screen.print(f"estimated {format_seconds(_seconds(made, cluster))}, {cluster.ranks_per_host} ranks a host")
+        print_text(
+            screen,
+            f"{format_seconds(_seconds(made, cluster))}, {cluster.ranks_per_host} ranks per host",
+            "estimated",
+        )
+    print_legend(
+        screen,
+        {text for side in (made.saved, made.wanted) for text in side.described(side, short_form).values()},
+    )
+    screen.print()
     if report.ok:
-        screen.print(f"[green]proved[/] {report.verdict}", soft_wrap=True)
+        print_text(screen, f"proved {report.verdict}", style="green")
     for finding in report.findings[:20]:
-        screen.print(f"[red]wrong[/]  {finding}", soft_wrap=True)
+        print_text(screen, str(finding), "wrong", "red")
     for file in files:
-        screen.print(f"written  {file}", soft_wrap=True)
+        print_text(screen, str(file), "wrote")

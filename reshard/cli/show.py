@@ -6,7 +6,8 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from planners.findings import Report
 
 __all__ = [
-    "Branch", "PrintedLeaf", "console", "counted", "fold", "print_json", "print_report",
-    "report_as_json", "short", "size", "write_page",
+    "Branch", "PrintedLeaf", "columns", "console", "counted", "fold", "print_json", "print_legend", "print_report",
+    "print_rows", "print_text", "print_totals", "print_tree", "report_as_json", "short", "size", "write_page",
 ]  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:
-    """For people. Lines are not cut where nobody looks: in files and pipes."""
+    """For people. In files and pipes lines have any length."""
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)
@@ -32,9 +33,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def write_page(file: Path, page: str, *, as_json: bool) -> None:
-    """Say where it is, too: beside JSON to those who look on."""
+    """Write a page and print its path; beside JSON on stderr."""
     file.write_text(page, encoding="utf-8")
-    console(stderr=as_json).print(f"drawn in {file}", markup=False, soft_wrap=True)
+    print_text(console(stderr=as_json), str(file), "wrote")
 
 
 def print_tree(
@@ -42,31 +43,60 @@ def print_tree(
 ) -> None:
     """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines as the terminal's
     width asks for; elsewhere each entry is one line, however long."""
-    from rich.markup import escape
     from rich.tree import Tree
 
     tree = Tree("[bold].[/]")
     Branch.of(leaves).draw(tree, depth)
     screen.print(tree, soft_wrap=not screen.is_terminal)
     for note in notes:
-        screen.print(f"[yellow]note[/]  {escape(note)}", soft_wrap=True)
+        print_text(screen, note, "note", "yellow")
 
 
-def print_text(screen: Console, text: str, style: str = "") -> None:
-    """Words as they are, wrapped on a terminal; elsewhere lines have any length."""
-    screen.print(text, style=style, markup=False, soft_wrap=not screen.is_terminal)
+def print_text(screen: Console, text: str, head: str = "", style: str = "") -> None:
+    """A line that `head` begins, in a style of its own. Terminals wrap it between words; elsewhere it is one line."""
+    from rich.text import Text
+
+    shown = Text.assemble((head, style), "  " * bool(head), text) if head else Text(text, style)
+    screen.print(shown, soft_wrap=not screen.is_terminal)
 
 
 def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Each row a sign and what there is to say of it, in two columns; wrapped as `print_text` does."""
-    rows = list(rows)
-    indent = max((len(sign) for sign, _ in rows), default=0) + 4
-    width = screen.width if screen.is_terminal else sys.maxsize
-    hanging = " " * (indent if indent < width // 2 else 4)
+    for line in columns(list(rows), screen.width if screen.is_terminal else sys.maxsize):
+        screen.print(line, markup=False, soft_wrap=True)
+
+
+def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little room
+    have a line of their own."""
+    indent = min(max((len(sign) for sign, _ in rows), default=0) + 4, max(width // 2, 4))
     for sign, text in rows:
         lead = f"  {sign:<{indent - 2}}"
-        wrapped = textwrap.fill(text, width, initial_indent=lead, subsequent_indent=hanging, break_on_hyphens=False)
-        screen.print(wrapped, markup=False, soft_wrap=True)
+        if len(lead) > indent:
+            yield lead
+            lead = " " * indent
+        yield textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def print_totals(
+    screen: Console, title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]], most: int = 8
+) -> None:
+    """How many tensors there are of each kind and their bytes, those of the most bytes first.
+    `nbytes` and `kinds` are by name; a kind is one or several lines."""
+    from planners.units import format_each
+
+    counts, weights = Counter(kinds.values()), Counter[Sequence[str]]()
+    for name, kind in kinds.items():
+        weights[kind] += nbytes[name]
+    first = weights.most_common(most)
+    numbers = [counted(counts[kind], "tensor") for kind, _ in first]
+    sizes = format_each([weight for _, weight in first])
+    wide = [max(map(len, texts), default=0) for texts in (numbers, sizes)]
+    rows: list[tuple[str, str]] = []
+    for number, amount, (kind, _) in zip(numbers, sizes, first):
+        rows += zip((f"{number:>{wide[0]}}  {amount:>{wide[1]}}", *[""] * len(kind)), kind)
+    screen.print(f"[bold]{title}[/]")
+    print_rows(screen, [*rows, *([("", f"and {len(weights) - most} more")] if len(weights) > most else [])])
 
 
 def print_legend(screen: Console, short_forms: Iterable[str]) -> None:
@@ -112,17 +142,15 @@ def short(value: Any, most: int = 60) -> str:
 
 
 def print_report(report: Report, *, right: str, limit: int = 50) -> None:
-    """A report for people: the verdict, or what is wrong, at most `limit` findings."""
-    from rich.markup import escape
-
+    """The verdict, or at most `limit` findings."""
     screen = console()
-    screen.print(f"{escape(report.subject)}: {counted(report.tensors, 'tensor')}", soft_wrap=True)
+    print_text(screen, f"{report.subject}: {counted(report.tensors, 'tensor')}")
     if report.ok:
-        screen.print(f"[green]{right}[/]")
+        print_text(screen, right, style="green")
     for finding in report.findings[:limit]:
-        screen.print(f"[red]·[/] {escape(str(finding))}", soft_wrap=True)
+        print_text(screen, str(finding), "·", "red")
     if len(report.findings) > limit:
-        screen.print(f"[red]·[/] ... and {len(report.findings) - limit} more")
+        print_text(screen, f"and {len(report.findings) - limit} more: see --limit or --json", "·", "red")
 
 
 def report_as_json(report: Report) -> dict[str, Any]:

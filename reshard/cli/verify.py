@@ -1,4 +1,4 @@
-"""`reshard verify`: is a checkpoint whole and undamaged?"""
+"""`reshard verify`: whether a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.arguments import AsJson, On, Source, executor_on
+from reshard.cli.arguments import AsJson, On, Source, executor_on, newest
 from reshard.cli.show import print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -18,19 +18,22 @@ __all__ = ["verify"]
 def verify(
     path: Source,
     against: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Another checkpoint that must hold the same.")
+        str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint that must hold the same values.")
     ] = None,
-    shallow: Annotated[bool, typer.Option("--shallow", help="Look at metadata and file lengths only.")] = False,
+    shallow: Annotated[bool, typer.Option("--shallow", help="Check metadata and file sizes only.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte, compare checksums and fingerprints where the format has them, and prove that
-    chunks tile every tensor exactly once. The verdict says how many bytes of values were checked.
+    """Verify that a checkpoint is complete and undamaged.
 
-    Exits with 1 if anything is wrong, naming file, tensor and byte range.
+    Reads every byte, compares checksums and fingerprints where the format has them, and proves that chunks cover each
+    tensor exactly once. Prints how many bytes of values were verified.
+
+    Exits with 1 if something is wrong, and names the file, the tensor, and where known the byte range.
     """
     import reshard
 
+    path, against = newest(path), against and newest(against)
     with executor_on(on) as executor:
         report = reshard.verify(path, against, deep=not shallow, executor=executor, progress=not as_json)
     if as_json:
@@ -45,17 +48,17 @@ def verify(
 
 
 def _verdict(covered: Coverage, against: str | None) -> str:
-    """What was found to be right, and what nobody could have found to be wrong."""
+    """What was found to be right, and what could not have been found to be wrong."""
     total, checked = size(covered.total_bytes), size(covered.checked_bytes)
     same = "" if against is None else f", and the same as {against}"
     if covered.read_bytes < covered.total_bytes:
-        equal = "" if against is None else f". The fingerprints saved with them are equal to those of {against}"
-        return f"whole; {size(covered.total_bytes - covered.read_bytes)} of values were not read{equal}"
+        equal = "" if against is None else f". Their saved fingerprints are equal to those of {against}"
+        return f"complete; {size(covered.total_bytes - covered.read_bytes)} of values were not read{equal}"
     if covered.is_full and covered.metadata_checked:
-        return f"whole and undamaged: {total} of values checked{same}"
+        return f"complete and undamaged: {total} of values verified{same}"
     if covered.is_full:
-        return f"whole: {total} of values checked{same}. Of names, shapes and objects no checksum was saved"
+        return f"complete: {total} of values verified{same}. The format has no checksum of names, shapes, and objects"
     return (
-        f"whole: {total} of values read, {checked} of them checked{same}. Of the others no checksums were saved: a "
-        "changed value would not have been found"
+        f"complete: {total} of values read, {checked} of them verified{same}. The rest has no checksums, so a changed "
+        "value would not be detected"
     )

@@ -123,9 +123,9 @@ def test_what_another_checkpoint_was_compared_with_is_covered(tmp_path: Path) ->
     assert unread.covered == Coverage(NBYTES, 0, 0)
     assert "0 read" in unread.verdict
     assert "only the fingerprints saved with them" in unread.verdict
-    assert "whole and undamaged" in said(str(native), "--against", str(native))
+    assert "complete and undamaged" in said(str(native), "--against", str(native))
     shallow = said(str(native), "--against", str(native), "--shallow")
-    assert "of values were not read. The fingerprints saved with them are equal to those of" in shallow
+    assert "of values were not read. Their saved fingerprints are equal to those of" in shallow
 
 
 def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_every_command_has_help_and_json(say, command) -> None:
 
     assert said.code == 0
     assert "--json" in said.out
+    assert "<" not in said.out, "flags take no value"
+    assert re.match(r"Usage: reshard \w+ \[OPTIONS\].*\n\n[A-Z]\w+ [^.]+\.\n", said.out), "one sentence first"
 
 
 def test_nothing_said_is_help(say) -> None:
@@ -65,7 +67,7 @@ def test_version(say) -> None:
         (["nosuch"], 2, "No such command"),
         (["inspect", "nowhere"], 3, "error: there is nothing at"),
         (["inpect", "."], 2, "Did you mean 'inspect'?"),
-        (["plan", "nowhere", "tp=2"], 3, "A topology can be given, too"),
+        (["plan", "nowhere", "tp=2"], 3, "Or give a topology: fsdp=3"),
         (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
         (["plan", "fsdp=2", "dp=2", "--rule", "S(0)"], 2, "write GLOB=PLACEMENTS"),
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': it is hsdp=REPLICASxSHARDS"),
@@ -77,6 +79,7 @@ def test_version(say) -> None:
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
+        (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
         (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
         (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4': Known are bool, "),
@@ -158,13 +161,54 @@ def test_plain_text_where_there_is_no_unicode(checkpoint, words) -> None:
         assert rb"\xe9x" in ran.stderr
 
 
+@pytest.fixture
+def narrow(say, monkeypatch):
+    """Runs a command line on a terminal of 45 columns; no line is longer."""
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "45"}.items():
+        monkeypatch.setenv(name, value)
+
+    def narrow(*words) -> str:
+        text = re.sub(r"\x1b\[[\d;]*m", "", say(*words).out)
+        assert max(map(len, text.splitlines())) <= 45
+        return text
+
+    return narrow
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_on_45_columns(narrow, command) -> None:
+    assert f"Usage: reshard {command}" in narrow(command, "--help")
+
+
+def test_output_on_45_columns(narrow, checkpoint, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    rules = ["--rule", "*.w=_S(0, 2),S(0)", "--rule", "*=R,R"]
+    narrow("convert", "checkpoint", "run/step-1", "--onto", "dp=2,tp=2", *rules)
+    for words in (
+        ["inspect", "run/step-1"],
+        ["inspect", "run"],
+        ["inspect", "run", "--map", "model.layers.0.w"],
+        ["plan", "run", "fsdp=3", "--limit", "30"],
+        ["plan", "run/step-1", "ddp=2", "--read-rate", "2GB", "--html", "plan.html"],
+        ["explain", "B(0, 4+2+2),R on tp=2,dp=2@0,2,1,3"],
+        ["verify", "run"],
+        ["verify", "run", "--shallow"],
+        ["diff", "run", "checkpoint"],
+        ["diff", "run", "checkpoint", "--unread"],
+        ["convert", "run", "one.pt", "-f", "torch"],
+        ["normalize", "run"],
+    ):
+        narrow(*words)
+    narrow("--help")
+
+
 def test_narrow_and_colorless_terminals(checkpoint) -> None:
     """Everything is said on 60 columns, on more lines; NO_COLOR means none."""
     said = on_a_terminal(["inspect", str(checkpoint)], columns=60)
 
     assert not re.search(r"\x1b\[[\d;]*[349]\d", said)
     said = re.sub(r"\x1b\[[\d;]*m", "", said)
-    assert max(map(len, said.rpartition("layouts")[2].splitlines())) <= 60
+    assert max(map(len, said.partition("layouts")[2].splitlines())) <= 60
     for word in ("layers.0-2.w", "float32", "[6, 4]", "world=1", "bfloat16"):
         assert word in said
     assert "\x1b[" not in on_a_terminal(["inspect", str(checkpoint / "nowhere")], columns=60)

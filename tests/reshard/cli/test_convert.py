@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import safetensors.torch
 import torch
 
 import reshard
+from reshard.cli.arguments import NAMING_KEYS
+from reshard.mapping.families import ready
 
 
 def test_model_only_for_hugging_face(say, checkpoint: Path, tmp_path: Path) -> None:
@@ -31,7 +34,7 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "left out, without a place in safetensors or a canonical name" in said.out
+    assert "left out, since safetensors or canonical names have no place for it" in said.out
     assert "step" in said.out
 
 
@@ -87,13 +90,13 @@ def test_more_about_a_naming(say, tmp_path: Path) -> None:
     said = say("convert", tmp_path / "hf", tmp_path / "mg", *words, "--naming", "zero_centered=true")
 
     assert said.code == 0
-    assert "under their old names, since --names says nothing of them  model.vision.weight" in said.out
+    assert "not renamed by --names  model.vision.weight" in said.out
     made = reshard.open(tmp_path / "mg")
     assert made["embedding.word_embeddings.weight"].shape == (8, 2)
     assert made["decoder.final_layernorm.weight"][0] == 0.5
     wrong = say("convert", tmp_path / "hf", tmp_path / "no", "--names", "megatron:huggingface", "--config", tmp_path)
     assert wrong.code == 3
-    assert "has no names of megatron: it has 'model.embed_tokens.weight'; turn --names round?" in wrong.err
+    assert "has no names of megatron, but 'model.embed_tokens.weight'. Swap the two sides of --names?" in wrong.err
 
 
 def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
@@ -232,11 +235,34 @@ def test_an_interrupt_ends_it_at_once_and_leaves_only_whole_files(say, nth, word
     _, err = held.communicate(timeout=60)
 
     assert time.monotonic() - began < 3  # a tenth of a second where nothing else runs
-    assert (held.returncode, err) == (130, "interrupted: the same command goes on from here\n")
+    assert (held.returncode, err) == (130, "interrupted: run the same command to resume\n")
     left = sorted(path.name for path in (tmp_path / "target").rglob("*") if path.is_file())
     if nth == 1:
         assert left == []
     else:
         [record] = [name for name in left if name.endswith("00000.safetensors.json")]
         assert left == sorted([record, "00000.safetensors", "00000.safetensors.sums", "claim", "claim.json", "job"])
-        assert "1 file of an interrupted try checked and kept" in say(*named).out
+        assert "kept 1 file of an interrupted conversion" in say(*named).out
+
+
+def test_every_key_of_a_naming_is_offered() -> None:
+    known = inspect.signature(ready).parameters.values()
+    assert list(NAMING_KEYS) == [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize(("alias", "format"), [("huggingface", "safetensors"), ("torch", "torch_save")])
+def test_other_names_of_formats(say, alias, format, checkpoint, tmp_path) -> None:
+    told = json.loads(say("convert", checkpoint, tmp_path / "x.pt", "-f", alias, "--model", "--json").out)
+    assert told["format"] == format
+
+
+def test_of_a_run_the_newest_complete_checkpoint_is_used_and_named(say, checkpoint, tmp_path) -> None:
+    for step in (1, 2):
+        reshard.convert(checkpoint, tmp_path / f"run/step-{step}")
+    (tmp_path / "run" / "step-3").mkdir()
+    run, newest = tmp_path / "run", str(tmp_path / "run/step-2")
+    for words in (["convert", run, tmp_path / "to"], ["verify", run], ["diff", run, checkpoint], ["normalize", run]):
+        said = say(*words)
+        assert (said.code, said.err) == (0, f"{run} is a run: using {newest}, its newest complete checkpoint\n")
+    assert f"using {newest}" in say("plan", run, "fsdp=2").err
+    assert f"{newest}, the newest complete checkpoint\n" in say("inspect", run).out

@@ -11,8 +11,8 @@ import torch
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
+from planners.geometry.words import chunk_sizes
 from planners.reports.cuts import draw_cuts
-from reshard.cli.inspect import cuts_of
 from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
 from tests.samples import sample
 
@@ -50,14 +50,45 @@ def test_json_of_keys_that_json_does_not_have(capsys) -> None:
 
 
 def test_only_some_names(say, checkpoint) -> None:
-    told = json.loads(say("inspect", checkpoint, "--only", "*.w", "--json").out)
+    told = json.loads(say("inspect", checkpoint, "--select", "*.w", "--json").out)
 
     assert list(told["tensors"]) == [f"model.layers.{i}.w" for i in range(3)]
     assert told["objects"] == {}
 
 
+def test_the_old_name_of_the_option(say, checkpoint) -> None:
+    old, new = (say("inspect", checkpoint, option, "*.w") for option in ("--only", "--select"))
+
+    assert old.out == new.out
+    assert (old.err, new.err) == ("--only is deprecated: use --select\n", "")
+    assert "--only" not in say("inspect", "--help").out
+    assert "<bool>" not in say("inspect", "--help").out
+
+
+def test_several_globs(say, checkpoint) -> None:
+    words = ["--select", "model.*", "--select", "!*.0.*", "--select", "!*.n*"]
+    told = json.loads(say("inspect", checkpoint, *words, "--json").out)
+
+    assert list(told["tensors"]) == ["model.layers.1.w", "model.layers.2.w", "model.count"]
+
+
+def test_layouts_are_said_in_words_and_their_signs_at_the_end(say, checkpoint, tmp_path) -> None:
+    rules = {"*.w": "_S(0, 2),S(0)", "*": "R,R"}
+    reshard.convert(checkpoint, tmp_path / "c", onto=Topology.parse("dp=2,tp=2", rules))
+    lines = say("inspect", tmp_path / "c").out.splitlines()
+
+    assert "  3 tensors  288 B  dim 0 sharded over tp, then dp (_S(0, 2),S(0) on dp=2,tp=2)" in lines
+    assert "│   ├── layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 sharded over tp, then dp" in lines
+    assert lines[lines.index("Notation") + 1 :] == [
+        "  S(d)          dim d is sharded over this axis of the mesh",
+        "  _S(d, n)      dim d is sharded over this axis after other axes sharded it into n parts",
+        "  R             replicated: all ranks along this axis hold the same",
+        "  on dp=4,tp=2  the mesh: its axes and their sizes, in the order of the placements",
+    ]
+
+
 def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
-    said = say("inspect", checkpoint, "--only", "model.layer.1.w")
+    said = say("inspect", checkpoint, "--select", "model.layer.1.w")
 
     assert said.code == 3
     assert "is called like 'model.layer.1.w': did you mean 'model.layers.1.w'?" in said.err
@@ -90,13 +121,13 @@ SPEC = TensorSpec("w", (6, 4), "float32")
 def test_cuts_whose_product_the_chunks_are(boxes, cuts) -> None:
     layout = TensorLayout.from_boxes(SPEC, {rank: [Box(*box)] for rank, box in enumerate(boxes)})
 
-    assert cuts_of(layout) == cuts
+    assert chunk_sizes(layout) == cuts
 
 
 def test_cuts_of_what_has_no_dims_or_no_elements() -> None:
     def of(shape):
         spec = TensorSpec("w", shape, "float32")
-        return cuts_of(TensorLayout.from_boxes(spec, {0: [Box((0,) * len(shape), shape)]}))
+        return chunk_sizes(TensorLayout.from_boxes(spec, {0: [Box((0,) * len(shape), shape)]}))
 
     assert of(()) == ()
     assert of((0, 3)) is None  # there is nothing that could be seen to be cut
@@ -108,8 +139,8 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
 
     said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
 
-    assert "layers.0-2.w × 3  float32 [6, 4]  96 B  S(0),S(1) on 2x2" in said.out
-    assert "norm  bfloat16 [4]  8 B  whole" in said.out
+    assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
+    assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
     assert told["tensors"]["model.layers.0.w"]["layout"] == {
         "cuts": [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
     }
@@ -183,8 +214,13 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert (second.step, second.format) == (20, None)
     assert "is an empty folder" in second.problem
     assert shown.code == 0
-    assert "a run of 2 checkpoints" in shown.out
+    assert "a run with 2 checkpoints" in shown.out
+    assert f"{first.path}, the newest complete checkpoint\nformat native, 1 tensor" in shown.out
     assert [row["step"] for row in told["steps"]] == [10, 20]
+    assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
+    [passed] = told["newest"]["warnings"]
+    assert passed.startswith("checkpoint/step-20 was passed over")
+    assert told["newest"] | {"warnings": []} == json.loads(say("inspect", first.path, "--json").out)
     assert "float32 [2]" in say("inspect", tmp_path, "--step", "10").out
     assert reshard.steps(tmp_path / "checkpoint" / "step-10") == []
 
@@ -197,11 +233,11 @@ def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
 
     said = say("inspect", tmp_path / "c", "--map", "w").out.splitlines()
     assert said[:3] == [
-        "layout S(0),S(1) on dp=3,tp=2",
+        "dim 0 sharded over dp; dim 1 sharded over tp (S(0),S(1) on dp=3,tp=2)",
         "w  float32 [6, 4]  96 B",
         "rows are dim 0, columns are dim 1; each cell names the ranks that hold it",
     ]
-    assert "\n".join(line.rstrip() for line in said[3:]) == (
+    assert "\n".join(line.rstrip() for line in said[3:11]) == (
         "  0   2   4\n0 ┌───┬───┐\n  │ 0 │ 1 │\n2 ├───┼───┤\n  │ 2 │ 3 │\n4 ├───┼───┤\n  │ 4 │ 5 │\n6 └───┴───┘"
     )
     said = say("inspect", tmp_path / "c", "--map", "e").out

@@ -123,10 +123,10 @@ def test_a_page_of_no_name_is_named_after_its_command(
     monkeypatch.chdir(tmp_path)
     one, other = saved / "step-1", saved / "step-2"
     said = say("inspect", one, "--html")
-    assert (said.code, said.out.splitlines()[-1]) == (0, "drawn in reshard-inspect.html")
+    assert (said.code, said.out.splitlines()[-1]) == (0, "wrote  reshard-inspect.html")
     assert data_of(Path("reshard-inspect.html").read_text(encoding="utf-8"))
     said = say("diff", "--html", "--json", one, other)
-    assert (said.code, said.err) == (1, "drawn in reshard-diff.html\n")
+    assert (said.code, said.err) == (1, "wrote  reshard-diff.html\n")
     assert json.loads(said.out)["findings"], "and nothing beside it"
     assert say("plan", one, "fsdp=2", "--html", "--limit", "1").code == 0
     assert say("plan", one, "fsdp=2", "--html=a.html").code == 0

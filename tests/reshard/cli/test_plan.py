@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
 import reshard
-from planners import LoadPlan, Topology, dumps, fsdp_tp, loads, summarize
+from planners import LoadPlan, Shard, Topology, dumps, fsdp_tp, loads, summarize
 from reshard.cli.arguments import both_sides
 
 
@@ -29,56 +30,121 @@ def test_text_for_people(say, checkpoint) -> None:
     assert "proved right: every wanted element is read exactly once" in said.out
     assert "this does not say that the layout is the one you meant" in said.out
     assert "rank     0 reads" in said.out
-    assert "more ranks" in said.out
+    assert "1 more rank;" in said.out
 
 
-def test_an_axis_that_cuts_nothing_is_told_first_with_the_names_and_how_to_give_a_rule(say, checkpoint) -> None:
+def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_of_a_rule(say, checkpoint) -> None:
     names = {f"model.layers.{i}.w" for i in range(3)}
 
     said = say("plan", checkpoint, "tp=2")
     told = json.loads(say("plan", checkpoint, "tp=2", "--json").out)
 
-    first = said.out.splitlines()[0]
-    assert first.startswith("uncut  axis 'tp' cuts nothing: no rule that cuts along it matches a name, and all ranks")
-    assert "along it read the same of model." in first
-    assert "--rule 'model.layers.*.w=S(0)' --rule '*=R'" in first
+    assert "wrong  axis 'tp' shards no tensor: all ranks along it read the same of model." in said.out
+    assert said.out.index("proved right: every wanted element") < said.out.index("wrong  axis")
+    assert "The checkpoint does not record how 'tp' sharded its tensors." in said.out
+    assert f"  reshard plan {checkpoint} tp=2 \\\n    --rule '*layers.*.w*=S(0)' \\\n    --rule '*=R'\n" in said.out
+    assert said.out.endswith("To replicate all tensors over 'tp', add --allow-unsharded-axes.\n")
     assert said.code == 1
-    assert said.out.splitlines()[-1].startswith("proved right: every wanted element")
     assert told["proved"]
-    assert [text.split(":")[0] for text in told["findings"]] == ["axis 'tp' cuts nothing"]
+    assert [text.split(":")[0] for text in told["findings"]] == ["axis 'tp' shards no tensor"]
     assert names <= set(told["uncut_axes"]["tp"])
     assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).uncut_axes.keys() == {"tp"}
     # what is said to do does it
-    words = ["--rule", "model.layers.*.w=S(0)", "--rule", "*=R"]
-    assert json.loads(say("plan", checkpoint, "tp=2", *words, "--json").out)["uncut_axes"] == {}
-    assert not say("plan", checkpoint, "tp=2", *words).out.startswith("note")
-    assert say("plan", checkpoint, "tp=2", *words).code == 0
+    [again] = offered(said.out)
+    assert json.loads(say(*again, "--json").out)["uncut_axes"] == {}
+    assert say(*again).code == 0
 
 
-def test_an_axis_may_cut_nothing_where_that_was_asked_for(say, checkpoint) -> None:
-    allowed = say("plan", checkpoint, "tp=2", "--allow-uncut-axes")
-    assert allowed.code == 0
-    assert allowed.out.startswith("note  axis 'tp' cuts nothing: all ranks along it read the same of model.")
+def offered(text: str) -> list[list[str]]:
+    """The command lines in an output, without the name of the program."""
+    found = re.findall(r"^  reshard ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return [shlex.split(line.replace("\\\n", " ")) for line in found]
+
+
+@pytest.fixture
+def gpt(tmp_path):
+    """A model whose names are not Llama's, with moments, as FSDP2 over tensor parallelism saves it."""
+    import torch
+
+    shapes = {"wte.weight": (8, 4), "ln.weight": (4,)}
+    shapes |= {f"h.{i}.{name}": (8, 4) for i in range(11) for name in ("c_attn.weight", "c_proj.weight", "fc.bias")}
+    model = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    moments = {name: {"exp_avg": torch.zeros_like(t), "step": torch.tensor(1.0)} for name, t in model.items()}
+    reshard.save({"model": model, "optim": {"state": moments}}, tmp_path / "whole")
+    first, last = "_S(0, 2),S(0)", "S(0),S(1)"
+    rules = {"*c_attn*": first, "*wte*": first, "*c_proj*": last, "*": "S(0),R"}
+    reshard.convert(tmp_path / "whole", tmp_path / "gpt", onto=Topology.parse("dp=2,tp=2", rules))
+    return tmp_path / "gpt"
+
+
+@pytest.mark.parametrize("onto", ["tp=4", "fsdp=4,tp=2", "tp=2,fsdp=3", "dp=3,tp=2 --rule *=S(0),S(5)"])
+def test_the_rules_that_the_checkpoint_records_are_offered_first(say, gpt, onto) -> None:
+    if "--rule" in onto:  # a rule that shards, but for no tensor of the checkpoint: there is no dim 5
+        assert say("plan", gpt, *onto.split()).code == 2
+        return
+    said = say("plan", gpt, onto)
+
+    assert said.code == 1
+    assert "The checkpoint records how 'tp' sharded each tensor." in said.out
+    [again] = offered(said.out)
+    assert sum(word == "--rule" for word in again) == 4, "three kinds, each with its moments, and all others"
+    assert say(*again).code == 0
+    rules = dict(word.split("=", 1) for word, before in zip(again[1:], again) if before == "--rule")
+    saved = reshard.open(gpt).layout
+    made = reshard.plan(gpt, again[2], rules=rules).wanted
+    for name, layout in made.items():
+        axes = dict(zip(layout.mesh.names, layout.placements))
+        before = saved[name].placements[1]
+        assert getattr(axes["tp"], "dim", None) == getattr(before, "dim", None), name
+        if "dp" in axes and layout.spec.shape:
+            assert axes["dp"] == Shard(0)
+            assert layout.mesh.names[0] == ("tp" if getattr(before, "dim", None) == 0 else "dp")
+
+
+def test_an_axis_may_shard_nothing_where_that_was_asked_for(say, checkpoint) -> None:
+    for option in ("--allow-unsharded-axes", "--allow-uncut-axes"):
+        allowed = say("plan", checkpoint, "tp=2", option)
+        assert allowed.code == 0
+        assert "\nnote  axis 'tp' shards no tensor: all ranks along it read the same of model." in allowed.out
     for words in (["ddp=2"], ["hsdp=2x3"], ["tp=2", "--rule", "*=R"]):  # their rules say copies
         said = say("plan", checkpoint, *words)
         assert said.code == 0
-        assert said.out.startswith("note  axis ")
+        assert "\nnote  axis " in said.out
         assert json.loads(say("plan", checkpoint, *words, "--json").out)["findings"] == []
 
 
-def test_the_side_that_is_read_from_may_be_the_one_that_is_not_cut(say, checkpoint) -> None:
+def test_the_side_that_is_read_from_may_be_the_one_that_is_not_sharded(say, checkpoint) -> None:
     said = say("plan", "tp=2", checkpoint)
 
     assert said.code == 1
-    assert said.out.startswith("uncut  axis 'tp' cuts nothing")
-    assert say("plan", "tp=2", checkpoint, "--allow-uncut-axes").code == 0
+    assert "wrong  axis 'tp' shards no tensor" in said.out
+    [again] = offered(said.out)
+    assert again[:3] == ["plan", "tp=2", str(checkpoint)]
+    assert say(*again).code == 0
+    assert say("plan", "tp=2", checkpoint, "--allow-unsharded-axes").code == 0
 
 
-def test_of_two_axes_the_one_that_cuts_nothing_is_told(say, checkpoint) -> None:
+def test_of_two_axes_the_one_that_shards_nothing_is_named(say, checkpoint) -> None:
     said = say("plan", checkpoint, "fsdp=2,tp=3")
 
-    assert "for each axis of dp=2,tp=3: --rule 'model.layers.*.w=S(0),S(0)' --rule '*=S(0),R'" in said.out
-    assert said.out.count("cuts nothing") == 1
+    assert "dp=2,tp=3 \\\n    --rule '*layers.*.w*=tp,dp: S(0),S(0)' \\\n    --rule '*=S(0),R'" in said.out
+    assert said.out.count("shards no tensor") == 1
+
+
+def test_layouts_are_said_in_words(say, gpt) -> None:
+    lines = say("plan", gpt, "fsdp=3").out.splitlines()
+
+    at = next(i for i, line in enumerate(lines) if "from" in line)
+    assert lines[at].endswith("from  dim 0 sharded over tp, then dp (_S(0, 2),S(0) on dp=2,tp=2)")
+    assert lines[at + 1].endswith("to    dim 0 sharded over dp (S(0) on dp=3)")
+    assert "  _S(d, n)      dim d is sharded over this axis after other axes sharded it into n parts" in lines
+
+
+def test_only_some_names(say, gpt) -> None:
+    told = json.loads(say("plan", gpt, "fsdp=2", "--select", "model.*", "--select", "!*.bias", "--json").out)
+
+    assert told["tensors"] == 2 + 2 * 11
+    assert "did you mean 'model.wte.weight'" in say("plan", gpt, "fsdp=2", "--select", "model.wte.weigth").err
 
 
 @pytest.mark.parametrize(
@@ -169,7 +235,7 @@ def test_a_page_says_from_what_to_what_and_how_long(say, checkpoint, tmp_path) -
 
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert f"from <b>{checkpoint}</b> to <b>fsdp=4</b>" in page
-    told = re.search(r"estimated (\d+ ms), 2 ranks a host", said.out)
+    told = re.search(r"estimated  (\d+ ms), 2 ranks per host", said.out)
     assert told is not None
     assert f"<dd>{told[1]}<small>1000 B/s read by a host, 2 ranks each</small>" in page
     assert say("plan", checkpoint, "fsdp=4", "--read-rate", "fast").code == 2
