@@ -1,4 +1,4 @@
-"""Hosts with networks of their own, which are cut and healed. Jobs on them: tests/hosts/trials.py, in `make nightly`."""
+"""Hosts with networks of their own, which are cut and healed. `make nightly` runs jobs on them: tests/hosts."""
 
 from __future__ import annotations
 
