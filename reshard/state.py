@@ -62,7 +62,7 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
         elif isinstance(part, dict) and [type(number) for number in part.values()] == [int] and part.keys() <= _INTS:
             parts += [IntKey(number, apart=kind == "apart") for kind, number in part.items()]
         else:
-            raise FormatError(f"{part!r} is no part of a key path: text, an int, or {{'int': n}}")
+            raise FormatError(f"{part!r} is not a part of a key path: text, an int, or {{'int': n}}")
     return tuple(parts)
 
 

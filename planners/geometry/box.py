@@ -132,7 +132,7 @@ class Box(_BoxFields):
         """This box in the coordinates of `outer`, whose first element becomes the origin; `b.relative_to(b)` is
         `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain it."""
         if not outer.contains(self):
-            raise PlanError(f"{self} does not lie within {outer}")
+            raise PlanError(f"{self} is not within {outer}")
         return self._at(tuple(map(sub, self.offsets, outer.offsets)))
 
     def moved_with(self, outer: Box, there: Box) -> Box:
@@ -281,7 +281,7 @@ class Window:
         """The window of `box`, given in this window's own coordinates. Raises PlanError if it lies outside."""
         empty = box.is_empty
         if len(box.sizes) != len(self.sizes) or not (empty or all(map(le, box.stops, self.sizes))):
-            raise PlanError(f"{box} lies outside a window of sizes {self.sizes}")
+            raise PlanError(f"{box} is outside a window of sizes {self.sizes}")
         if empty:
             return Window(self.offset, box.sizes, self.strides, self.itemsize)
         start = self.offset + sum(map(mul, box.offsets, self.strides))
@@ -290,7 +290,7 @@ class Window:
     def permute(self, dims: Sequence[int]) -> Window:
         """The same elements with dim `dims[i]` as the new dim i. Raises PlanError if `dims` is no permutation."""
         if sorted(dims) != list(range(len(self.sizes))):
-            raise PlanError(f"{tuple(dims)} is no permutation of the {len(self.sizes)} dims of a window")
+            raise PlanError(f"{tuple(dims)} is not a permutation of the {len(self.sizes)} dims of a window")
         return Window(
             self.offset, tuple(self.sizes[d] for d in dims), tuple(self.strides[d] for d in dims), self.itemsize
         )

@@ -346,7 +346,7 @@ class BoxesForm(_ListedForm):
         for rank, its in self.boxes:
             for box in its:
                 if box.ndim != len(shape) or not all(b <= s for b, s in zip(box.stops, shape)):
-                    raise PlanError(f"a box lies outside the shape {shape}", rank=rank, box=box)
+                    raise PlanError(f"a box is outside the shape {shape}", rank=rank, box=box)
             filled = sorted(box for box in its if not box.is_empty)
             for i, box in enumerate(filled):
                 for other in filled[i + 1 :]:
@@ -398,9 +398,7 @@ class FlatForm(_ListedForm):
         numel = math.prod(shape)
         for rank, start, stop in self.ranges:
             if not 0 <= start <= stop <= numel:
-                raise PlanError(
-                    f"the range {start}:{stop} lies outside the {numel} elements of shape {shape}", rank=rank
-                )
+                raise PlanError(f"the range {start}:{stop} is outside the {numel} elements of shape {shape}", rank=rank)
 
     def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
         row = bisect.bisect_left(self.ranges, rank, key=lambda row: row[0])

@@ -126,7 +126,7 @@ class Mesh:
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Rank at `coordinate`. Inverse of `coordinate`. Raises PlanError for a coordinate outside."""
         if len(coordinate) != self.ndim or any(not 0 <= c < s for c, s in zip(coordinate, self.shape)):
-            raise PlanError(f"{tuple(coordinate)} is no coordinate of the mesh {self}")
+            raise PlanError(f"{tuple(coordinate)} is not a coordinate of the mesh {self}")
         return int(self.ranks[ravel(coordinate, self.shape)])
 
     def submesh(self, *names: str, at: Mapping[str, int] | None = None) -> Mesh:
@@ -385,7 +385,7 @@ class Ownership:
             return None
         start, stop = int(starts[wrong[0]]), int(reach[wrong[0]])
         if stop > self.size:
-            return self.size, "lies outside the tensor"
+            return self.size, "is outside the tensor"
         return (stop, "has no owner") if stop < start else (start, "has two owners")
 
 

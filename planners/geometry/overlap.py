@@ -266,7 +266,7 @@ class Fault:
 
     def __str__(self) -> str:
         times = {0: "never", 1: "once"}.get(self.count, f"{self.count} times")
-        return f"element {self.element} is covered {times}" + ("" if self.wanted else ", but lies outside")
+        return f"element {self.element} is covered {times}" + ("" if self.wanted else ", but is outside")
 
 
 def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:

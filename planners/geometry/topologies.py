@@ -123,7 +123,7 @@ class Topology:
         for home in self.homes:
             for name, coordinate in home.at:
                 if coordinate >= known[name]:
-                    raise PlanError(f"the home {home.text} of {home.pattern!r} lies outside the mesh {self.mesh}")
+                    raise PlanError(f"the home {home.text} of {home.pattern!r} is outside the mesh {self.mesh}")
         for rule in self.rules:
             if rule.axes is None:
                 continue

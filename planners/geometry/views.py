@@ -210,7 +210,7 @@ class View:
                 raise PlanError(f"a view of {len(full)} sources has no source {patch.tensor}", fqn=spec.fqn)
             if not full[patch.tensor].contains(patch.source):
                 name, shape = self.sources[patch.tensor].fqn, self.sources[patch.tensor].shape
-                raise PlanError(f"{patch.source} lies outside {name!r} of shape {shape}", fqn=spec.fqn)
+                raise PlanError(f"{patch.source} is outside {name!r} of shape {shape}", fqn=spec.fqn)
         targets = [part.target for part in self.parts]
         if any(box.ndim != len(spec.shape) for box in targets):
             raise PlanError(f"the parts of a view must have the {len(spec.shape)} dims of its target", fqn=spec.fqn)
@@ -294,7 +294,7 @@ class View:
         """The dims in the order `dims`; without any, reversed."""
         order = dims or tuple(reversed(range(len(self.shape))))
         if sorted(order) != list(range(len(self.shape))):
-            raise PlanError(f"{order} is no order of the dims of shape {self.shape}", fqn=self.spec.fqn)
+            raise PlanError(f"{order} is not an order of the dims of shape {self.shape}", fqn=self.spec.fqn)
         return self.rearrange(order)
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0) -> View:
@@ -393,7 +393,7 @@ class View:
 
     def _along(self, dim: int, start: int, stop: int) -> View:
         if not 0 <= start <= stop <= self.shape[dim]:
-            raise PlanError(f"{start}:{stop} lies outside dim {dim} of size {self.shape[dim]}", fqn=self.spec.fqn)
+            raise PlanError(f"{start}:{stop} is outside dim {dim} of size {self.shape[dim]}", fqn=self.spec.fqn)
         return self.crop(Box.full(self.shape).cut(dim, start, stop))
 
     def _heads(self, head_size: int, dim: int) -> range:

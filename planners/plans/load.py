@@ -287,7 +287,7 @@ def plan_reads(
         for source in view.sources:
             _judge(problems, saved, source, f"a view takes it for {fqn!r}", allow_cast=False)
     if problems:
-        raise LayoutMismatchError("the wanted state does not fit the saved one: " + "; ".join(problems))
+        raise LayoutMismatchError(f"the target does not match the saved state: {'; '.join(problems)}")
     return LoadPlan(saved, wanted, views=used)
 
 
@@ -369,7 +369,7 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
     if item.nbytes != item.source.numel * saved.spec.itemsize:
         return f"claims {item.nbytes} bytes, but {item.source.numel} elements of {saved.spec.dtype} are meant"
     if not Box.full(item.chunk.sizes).contains(item.source):
-        return f"reads {item.source}, which lies outside its chunk of sizes {item.chunk.sizes}"
+        return f"reads {item.source}, which is outside its chunk of sizes {item.chunk.sizes}"
     if not 0 <= item.owner < saved.world_size or not any(box.contains(item.chunk) for box in saved.boxes(item.owner)):
         return f"reads {item.chunk} from {item.owner}, which does not hold it"
     if not 0 <= item.part < len(parts):

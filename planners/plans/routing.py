@@ -276,7 +276,7 @@ class SweepIntersection:
                 try:
                     pieces = sweep.covering(box, prefer=own)
                 except CoverageError as error:
-                    raise CoverageError("nobody holds what is needed", rank=rank, box=error.box) from None
+                    raise CoverageError("no rank holds the needed elements", rank=rank, box=error.box) from None
                 for s, chunk, common in pieces:
                     _, source_part, at = self._sources[s]
                     source, target = common.moved_with(chunk, at), common.moved_with(box, local)

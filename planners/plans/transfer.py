@@ -121,7 +121,7 @@ class TransferPlan(Plan[TransferItems]):
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
         for fqn in self.names:
             if fqn not in before or fqn not in after:
-                raise PlanError("to be moved a tensor must be in both layouts", fqn=fqn)
+                raise PlanError("a tensor that moves must be in both layouts", fqn=fqn)
         for rank, items in self.explicit.items():
             for item in items:
                 check_rank(item.sender, self.world_size)
@@ -200,7 +200,7 @@ class TransferPlan(Plan[TransferItems]):
             try:
                 intersection = intersection_of(group.before.spec.shape, group.before.form, group.after.form)
             except CoverageError as error:
-                raise CoverageError("nobody holds it", fqn=group.names[0], rank=error.rank, box=error.box) from None
+                raise CoverageError("no rank holds it", fqn=group.names[0], rank=error.rank, box=error.box) from None
             route = Route(group, intersection, loads, self.ranks_per_host)
             loads = loads + route.sent_bytes(self.world_size)
             out.append(route)

@@ -274,7 +274,7 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
     found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise FormatError(
-            f"there is a checkpoint in {storage.url} already ({found}): choose another folder, or overwrite=True"
+            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or pass overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
     ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
@@ -282,6 +282,6 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
     if foreign is not None:
         raise FormatError(
-            f"{storage.url} holds {foreign}, which is of another kind of checkpoint: beside it, what is converted "
-            "could not be told apart. Choose a folder of its own"
+            f"{storage.url} contains {foreign}, a file of another kind of checkpoint: the converted checkpoint "
+            "could not be distinguished from it. Choose an empty folder"
         )

@@ -155,7 +155,7 @@ def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
     names = [*state, *state.aliases, *state.objects]
     if is_needed and names and not mapping.names(names):
         raise KeyMismatchError(
-            f"the mapping takes nothing of what is in {state.url}, such as {names[0]!r}: is it for other names?"
+            f"the mapping matches no name in {state.url}, such as {names[0]!r}: it is probably for other names"
         )
 
 
@@ -166,7 +166,7 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
     if wrong:
         have, want = specs.get(wrong[0]), onto[wrong[0]].spec if wrong[0] in onto else None
         raise LayoutError(
-            f"{len(wrong)} tensors of the checkpoint and of the layout to write for do not agree, such as "
+            f"{len(wrong)} tensors differ between the checkpoint and the layout given as onto=, such as "
             f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
         )
 
@@ -181,7 +181,7 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     for glob in (*wanted, *unwanted):
         if not any(fnmatchcase(name, glob) for name in names):
             near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
-            raise KeyMismatchError(f"nothing in {where} is called like {glob!r}{near}")
+            raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     taken = (name for name in names if any(fnmatchcase(name, glob) for glob in wanted))
     return frozenset(name for name in taken if not any(fnmatchcase(name, glob) for glob in unwanted))
 
@@ -264,7 +264,8 @@ class ConvertWork:
         state = self.job.state()
         if self.job.digest(state) != self.digest:
             raise StorageError(
-                f"{state.url} is not what the driver sees there: all workers must see the same files, unchanged"
+                f"this worker sees other files at {state.url} than the driver: all workers must see the same "
+                "files, unchanged"
             )
         return FileTasks(self.job.writer(state, self.job_id), journal, state.contents.checking)
 
@@ -365,8 +366,7 @@ class Journal:
             is_mine = folder == self.folder
             if claim is not None and (is_mine or not is_shared) and self._is_running(folder, claim, job_id):
                 raise StorageError(
-                    f"{claim} is converting to {self.storage.url} just now: wait until it has ended, or choose another "
-                    "folder"
+                    f"{claim} is already converting to {self.storage.url}: wait until it ends, or choose another folder"
                 )
             if is_mine and resume:
                 self._job_id = job_id
@@ -394,8 +394,7 @@ class Journal:
         if found is None or not found.is_of(self.holder):
             now = "nobody is" if found is None or found.has_left else f"{found} is now"
             raise StorageError(
-                f"{self.holder} is not converting to {self.storage.url} any more, {now}: all who take part must see "
-                "that folder, and the same one"
+                f"{self.holder} no longer converts to {self.storage.url}, {now}: all workers must see the same folder"
             )
 
     def is_continued(self) -> bool:
@@ -461,8 +460,8 @@ class Journal:
             done = self._record(name) if name in seen else None
             if done is None or seen.get(done.name) != done.nbytes:
                 raise StorageError(
-                    f"{file} was written by another process, but is not seen in {self.storage.url}: the folder must be "
-                    "the same, shared one for all"
+                    f"{file} was written by another process, but is not visible in {self.storage.url}: all "
+                    "processes must share the same folder"
                 )
             out[file] = done
         return out

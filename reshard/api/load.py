@@ -324,7 +324,9 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     proof = verify(plan)
     if not proof.ok:
-        raise CorruptCheckpointError(f"{checkpoint.url} does not hold each wanted element exactly once: {proof}")
+        raise CorruptCheckpointError(
+            f"{checkpoint.url} does not contain each element of the target exactly once: {proof}"
+        )
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)
@@ -444,8 +446,9 @@ def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
         for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if not dense else ():
             if size > 1 and stride <= reach:
                 raise LayoutError(
-                    f"the target {tensor.key!r} has several elements at one place (shape {list(local.shape)}, "
-                    f"strides {list(local.stride())}), as after expand(): it cannot be loaded into; give it .clone()"
+                    f"the target {tensor.key!r} has several elements at one memory address (shape "
+                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): load into a copy "
+                    "of it, made by .clone()"
                 )
             reach += stride * (size - 1)
         start = local.data_ptr()
@@ -478,8 +481,8 @@ def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
             out[key] = name
         elif not _equal(checkpoint, names[other], name, match.targets.tensors[key], rank):
             raise KeyMismatchError(
-                f"{other!r} and {key!r} are one tensor in memory, but {checkpoint.url} has different values for the "
-                "two: untie them before loading, or leave one of them out"
+                f"{other!r} and {key!r} share memory, but {checkpoint.url} has different values for them: untie "
+                "them before loading, or leave one of them out"
             )
     return out
 

@@ -222,8 +222,8 @@ class Prepared:
             for exchange in exchanges:
                 exchange.move(group, waiter, again=True)
         raise ReshardError(
-            f"of {totals[1]} pairs of ranks the one does not hold what the other sent, though it sent everything: does "
-            "something else write to sources or targets meanwhile?"
+            f"{totals[1]} pairs of ranks differ after everything was sent: check that nothing else writes to "
+            "sources or targets during the transfer"
         )
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:

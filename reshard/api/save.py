@@ -144,7 +144,10 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save. Raises its error, as `save` does, or TimeoutError after `timeout` seconds."""
         if self._pid != os.getpid() and not self.done():
-            raise CheckpointError(f"process {self._pid} saves this, of which {os.getpid()} is a fork: ask there")
+            raise CheckpointError(
+                f"this save runs in process {self._pid}, and process {os.getpid()} is a fork of "
+                "it, which cannot wait for it"
+            )
         try:
             return self._future.result(timeout)
         except TimeoutError:
@@ -243,9 +246,7 @@ def _prepare(
     assert met.first is not None
     try:
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
-            raise StorageError(
-                f"{storage.url} has no files that several ranks can write together: leave ranks_per_file out"
-            )
+            raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
             check_globs(options.globs, census)
         (save_id, choice, replaces), base = met.first, None
@@ -263,8 +264,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     commit.refuse_foreign(storage)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
-            f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True; nothing was "
-            "saved"
+            f"{storage.url} already contains a checkpoint: choose another folder, or pass overwrite=True. Nothing "
+            "was saved"
         )
     chosen = Choice()
     if options.base:

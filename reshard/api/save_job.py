@@ -88,7 +88,7 @@ def planned_writes(
     report = verify(plan)
     if not report.ok:
         raise LayoutError(
-            f"what {format_ranks(group.ranks)} have does not make up each tensor exactly once: {report}. "
+            f"the tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: {report}. "
             "All ranks that hold a part of a tensor must save together"
         )
     return census, plan

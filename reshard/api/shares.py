@@ -62,7 +62,8 @@ class Opening:
         checkpoint = open_checkpoint(self.path, check=self.check)
         if _digest(checkpoint, self.path) != self.seen:
             raise StorageError(
-                f"{self.path} is not what the driver sees there: all workers must see the same files, unchanged"
+                f"this worker sees other files at {self.path} than the driver: all workers must see the same "
+                "files, unchanged"
             )
         return checkpoint
 

@@ -199,7 +199,7 @@ class _Pairer:
             if self.mapping.get(key, key) in given and key not in objects:
                 self.out.missing.remove(key)
                 self.used.add(self.mapping.get(key, key))
-                self.mismatched.append(f"{key}: is no tensor before, but is one after")
+                self.mismatched.append(f"{key}: is not a tensor before, but is one after")
 
 
 def _names(view: View) -> str:
@@ -435,9 +435,7 @@ def agree(
 def _judge(found: list[tuple[_TransferDescription, Sequence[int]]]) -> None:
     idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
     if idle:
-        raise LayoutError(
-            f"{format_ranks(idle)} neither give nor want anything: leave them out with a process_group of those that do"
-        )
+        raise LayoutError(f"no source or target tensors on {format_ranks(idle)}: pass a process_group without them")
 
 
 def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> StateLayout:
@@ -466,8 +464,8 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
     if all("cpu" in devices for devices in everyone):
         return "cpu"
     raise LayoutError(
-        f"the backends of the ranks have no kind of device in common that they send from: {everyone}; "
-        "initialise the process group with 'cpu:gloo,cuda:nccl'"
+        f"the backends of the ranks have no device type in common: {everyone}; initialize the process group with "
+        "'cpu:gloo,cuda:nccl'"
     )
 
 

@@ -75,7 +75,7 @@ def plan_steps(
         each = round_bytes(budget_bytes // len(plans))
         rounds = tuple(schedule(plan, max_inflight_bytes=each) for plan in plans)
     except CoverageError as error:
-        raise LayoutError(f"the source does not hold all that the target wants: {error}") from None
+        raise LayoutError(f"the source does not contain every element of the target: {error}") from None
     for step in rounds:
         verify(step).raise_if_failed()
     groups = rank_groups(TransferPlan(before, after, tuple(moved), ranks_per_host))
@@ -277,8 +277,8 @@ def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
         if start < end:
             source, target = (other, key) if is_target else (key, other)
             raise LayoutError(
-                f"the target {target!r} lies in the memory of the source {source!r}, which would be overwritten before "
-                "it is read: give the target memory of its own"
+                f"the target {target!r} shares memory with the source {source!r}, which would be overwritten "
+                "before it is read: give the target its own memory"
             )
         reach[is_target] = max(reach[is_target], (stop, key))
 

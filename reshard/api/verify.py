@@ -618,7 +618,7 @@ class _Side:
             values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
             sharded = [key for key, value in values.items() if is_sharded(value)]
             if sharded:
-                raise LayoutError(f"{sharded[0]!r} is sharded: compare whole tensors, or checkpoints, or fingerprints")
+                raise LayoutError(f"{sharded[0]!r} is sharded: compare full tensors, or checkpoints, or fingerprints")
             self.label = "the state dict"
             self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
             rank = dist.get_rank() if dist.is_initialized() else 0

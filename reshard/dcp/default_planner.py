@@ -320,7 +320,7 @@ class DefaultSavePlanner(SavePlanner):
                 cuts = Box.full(entry.size), *(Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks)
                 fault = None if cuts in proved else tiling_fault(cuts[:1], cuts[1:])
                 if fault is not None:
-                    raise LayoutError(f"tensor {fqn!r} would not be saved whole: {fault}")
+                    raise LayoutError(f"tensor {fqn!r} would not be saved completely: {fault}")
                 proved.add(cuts)
         mappings: dict[str, Any] = {}
         for plan in all_plans:

@@ -345,7 +345,7 @@ class DeltaExchange(Exchange):
                 blocks = _blocks(piece.size)
                 piece.summed, piece.counts = rest[at], rest[at + 1 : at + 1 + blocks]
                 if not all(_ALL <= count <= BLOCK for count in piece.counts):
-                    raise ReshardError(f"rank {peer} says that {piece.counts} elements come: its message is broken")
+                    raise ReshardError(f"rank {peer} announced {piece.counts} elements: its message is malformed")
                 at += 1 + blocks
 
     def _tell(self, waiter: Waiter, to: dict[int, list[int]], sizes: dict[int, int]) -> dict[int, list[int]]:

@@ -676,6 +676,6 @@ class MachineMemory:
         if awaited is not None and time.monotonic() > self._group.deadline:
             place = awaited[1] // self.step
             raise DeadlineError(
-                f"the time is over, and ranks of this machine still wait for what {format_ranks([self._ranks[place]])} "
-                "read for them: look at what it hangs in"
+                f"timed out: ranks of this host still wait for data that {format_ranks([self._ranks[place]])} "
+                "reads for them. Find out where that rank hangs"
             )

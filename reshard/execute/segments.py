@@ -309,7 +309,7 @@ def compare_segment(source: FileSource, start: int, data: memoryview, check: Che
     try:
         check(source, start, data)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}. Part of what was to be loaded is overwritten already") from None
+        raise CorruptCheckpointError(f"{error}. Part of the target is already overwritten") from None
 
 
 def has_whole_blocks(source: FileSource) -> bool:

@@ -326,7 +326,7 @@ def _states(tree: Tree) -> dict[str, dict[str, Any]]:
                 continue  # a parameter without state yet
             if not isinstance(value, dict):
                 raise NormalizationError(
-                    f"the optimizer's state {owner!r} is no dict of states: {states.key!r} is a single value"
+                    f"the optimizer's state {owner!r} is not a dict of states: {states.key!r} is a single value"
                 )
             out[str(owner)] = value
         else:

@@ -338,7 +338,7 @@ class _Cursor:
         if stop > self.source.nbytes:
             raise CorruptCheckpointError(
                 f"{self.source.label}: its header needs bytes [{at}, {stop}), but the file has {self.source.nbytes}; "
-                "it was cut short, or is no GGUF file"
+                "it was truncated, or is not a GGUF file"
             )
         self.at = stop
         if self._view is not None:
@@ -370,7 +370,7 @@ class _Cursor:
             return data.decode()
         except UnicodeDecodeError:
             raise CorruptCheckpointError(
-                f"{self.source.label}: a name in its header is no text: {data!r:.60}"
+                f"{self.source.label}: a name in its header is not text: {data!r:.60}"
             ) from None
 
 
@@ -383,7 +383,7 @@ def read_header(source: Source) -> GgufHeader:
     """
     cursor = _Cursor(source)
     if bytes(cursor.take(4)) != MAGIC:
-        raise FormatError(f"{source.label}: it does not begin with {MAGIC!r}, so it is no GGUF file")
+        raise FormatError(f"{source.label}: it does not begin with {MAGIC!r}, so it is not a GGUF file")
     version = cursor.u32()
     if version not in _VERSIONS:
         big = version and version & 0xFFFF == 0
@@ -437,7 +437,7 @@ def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
 def _pass_array(cursor: _Cursor, key: str, depth: int) -> None:
     kind, count = cursor.u32(), cursor.u64()
     if depth > _MAX_DEPTH:
-        raise CorruptCheckpointError(f"{cursor.source.label}: the value {key!r} is nested too deeply to be data")
+        raise CorruptCheckpointError(f"{cursor.source.label}: the value {key!r} is nested too deeply")
     if kind in _NUMBERS or kind == _BOOL:
         cursor.skip(count * (_NUMBERS[kind].size if kind in _NUMBERS else 1))
     elif kind == _TEXT:
@@ -493,7 +493,7 @@ def _entries(
         if data_at + at + nbytes > source.nbytes:
             raise CorruptCheckpointError(
                 f"{source.label}: tensor {name!r} of shape {list(shape)} and type {type_} ends at byte "
-                f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was cut short"
+                f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was truncated"
             )
     return entries
 
@@ -504,16 +504,13 @@ def _nbytes(source: Source, name: str, shape: tuple[int, ...], code: int) -> tup
         type_, _, itemsize = PLAIN[code]
         return type_, math.prod(shape) * itemsize
     if code not in BLOCKS:
-        raise FormatError(
-            f"{source.label}: tensor {name!r} is of the ggml type {code}, which is not known here, so that nobody "
-            "knows how many bytes it has"
-        )
+        raise FormatError(f"{source.label}: tensor {name!r} has the unknown ggml type {code}, so its size is unknown")
     block = BLOCKS[code]
     last = shape[-1] if shape else 1
     if last % block.numel:
         raise CorruptCheckpointError(
             f"{source.label}: tensor {name!r} of shape {list(shape)} has rows of {last} elements, which {block.name} "
-            f"cannot cut into blocks of {block.numel}"
+            f"cannot split into blocks of {block.numel}"
         )
     return block.name, math.prod(shape) // block.numel * block.nbytes
 
@@ -625,7 +622,7 @@ def _objects(
         objects["quantized"] = lambda: quantized
     twin = next((key for key in types if key in objects), None)
     if twin is not None:
-        raise FormatError(f"{url}: the tensor {twin!r} is called as what is known of the model is called here")
+        raise FormatError(f"{url}: the name of the tensor {twin!r} is reserved for metadata of the model")
     return objects, paths
 
 

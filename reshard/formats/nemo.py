@@ -81,7 +81,7 @@ def _open(files: Files) -> Contents:
         if len(weights) > 1:
             raise FormatError(
                 f"{storage.url}: its weights are in the parts of {len(weights)} model parallel ranks, such as "
-                f"{weights[0]}, and nothing in it says how parameters were cut: let NeMo save it again as one, or as "
+                f"{weights[0]}, and no file says how they are sharded: let NeMo save it again as one, or as "
                 "a distributed checkpoint"
             )
         contents = contents_of(_NAME, {(): read_torch_file(files[weights[0]])})

@@ -127,8 +127,8 @@ def _run_at(
         folders, files = look("")
         raise FormatError(
             f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: no name among its "
-            f"{len(folders) + len(files)} entries and directly below them is that of a checkpoint's file. It contains "
-            + ", ".join(sorted((*folders, *files))[:5])
+            f"{len(folders) + len(files)} entries and directly below them is that of a checkpoint's file. It "
+            f"contains {', '.join(sorted((*folders, *files))[:5])}"
         )
     if is_sure or not marks:
         return none if isinstance(path, Storage) and not is_sure else _Run(steps, [])
@@ -194,7 +194,7 @@ def _open_step(
         why = "; ".join((*passed, *run.not_opened(path)))
         raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
     known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps at all"
-    raise CheckpointNotFoundError(f"there is no step {wanted} in {os.fspath(path)}: it has {known}")
+    raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: it has {known}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

@@ -93,16 +93,16 @@ def _json(storage: Storage, file: str) -> Any:
     try:
         return json.loads(storage.read(file))
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{storage.url}/{file} is no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{file} is not JSON: {error}") from None
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:
     try:
         tree = json.loads(storage.read(file))
         if not isinstance(tree["tree_metadata"], dict):
-            raise TypeError("tree_metadata is no object")
+            raise TypeError("tree_metadata is not an object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{storage.url}/{file} is no tree of an Orbax checkpoint: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{file} is not a tree of an Orbax checkpoint: {error}") from None
     return dict(tree)
 
 

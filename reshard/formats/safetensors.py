@@ -116,12 +116,12 @@ def _open_indexed(files: Files, index: str) -> Contents:
         if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
             where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
             raise CorruptCheckpointError(
-                f"{label}: it says that {file} holds {key!r}, but {where}; the index lies{folder}"
+                f"{label}: it says that {file} holds {key!r}, but {where}; the index is wrong{folder}"
             )
     extra = [key for key in contents.tensors if key not in weight_map]
     if extra:
         raise CorruptCheckpointError(
-            f"{label}: {len(extra)} tensors are in the files but not in the index, such as {extra[0]!r}; the index lies"
+            f"{label}: {len(extra)} tensors are missing from the index, such as {extra[0]!r}; the index is wrong"
         )
     return contents
 
@@ -149,7 +149,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
             raise FormatError(
-                f"{url} has {len(files)} safetensors files and no index that says they belong together: "
+                f"{url} has {len(files)} safetensors files and no index that lists them: "
                 f"{', '.join(files[:5])}; open one by its path"
             )
         total = kinds.pop()[1]
@@ -211,8 +211,8 @@ def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> Store
     boxes = [Box(offset, header.entries[key].window.sizes) for _, header, offset in parts]
     if len({box for box in boxes if not box.is_empty}) < sum(not box.is_empty for box in boxes):
         raise CorruptCheckpointError(
-            f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; nothing says which is "
-            "right"
+            f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; the checkpoint "
+            "does not say which one is right"
         )
     shape = tuple(max(ends) for ends in zip(*(box.stops for box in boxes)))
     stored = [StoredChunk(box, header.place(key), _owner(file)) for box, (file, header, _) in zip(boxes, parts)]

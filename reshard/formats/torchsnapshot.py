@@ -72,7 +72,7 @@ def open(files: Files) -> Contents:
         raise
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error, PlanError) as error:
         raise CorruptCheckpointError(
-            f"{label}: the manifest makes no sense: {type(error).__name__}: {error}; wanted what torchsnapshot writes"
+            f"{label}: the manifest is malformed: {type(error).__name__}: {error}; expected what torchsnapshot writes"
         ) from None
     return found.out.build("torchsnapshot", left_out=tuple(found.quantized), warnings=found.warnings())
 
@@ -92,7 +92,7 @@ def _yaml(data: bytes, label: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise FormatError(f"{label}: the manifest is no JSON; to read it as YAML, pip install pyyaml") from None
+        raise FormatError(f"{label}: the manifest is not JSON; to read it as YAML, pip install pyyaml") from None
     try:
         return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -226,7 +226,7 @@ class _Snapshot:
         if not start <= stop <= self.names[file]:
             raise CorruptCheckpointError(
                 f"{self.files[file].label}: {key!r} should be at bytes [{start}, {stop}), but the file has "
-                f"{self.names[file]}: it was cut short, or the manifest lies"
+                f"{self.names[file]}: it was truncated, or the manifest is wrong"
             )
         return start, stop
 
@@ -273,7 +273,7 @@ def _is_one_value(entries: Mapping[int, _Entry]) -> bool:
 def _dtype(entry: _Entry) -> str:
     dtype = str(entry["dtype"]).removeprefix("torch.")
     if dtype not in ITEM_SIZES:
-        raise ValueError(f"{entry['dtype']!r} is no dtype")
+        raise ValueError(f"{entry['dtype']!r} is not a dtype")
     return dtype
 
 
@@ -287,7 +287,7 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
 def _primitive(kind: str, text: Any) -> Any:
     """A value that stands in the manifest."""
     if type(text) is not str:
-        raise TypeError(f"{text!r:.40} is no serialized value")
+        raise TypeError(f"{text!r:.40} is not a serialized value")
     if kind == "str":
         return text
     if kind == "int":
@@ -297,7 +297,7 @@ def _primitive(kind: str, text: Any) -> Any:
     if kind in ("bytes", "float"):
         data = base64.b64decode(text, validate=True)
         return data if kind == "bytes" else struct.unpack("<d", data)[0]
-    raise ValueError(f"{kind!r} is no kind of entry")
+    raise ValueError(f"{kind!r} is not a kind of entry")
 
 
 FORMAT = Format(

@@ -57,8 +57,8 @@ def gather_partitioned(parameter: torch.Tensor, keep: bool) -> torch.Tensor | No
         zero = importlib.import_module("deepspeed").zero
     except ImportError as error:
         raise NormalizationError(
-            f"a parameter of shape {whole_shape(parameter)} is cut up by DeepSpeed's ZeRO-3, and made whole by "
-            f"deepspeed.zero.GatheredParameters, which cannot be imported here: {error}"
+            f"a parameter of shape {whole_shape(parameter)} is sharded by DeepSpeed's ZeRO-3. "
+            f"deepspeed.zero.GatheredParameters, which gathers it, cannot be imported: {error}"
         ) from error
     with zero.GatheredParameters([parameter], modifier_rank=None):
         return parameter.detach().clone() if keep else None

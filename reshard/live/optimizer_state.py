@@ -363,7 +363,7 @@ def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
     section, _, rest = key.partition(".")
     if not is_flat_key(key) or "." not in rest:
         raise NormalizationError(
-            f"{key!r} is no key of a flat optimizer state dict: they read state.<fqn>.<name> or "
+            f"{key!r} is not a key of a flat optimizer state dict: they read state.<fqn>.<name> or "
             "param_groups.<fqn>.<field>"
         )
     owner = owner_of(rest, known)

@@ -58,7 +58,7 @@ class _Tensors:
                 "ints; put it into a dict with text keys"
             )
         if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided or tensor.device.type == "meta":
-            raise FormatError(f"a {type(tensor).__name__} on {tensor.device} is no plain tensor")
+            raise FormatError(f"a {type(tensor).__name__} on {tensor.device} is not a plain tensor")
         self.left_bytes -= tensor.numel() * tensor.element_size()
         if self.left_bytes < 0:
             raise FormatError(
@@ -73,7 +73,7 @@ class _Tensors:
 def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
     kind, raw = dtype_from_name(dtype), base64.b64decode(data, validate=True)
     if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape} is no shape")
+        raise ValueError(f"{shape} is not a shape")
     if len(raw) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{len(raw)} bytes are no tensor of shape {shape} and dtype {dtype}")
     if not raw:
@@ -122,10 +122,7 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         if callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
         else "turn it into numbers, text, lists and dicts first"
     )
-    raise FormatError(
-        f"an object of type {type(value).__module__}.{type(value).__qualname__} is no plain data and cannot be stored; "
-        f"{fix}"
-    )
+    raise FormatError(f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {fix}")
 
 
 def check_text(text: str) -> str:
@@ -184,7 +181,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 def _plain_dtype(text: str) -> np.dtype[Any]:
     dtype = np.dtype(str(text))
     if dtype.kind not in "biufc":
-        raise FormatError(f"{text!r} is no dtype of a plain number")
+        raise FormatError(f"{text!r} is not a dtype of a plain number")
     return dtype
 
 

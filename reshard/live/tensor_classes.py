@@ -147,8 +147,8 @@ def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
         return _placed(part, part.shape, value, whole, uncut)
     if part.shape != local.shape:
         raise LayoutError(
-            f"{of} has shape {list(part.shape)} inside a DTensor, so nothing says how it is cut. Say it by "
-            "reshard.register_tensor_class, give its parts as DTensors of their own, or plain values, by "
+            f"{of} has shape {list(part.shape)} inside a DTensor, so its sharding is unknown. Declare it with "
+            "reshard.register_tensor_class, pass its parts as DTensors, or pass plain values, made by "
             "reshard.dequantized(state)"
         )
     return dtensor_like(part.detach(), value)
@@ -159,8 +159,8 @@ def _block_of(numel: int, parts: int, of: str) -> int:
     if parts and not numel % parts:
         return numel // parts
     raise LayoutError(
-        f"{of} has {parts} elements for {numel} on this rank: so nothing says how many one of them stands for. Give "
-        "plain values, by reshard.dequantized(state), where a rank has no whole block"
+        f"{of} has {parts} elements for {numel} on this rank, so the block size is unknown. Pass plain values, "
+        "made by reshard.dequantized(state), where a rank has no complete block"
     )
 
 

@@ -520,9 +520,9 @@ def candidate_layouts(
     grouped = _mesh_in_group_order(mesh, placements, kept)
     if grouped is None:
         raise LayoutError(
-            "is cut along several axes of a mesh on which the ranks do not ascend: torch cuts in the order of each "
-            "axis's process group, which gives some elements to two ranks and others to none. Make the mesh of ranks "
-            f"that ascend along every axis; it is {mesh}"
+            "is sharded over several axes of a mesh whose ranks do not ascend: torch shards in the order of each "
+            "axis's process group, which gives some elements to two ranks and others to none. Use a mesh whose "
+            f"ranks ascend along every axis; this one is {mesh}"
         )
     literal = ProductForm.make(grouped, placements)
     outermost = [

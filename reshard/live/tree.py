@@ -345,7 +345,7 @@ def make_sequence(kind: str, items: Iterable[Any]) -> Any:
     if base == "deque" and (not rest or rest.isdecimal()):
         return deque(items, int(rest) if rest else None)
     if base not in ("list", "tuple"):
-        raise FormatError(f"{kind!r} is no kind of container that is known here")
+        raise FormatError(f"{kind!r} is not a kind of container that is known here")
     plain = list(items) if base == "list" else tuple(items)
     return CustomValue(rest, plain) if rest else plain
 

@@ -86,7 +86,7 @@ class Decoder:
             try:
                 config = json.loads(path.read_text())
             except (OSError, ValueError) as error:
-                raise NormalizationError(f"{path} is no config.json of a model: {error}") from None
+                raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             assert isinstance(config, Dict)
         config = {**config, **config.get("text_config", {})}  # models that also see keep the decoder's apart
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
@@ -535,9 +535,10 @@ class _UntoldSplit(Split):
 
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(
-            "queries, keys and values in one lie by query groups, or one behind another, which no file says: give "
-            "ready(..., qkv_interleaved=True) where the layers had qkv_weight_interleaved=True, as by default, or "
-            "ready(..., qkv_interleaved=False); on the command line --naming qkv_interleaved=true or =false"
+            "no file says whether fused queries, keys, and values are interleaved by query group or "
+            "concatenated: pass ready(..., qkv_interleaved=True) for layers with qkv_weight_interleaved=True, "
+            "the default, or ready(..., qkv_interleaved=False). On the command line, pass --naming "
+            "qkv_interleaved=true or =false"
         )
 
 

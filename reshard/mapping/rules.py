@@ -189,7 +189,7 @@ class Split(Rule):
         size = view.shape[self.dim] if self.dim < len(view.shape) else -1
         if size < 0 or size % (total * self.groups):
             raise NormalizationError(
-                f"dim {self.dim} of shape {view.shape} cannot be cut into {self.groups} groups of parts {self.parts}"
+                f"dim {self.dim} of shape {view.shape} cannot be split into {self.groups} groups of parts {self.parts}"
             )
         unit = size // (total * self.groups)
         out: list[View] = []
@@ -380,7 +380,7 @@ def _reshaped(view: View, new: tuple[int, ...]) -> View:
 def _even(view: View, groups: int, dim: int) -> list[View]:
     size = view.shape[dim]
     if size % groups:
-        raise NormalizationError(f"dim {dim} of shape {view.shape} cannot be cut into {groups} equal groups")
+        raise NormalizationError(f"dim {dim} of shape {view.shape} cannot be split into {groups} equal groups")
     step = size // groups
     return [view[(*(slice(None),) * dim, slice(g * step, (g + 1) * step))] for g in range(groups)]
 

@@ -101,8 +101,8 @@ class Generation:
             for record in one.files:
                 if seen.get(record.name) != record.nbytes:
                     raise StorageError(
-                        f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not see it "
-                        f"in {self.storage.url}: the folder must be the same, shared one for all ranks"
+                        f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not "
+                        f"see it in {self.storage.url}: all ranks must share the same folder"
                     )
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
@@ -268,8 +268,8 @@ def refuse_foreign(storage: Storage) -> None:
     foreign += [".metadata"] if has_dcp(names) else []
     if foreign:
         raise StorageError(
-            f"{storage.url} holds {foreign[0]}, which is of something else than our checkpoints: nothing was saved. "
-            "Save into a folder of its own"
+            f"{storage.url} contains {foreign[0]}, which is not from a checkpoint of this library. Nothing was "
+            "saved: choose another folder"
         )
 
 
@@ -290,8 +290,8 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
         except FileNotFoundError:
             if time.monotonic() > until:
                 raise StorageError(
-                    f"what rank {claimer} wrote is not to be seen in {storage.url} from {socket.gethostname()}: the "
-                    "folder must be the same, shared one for all ranks, not one of each machine"
+                    f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
+                    "all ranks must share the same folder, not one on each host"
                 ) from None
             time.sleep(0.1)
         else:

@@ -540,7 +540,7 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.block_bytes != DIGEST_BLOCK_BYTES:
             raise ValueError(f"its blocks have up to {self.block_bytes} bytes, not {DIGEST_BLOCK_BYTES}")
         if len(self.starts) != len(self.counts) or min([*self.starts, *self.counts], default=0) < 0:
-            raise ValueError("its arrays make no sense")
+            raise ValueError("its arrays are malformed")
         if sum(self.counts) * _RECORD.itemsize != len(self.records):
             raise ValueError(f"it has {len(self.records)} bytes of digests for {sum(self.counts)} blocks")
 

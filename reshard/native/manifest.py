@@ -110,7 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         rows = [(rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()]
         for rank in (*self.files, *self.tables, *(rank for rank, _ in rows)):
             if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
-                raise ValueError(f"{rank!r} is no rank")
+                raise ValueError(f"{rank!r} is not a rank")
         for rank, row in rows:
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
@@ -119,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         table = () if self.table is UNSET else (self.table,)
         for record in (*self.files.values(), *linked, *self.tables.values(), *table):
             if not _FILE.fullmatch(record.name):
-                raise ValueError(f"{record.name!r} is no name of a file of a save: data-<save id>/<file>")
+                raise ValueError(f"{record.name!r} is not a name of a file of a save: data-<save id>/<file>")
         # what is damaged must not take all memory before it is found out
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
@@ -145,7 +145,7 @@ _FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w
 
 def _check_save_id(save_id: str) -> None:
     if not _SAVE_ID.fullmatch(save_id):
-        raise ValueError(f"{save_id!r:.80} is no save id: 12 hex digits, '-', 12 hex digits")
+        raise ValueError(f"{save_id!r:.80} is not a save id: 12 hex digits, '-', 12 hex digits")
 
 
 def is_generation(folder: str) -> bool:
@@ -218,7 +218,7 @@ def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
             data = body + b"}"
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{where} is no whole manifest: {error}") from None
+        raise CorruptCheckpointError(f"{where} is not a complete manifest: {error}") from None
     except RecursionError:
         raise CorruptCheckpointError(f"{where} is nested too deeply to be a manifest") from None
 

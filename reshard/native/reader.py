@@ -94,7 +94,7 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
         raise CheckpointNotFoundError(
-            f"there is no {MANIFEST} in {storage.url}: a save was killed before it was whole, or is still running"
+            f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
         )
     manifest = read_manifest(storage)
     try:
@@ -170,8 +170,8 @@ def check_inside(storage: Storage, file: str) -> None:
     """Raises CorruptCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
     if storage.leads_out(file):
         raise CorruptCheckpointError(
-            f"{storage.url}: {file} is a link out of the checkpoint's folder, which is not followed: a checkpoint is "
-            "whole by itself. Copy it with what its links lead to (cp -rL), and open the copy"
+            f"{storage.url}: {file} is a link to outside the checkpoint's folder, and such links are not "
+            "followed. Copy the checkpoint together with the targets of its links (cp -rL), and open the copy"
         )
 
 
@@ -319,7 +319,7 @@ class NativeFacts(Facts):
 
 def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:
     if not record.header_bytes <= start <= stop <= record.nbytes:
-        raise CorruptCheckpointError(f"{source.label}: {what!r} lies outside the file, at bytes [{start}, {stop})")
+        raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")
 
 
 def _source(
@@ -408,7 +408,7 @@ def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPar
         table = msgspec.msgpack.decode(data, type=_PartTable)
         return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
     except (msgspec.MsgspecError, PlanError, ValueError, IndexError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{storage.url}: {record.name} makes no sense: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}: {record.name} is malformed: {error}") from None
 
 
 def _row(part: ArrayPart, numbers: Mapping[str, int]) -> _Row:

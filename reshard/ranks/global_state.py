@@ -45,7 +45,7 @@ def check_globs(select: Iterable[str], census: GlobalState) -> None:
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
-            raise KeyMismatchError(f"select names {glob!r}, which fits no key of any rank: nothing was saved")
+            raise KeyMismatchError(f"select={glob!r} matches no key on any rank: nothing was saved")
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -214,7 +214,7 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
     mine: dict[str, Any] = {}
     for key, value in ((key, wrapper.value) for key, wrapper in state.per_rank.items()):
         if is_sharded(value):
-            raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor is nobody's own")
+            raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor belongs to several ranks")
         if is_tensor(value):
             spec = spec_of(key, value)
             specs[key] = [list(spec.shape), spec.dtype]
@@ -257,7 +257,7 @@ def _merge(
     aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in parties)
     tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in parties), skip=aliases))
     if clash := [name for name in own if name in tensors]:
-        raise KeyMismatchError(f"the key {clash[0]!r} is what a value of one rank would be called: rename it")
+        raise KeyMismatchError(f"the key {clash[0]!r} is reserved for the value of one rank: rename it")
     tensors.update(own)
     objects = {key for state in states for key in state.objects}
     clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
@@ -380,8 +380,8 @@ class DigestTable:
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
         raise KeyMismatchError(
-            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap what is each rank's own in "
-            "reshard.PerRank(value), or give it a key per rank"
+            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap values that differ on "
+            "purpose in reshard.PerRank(value), or use another key on each rank"
         )
 
 

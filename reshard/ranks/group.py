@@ -118,7 +118,7 @@ class Group:
             self._join(dist.group.WORLD if process_group is None else process_group)
         elif process_group is not None:
             raise wrong or ReshardError(
-                "a process group was given, but torch.distributed is not initialised (any more)"
+                "a process group was given, but torch.distributed is not initialized, or no longer"
             )
         else:
             refuse_unjoined()
@@ -131,8 +131,8 @@ class Group:
         self.rank = dist.get_rank(process_group)
         if process_group is None or self.rank < 0:
             raise ReshardError(
-                f"rank {dist.get_rank()} is no member of this process group; call only on its members, "
-                "or leave process_group out to use the default group"
+                f"rank {dist.get_rank()} is not a member of this process group: call this only on its members, or "
+                "omit process_group to use the default group"
             )
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         if len(self.ranks) > 1:
@@ -446,10 +446,10 @@ def refuse_unjoined() -> None:
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise ReshardError(
-            f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is not "
-            "initialised, so each would act for itself, over what the others do: call "
-            "torch.distributed.init_process_group() first. If this process is to act by itself, say so with alone=True "
-            "(no_dist=True in reshard.dcp), or unset WORLD_SIZE"
+            f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is "
+            "not initialized, so each process would act alone and overwrite the others: call "
+            "torch.distributed.init_process_group() first. If this process is meant to act alone, pass "
+            "alone=True (no_dist=True in reshard.dcp), or unset WORLD_SIZE"
         )
 
 

@@ -282,7 +282,9 @@ class StoreClient:
         name, count = msgspec.msgpack.decode(head[1:], type=tuple[str, int])
         parts = [self.peek(f"{name}/{i}") for i in range(count)]
         if None in parts:  # only where the ranks have given up, and one of them has gone on to the next save or load
-            raise RankFailedError("what another rank had to say was removed, since the ranks have given up", rank=-1)
+            raise RankFailedError(
+                "a message of another rank was removed, because the ranks have ended the call", rank=-1
+            )
         return b"".join(part for part in parts if part is not None)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -293,8 +295,8 @@ class StoreClient:
             return getattr(store, name)(*args)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
             raise RankFailedError(
-                "the store through which the ranks talk is gone; the process that hosts it, mostly rank 0, has "
-                f"probably exited or died: look at its log first ({str(error).splitlines()[0][:200]})",
+                "the store of the process group is gone: the process that hosts it, usually rank 0, has probably "
+                f"exited. Look at its log first ({str(error).splitlines()[0][:200]})",
                 rank=0,
             ) from error
 

@@ -181,7 +181,7 @@ def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tenso
             return leaf
         text = "".join(f"/{part}" for part in path)
         if is_sharded(leaf):
-            raise NormalizationError(f"{text} is sharded: rank 0 must have whole tensors to broadcast them")
+            raise NormalizationError(f"{text} is sharded: rank 0 must have full tensors to broadcast them")
         tensors[text] = leaf
         return Outline(text, tuple(leaf.shape), leaf.dtype)
 

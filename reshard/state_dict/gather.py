@@ -318,7 +318,7 @@ def _agree(moves: list[_Move], group: Any) -> None:
         name = min(every[0].union(*every) - every[0].intersection(*every), default="")
         lacking = sorted(rank for names, ranks in held if name not in names for rank in ranks)
         what = f"ranks {lacking} do not have {name!r}, which" if name else "a tensor of another shape or dtype is what"
-        raise NormalizationError(f"{what} others are about to cut anew: all ranks must hold the same state")
+        raise NormalizationError(f"{what} other ranks are about to reshard: all ranks must hold the same state")
 
 
 def _nbytes(move: _Move) -> int:

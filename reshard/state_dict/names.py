@@ -93,7 +93,7 @@ class StateEntry(NamedTuple):
         if self.piece is not None:
             return self.piece.value()
         if self.value is None:
-            raise NormalizationError(f"{self.name!r} is extra state, which is no tensor")
+            raise NormalizationError(f"{self.name!r} is extra state, which is not a tensor")
         return self.value.detach()
 
 
@@ -216,7 +216,7 @@ class LiveModel:
             more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
             names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
             raise NormalizationError(
-                f"DeepSpeed's ZeRO-3 has cut up {names}{where()}, so that the parameters themselves are empty: {fix}"
+                f"DeepSpeed's ZeRO-3 has sharded {names}{where()}, so that the parameters themselves are empty: {fix}"
             )
 
     def aliases(self, slot: StateEntry) -> list[str]:

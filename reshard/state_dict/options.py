@@ -55,7 +55,7 @@ class StateDictOptions:
             if not isinstance(value, wanted):
                 raise NormalizationError(f"option {field.name} must be a {wanted.__name__}, got {value!r}")
         if self.broadcast_from_rank0 and not self.full_state_dict:
-            raise NormalizationError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends whole tensors")
+            raise NormalizationError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends full tensors")
 
 
 class InChunks(StateDictOptions):

@@ -305,11 +305,11 @@ def _as_live(live: Any, value: Any) -> Any:
     if isinstance(live, torch.Tensor):
         return torch.full_like(live, value)
     if isinstance(live, (int, float)) and isinstance(value, str):
-        raise TypeError("text is no number")
+        raise TypeError("text is not a number")
     if isinstance(live, (list, tuple)) and isinstance(value, (int, float, str)):
-        raise TypeError("one value is no list of values")
+        raise TypeError("one value is not a list of values")
     if isinstance(live, float) and isinstance(value, (list, tuple)):
-        raise TypeError("a list of values is no number")
+        raise TypeError("a list of values is not a number")
     if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):

@@ -258,7 +258,7 @@ def check_range(storage: Storage, name: str, start: int, length: int, size: int)
         raise StorageError(f"bad byte range [{start}, {start + length}) of {name} in {storage.url}")
     if start + length > size:
         raise StorageError(
-            f"{name} in {storage.url} is too short: wanted bytes [{start}, {start + length}), but it has {size} bytes"
+            f"{name} in {storage.url} is too short: expected bytes [{start}, {start + length}), but it has {size} bytes"
         )
 
 

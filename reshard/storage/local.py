@@ -60,7 +60,7 @@ class LocalStorage(Storage):
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
-                raise StorageError(f"{self.url} is a file, wanted a folder")
+                raise StorageError(f"{self.url} is a file, expected a folder")
             _list(os.fspath(top), f"{folder}/" if folder else "", found)
         if prefix != f"{folder}/":
             found = {name: size for name, size in found.items() if name.startswith(prefix)}
@@ -235,7 +235,7 @@ class LocalStorage(Storage):
             try:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode):
-                    raise StorageError(f"cannot read {name} in {self.url}: it is no regular file")
+                    raise StorageError(f"cannot read {name} in {self.url}: it is not a regular file")
                 return use(file, found.st_size)
             finally:
                 os.close(file)

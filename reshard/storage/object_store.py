@@ -403,8 +403,8 @@ class ObjectWriter(Writer):
         stored = self._store.size(self._name)
         if stored != self.nbytes:
             raise StorageError(
-                f"{self._name} in {self._store.url} has {stored} bytes after {self.nbytes} were written: "
-                "somebody else wrote it at the same time, or the storage lost some"
+                f"{self._name} in {self._store.url} has {stored} bytes after {self.nbytes} were written: another "
+                "process wrote it at the same time, or the storage lost bytes"
             )
 
     def _abort(self) -> None:

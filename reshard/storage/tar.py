@@ -58,7 +58,7 @@ class TarStorage(Storage):
                     if member.isreg():
                         places[name] = member.offset_data, member.size
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{self.url}: no whole tar archive: {error}") from None
+            raise CorruptCheckpointError(f"{self.url}: not a complete tar archive: {error}") from None
         return places
 
     def list(self, prefix: str = "") -> dict[str, int]:

@@ -92,7 +92,7 @@ class Header:
         try:
             info = {str(key): [int(o) for o in value["saved_offsets"]] for key, value in json.loads(text).items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise CorruptCheckpointError(f"{where} makes no sense") from None
+            raise CorruptCheckpointError(f"{where} is malformed") from None
         if any(offset < 0 for offsets in info.values() for offset in offsets):
             raise CorruptCheckpointError(f"{where} has a negative offset")
         return info
@@ -121,14 +121,14 @@ def read_header(source: Source) -> Header:
     if length > min(MAX_HEADER_BYTES, source.nbytes - 8):
         raise CorruptCheckpointError(
             f"{source.label}: its header should have {length} bytes, but the file has {source.nbytes} in all; it was "
-            "cut short, or is no safetensors file"
+            "truncated, or is not a safetensors file"
         )
     try:
         header = json.loads(bytes(source.read(8, length)), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source.label}: its header is no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{source.label}: its header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise CorruptCheckpointError(f"{source.label}: its header is no JSON object")
+        raise CorruptCheckpointError(f"{source.label}: its header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptCheckpointError(f"{source.label}: __metadata__ in its header must map text to text")
@@ -155,7 +155,7 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
         sane = False
     if not sane:
         raise CorruptCheckpointError(
-            f"{source.label}: the header's entry for tensor {name!r} makes no sense: {fields!r:.200}"
+            f"{source.label}: the header's entry for tensor {name!r} is malformed: {fields!r:.200}"
         )
     if (dtype := SAFETENSORS_CODES.get(code, "")) == "":
         known = ", ".join(SAFETENSORS_CODES)
@@ -183,7 +183,7 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
         if start != at:
             what = "overlaps the one before" if start < at else f"leaves a hole of {start - at} bytes"
             raise CorruptCheckpointError(
-                f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header lies"
+                f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header is wrong"
             )
         at = stop
     if data_at + at != source.nbytes:

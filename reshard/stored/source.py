@@ -68,7 +68,7 @@ class Source(ABC):
         """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
         if not 0 <= start <= stop <= self.nbytes:
             raise CorruptCheckpointError(
-                f"{self.label}: wanted bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was cut short, or "
+                f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
                 "what points into it is wrong"
             )
 

@@ -188,7 +188,7 @@ class StoredTensor:
         for chunk in self.chunks:
             if chunk.box.ndim != whole.ndim or not _within(chunk.box, whole):
                 raise CorruptCheckpointError(
-                    f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} lies outside the shape "
+                    f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} is outside the shape "
                     f"{list(self.spec.shape)} that the metadata gives"
                 )
 
@@ -256,7 +256,7 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
         )
     raise CorruptCheckpointError(
         f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: elements {_hole(wanted, boxes, element)} are in no "
-        f"file of the checkpoint ({len(tensor.chunks)} chunks are); a file or the part of a rank is missing"
+        f"file of the checkpoint ({len(tensor.chunks)} chunks are): a file, or the part of a rank, is missing"
     )
 
 

@@ -171,7 +171,7 @@ def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor
     cell = tuple(n // g for n, g in zip(shape, grid)) if whole else ()
     if not whole or tensor.spec.shape[-1] != math.prod(cell):
         raise CorruptCheckpointError(
-            f"tensor {fqn!r}: stored as {list(tensor.spec.shape)}, which is no grid of flattened cells of its shape "
+            f"tensor {fqn!r}: stored as {list(tensor.spec.shape)}, which is not a grid of flattened cells of its shape "
             f"{list(shape)}"
         )
     chunks: list[StoredChunk] = []

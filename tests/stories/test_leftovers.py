@@ -286,8 +286,8 @@ def saved_each_to_its_own(folder: str) -> str:
 @pytest.mark.gloo
 def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_path):
     for said in gloo.run(saved_each_to_its_own, 3, str(tmp_path)):
-        assert "what rank 0 wrote is not to be seen in" in said
-        assert "the folder must be the same, shared one for all ranks" in said
+        assert "the files of rank 0 are not visible in" in said
+        assert "all ranks must share the same folder" in said
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -367,7 +367,7 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     save({"w": torch.zeros(3)}, tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(FormatError, match=r"there is a checkpoint in .* already: .* or overwrite=True"):
+    with pytest.raises(FormatError, match=r"already contains a checkpoint: .* or pass overwrite=True"):
         save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
 
     assert sorted(tmp_path.rglob("*")) == before

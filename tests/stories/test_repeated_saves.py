@@ -179,7 +179,7 @@ def refused(folder: str, how: str) -> tuple[type, str, bool]:
         ("replicas", [KeyMismatchError] * 3, "'all'"),
         ("objects", [KeyMismatchError] * 3, "'step'"),
         ("options", [LayoutError] * 3, "fingerprints: True on ranks 0-1, False on rank 2"),
-        ("there already", [FormatError, RankFailedError, RankFailedError], "there is a checkpoint"),
+        ("there already", [FormatError, RankFailedError, RankFailedError], "already contains a checkpoint"),
         ("staging", [RankFailedError, RankFailedError, MemoryError], "no room"),
     ],
 )

@@ -319,7 +319,7 @@ class Survivors(Storage):
         return memoryview(self._manifest_text) if name == MANIFEST else self._with(name).mapped(name)
 
     def create(self, name: str) -> Writer:
-        raise StorageError(f"{self.url} is what survives of a generation: nothing is written there")
+        raise StorageError(f"{self.url} is read-only: it has the surviving files of a generation")
 
     def publish(self, name: str, data: Buffer) -> None:
         self.create(name)
@@ -569,8 +569,8 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
         found = liveness.read_lease(storage, _OWNER)
         if found is not None and found.pid not in pids and found.is_running(work):
             raise StorageError(
-                f"{hosts.folder} belongs to {found}, which is running: another job has it. Give each job a folder of "
-                "its own, or end the other one"
+                f"{hosts.folder} is in use by {found}, which is still running. Give each job its own folder, or "
+                "end the other job"
             )
         liveness.take_lease(storage, _OWNER, work)
     group.barrier()
@@ -582,8 +582,8 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
     if not seen or len(set(rows.values())) > 1:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(
-            f"{ranks} say that they are on host {host!r}, but do not see the same folder {hosts.folder}: ranks of one "
-            "host must share it, and hosts must have different names"
+            f"{ranks} have host={host!r}, but see different folders {hosts.folder}: ranks of one host must share "
+            "the folder, and hosts must have different names"
         )
     return hosts
 

@@ -440,13 +440,13 @@ def gather(
     if look.lost:
         others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
         hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
-        raise CorruptCheckpointError(f"{wanted} is not whole: {missing_text(look.lost)}. {hint.capitalize()}")
+        raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
     commit.refuse_foreign(storage)
     there = commit.published(storage)
     if there == wanted.save_id:
         raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
     if there is not None and not overwrite:
-        raise FormatError(f"there is a checkpoint in {storage.url} already: choose another folder, or overwrite=True")
+        raise FormatError(f"{storage.url} already contains a checkpoint: choose another folder, or pass overwrite=True")
     files, nbytes = look.write(storage, absolute(out), executor)
     left = found.left_behind(wanted, (), step)
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))
@@ -481,11 +481,17 @@ class GatherWork:
         storages = [LocalStorage(folder) for folder in self.folders]
         for storage, count in zip(storages, self.seen):
             if (found := len(storage.list())) != count:
-                raise StorageError(f"{storage.url} has {found} files, but {count} at the driver: all must see the same")
+                raise StorageError(
+                    f"{storage.url} has {found} files here, but {count} at the driver: all workers "
+                    "must see the same files"
+                )
         hosts = _HostFiles(storages, self.out, threads=1)
         claim = f"{commit.folder_of(hosts.native.manifest.save_id)}/{commit.CLAIM}"
         if self.out is not None and claim not in hosts.out.list():
-            raise StorageError(f"{hosts.out.url} is not the driver's, which has put a claim there: all must see it")
+            raise StorageError(
+                f"{hosts.out.url} is not the folder of the driver, which wrote a claim to it: all "
+                "workers must share the folder"
+            )
         return hosts
 
 

@@ -149,8 +149,8 @@ class RootClaim:
         found = liveness.read_lease(self._storage, _OWNER)
         if found is not None and found.is_running(work):
             raise CheckpointError(
-                f"{root} has a manager already, of {found}, which is running: close that one, or give this one a root "
-                "of its own; to look only, make it with read_only=True"
+                f"another CheckpointManager, of {found}, is using {root}: close it, or choose another root. To "
+                "read only, pass read_only=True"
             )
         liveness.take_lease(self._storage, _OWNER, work)
         self._mine = liveness.read_lease(self._storage, _OWNER)
@@ -163,8 +163,8 @@ class RootClaim:
         found = liveness.read_lease(self._storage, _OWNER)
         if found != self._mine:
             raise CheckpointError(
-                f"{self._root} was taken by another manager, of {found or 'nobody that is known'}: nothing was saved "
-                "here by this one, since two would remove each other's steps"
+                f"another CheckpointManager, of {found or 'an unknown process'}, took over {self._root}: this one "
+                "saved nothing, because each would remove the other's steps"
             )
 
     def _check_held(self) -> None:

@@ -108,8 +108,8 @@ class LiveObjects:
         found = [model for model in self._models if any(id(p) in its for p in _module_of(model).parameters())]
         if not found:
             raise NormalizationError(
-                f"{key!r} is an optimizer of no model in the state: its state goes by the names of the model's "
-                "parameters, so put that model there, too"
+                f"{key!r} is an optimizer whose model is not in the state: optimizer state has the names of the "
+                "model's parameters, so add the model"
             )
         return found
 

@@ -232,17 +232,17 @@ class CheckpointManager:
 
     def _checked(self, step: int) -> int:
         if not self._is_open:
-            raise CheckpointError(f"the manager of {self.root} is closed: it saves nothing any more")
+            raise CheckpointError(f"the manager of {self.root} is closed and saves nothing")
         if not self._may_save:
             raise CheckpointError(f"the manager of {self.root} was made with read_only=True: it saves nothing")
         number = checked_step(step)
         if self._before is not None and number < self._before:
-            raise CheckpointError(f"step {number} comes after step {self._before}: steps must grow, nothing was saved")
+            raise CheckpointError(f"step {number} is not after the last step, {self._before}: nothing was saved")
         if number < self._newest or (number == self._newest and self._before is None):
             raise CheckpointError(
-                f"step {number} is to be saved, but {self.root} has step {self._newest} already: nothing was saved. "
-                "restore() first, to go on from there; restore(state, step=..., discard_newer=True) goes on from an "
-                "earlier step; or choose another root"
+                f"step {number} cannot be saved, because {self.root} already has step {self._newest}. Call "
+                "restore() to continue from it, or restore(state, step=..., discard_newer=True) to continue from "
+                "an earlier step, or choose another root"
             )
         return number
 

@@ -126,7 +126,7 @@ class Preemption:
             raise CheckpointError(f"Preemption: asks must be a function, got {self.asks!r}")
         for number in self.signals:
             if number not in signal.valid_signals():
-                raise CheckpointError(f"Preemption: {number!r} is no signal")
+                raise CheckpointError(f"Preemption: {number!r} is not a signal")
 
     def asked(self) -> list[str]:
         """Who asks now, but for signals."""

@@ -110,7 +110,7 @@ def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
     """The fields of a pickled `Metadata`, or of a class derived from it."""
     value = load_pickle(data, where=where)
     if not isinstance(value, Record) or not isinstance(value.fields.get("state_dict_metadata"), dict):
-        raise CorruptCheckpointError(f"{where}: wanted torch.distributed.checkpoint's Metadata, found {value!r:.120}")
+        raise CorruptCheckpointError(f"{where}: expected torch.distributed.checkpoint's Metadata, found {value!r:.120}")
     if not isinstance(value.fields.get("storage_data"), dict):
         raise CorruptCheckpointError(f"{where}: it does not say where anything is stored")
     return value.fields
@@ -137,7 +137,7 @@ def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
             index.paths[str(key)] = tuple([part if type(part) is int else str(part) for part in path])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{where}: the metadata makes no sense: {type(error).__name__}: {error}; wanted what torch writes"
+            f"{where}: the metadata is malformed: {type(error).__name__}: {error}; expected what torch writes"
         ) from None
     index.mcore_data = fields.get("mcore_data", index.mcore_data)
     if isinstance(meta := fields.get("storage_meta"), Record) and isinstance(meta.fields.get("save_id"), str):
@@ -176,7 +176,7 @@ def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], f
     for file, (stop, key) in needed.items():
         if names[folder + file] < stop:
             raise CorruptCheckpointError(
-                f"{storage.url}/{folder}{file}: cut short: {key!r} should end at byte {stop}, but the file has "
+                f"{storage.url}/{folder}{file}: truncated: {key!r} should end at byte {stop}, but the file has "
                 f"{names[folder + file]} bytes"
             )
     return sorted(folder + file for file in needed)
@@ -196,7 +196,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | Non
     except (AttributeError, KeyError, TypeError, ValueError, PlanError) as error:
         if isinstance(error, (CorruptCheckpointError, FormatError)):
             raise
-        raise CorruptCheckpointError(f"tensor {key!r}: its metadata makes no sense: {error}") from None
+        raise CorruptCheckpointError(f"tensor {key!r}: its metadata is malformed: {error}") from None
     chunks = []
     for box in dict.fromkeys(boxes):  # replicas of several ranks are one chunk
         item = stored.get(box.offsets)
@@ -222,7 +222,7 @@ def _dtype_named(dtype: Any) -> str:
     path = dtype.path if isinstance(dtype, type) and issubclass(dtype, Record) else ""
     name = path.removeprefix("torch.")
     if name == path or name not in ITEM_SIZES:
-        raise ValueError(f"{dtype!r:.80} is no dtype")
+        raise ValueError(f"{dtype!r:.80} is not a dtype")
     return name
 
 
@@ -370,7 +370,7 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
             if size > most_bytes:  # a few bytes can stand for very many
                 raise CorruptCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
         if not reader.eof:
-            raise CorruptCheckpointError("a zstd item is cut short")
+            raise CorruptCheckpointError("a zstd item is truncated")
         return b"".join(pieces)
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"a zstd item is damaged: {error}") from None

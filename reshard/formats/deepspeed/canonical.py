@@ -150,8 +150,8 @@ def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _Mo
     layers = [m for stem in files if (m := _LAYER.fullmatch(stem))]
     if len({m["tp"] for m in layers if m["tp"] is not None}) > 1:
         raise FormatError(
-            "it is the pipeline of a tensor parallel model, whose files say nowhere which of them belong together; "
-            "turn it into a universal checkpoint (ds_to_universal) first, which joins them"
+            "this is a pipeline of a tensor-parallel model, whose files do not say which of them belong "
+            "together: first convert it to a universal checkpoint with ds_to_universal"
         )
     return not layers and len(stages) > 1
 

@@ -93,7 +93,7 @@ def _states(base: Any) -> dict[int, dict[str, Any]]:
 def _number(stage: Any, label: str) -> int:
     value = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     if not isinstance(value, int):
-        raise CorruptCheckpointError(f"{label}: its zero_stage {value!r:.40} is no number")
+        raise CorruptCheckpointError(f"{label}: its zero_stage {value!r:.40} is not a number")
     return value
 
 
@@ -118,7 +118,7 @@ def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
     counts = {rank.partition_counts[group] for rank in ranks if group < len(rank.partition_counts)}
     if counts and counts != {len(ranks)}:
         raise CorruptCheckpointError(
-            f"{ranks[0].label}: group {group} was cut for {max(counts)} data parallel ranks, but there are files of "
+            f"{ranks[0].label}: group {group} is for {max(counts)} data parallel ranks, but there are files of "
             f"{len(ranks)}: the file of a rank is missing, or does not belong here"
         )
 
@@ -256,7 +256,7 @@ def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dic
             if part and (sub >= len(sizes) or at + part > sizes[sub]):
                 raise CorruptCheckpointError(
                     f"{ranks[0].label}: {fqn!r} needs {part} elements from {at} on in sub-group {sub}, which is more "
-                    "than the file holds; it was cut short, or belongs to another model"
+                    "than the file holds; it was truncated, or belongs to another model"
                 )
             held = [(r, r * part, min(part, numel - r * part)) for r in range(world) if r * part < numel]
             states = ranks[0].flats[min(sub, len(sizes) - 1)]

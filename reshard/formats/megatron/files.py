@@ -268,7 +268,7 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
         raise CorruptCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")
     file = of["model"]
     if not isinstance(file.value, dict):
-        raise CorruptCheckpointError(f"{file.source.label}: wanted a dict of model and optimizer")
+        raise CorruptCheckpointError(f"{file.source.label}: expected a dict of model and optimizer")
     stages = arguments(file).get("pipeline_model_parallel_size")
     tp, pp, ep = at[0], 0, 0
     if len(at) == 3:

@@ -414,7 +414,7 @@ def local_shape(shape: tuple[int, ...], dim: int | None, tp: int, name: str) -> 
     if dim is None or tp == 1:
         return shape
     if dim >= len(shape) or shape[dim] % tp:
-        raise CorruptCheckpointError(f"{name!r} of shape {list(shape)} cannot be cut along dim {dim} for {tp} ranks")
+        raise CorruptCheckpointError(f"{name!r} of shape {list(shape)} cannot be split along dim {dim} for {tp} ranks")
     return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
 
 

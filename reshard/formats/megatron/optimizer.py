@@ -178,7 +178,7 @@ def _check_groups(buffers: _Buffers, grid: Grid) -> None:
     if missing:
         raise CorruptCheckpointError(
             f"the optimizer states of model parallel rank {missing[0]} are missing: there are those of "
-            f"{sorted(found)}, but the model was cut for {grid}"
+            f"{sorted(found)}, but the model was sharded for {grid}"
         )
 
 

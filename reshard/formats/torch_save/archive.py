@@ -59,7 +59,7 @@ class TorchArchive:
 
     def _bytes(self, at: int, length: int) -> bytes | memoryview:
         if not 0 <= at <= at + length <= self.length:
-            raise self._damaged(f"bytes [{at}, {at + length}) lie outside its {self.length} bytes")
+            raise self._damaged(f"bytes [{at}, {at + length}) are outside its {self.length} bytes")
         return self.source.read(self.start + at, length)
 
     def _damaged(self, what: str) -> CorruptCheckpointError:
@@ -72,14 +72,14 @@ class TorchArchive:
         position = 0
         for _ in range(count):
             if position + _CENTRAL.size > size:
-                raise self._damaged("its central directory is cut short")
+                raise self._damaged("its central directory is truncated")
             entry = _CENTRAL.unpack_from(data, position)
             name_length, extra_length, comment_length = entry[10:13]
             name_at = position + _CENTRAL.size
             extra_at = name_at + name_length
             position = extra_at + extra_length + comment_length
             if entry[0] != b"PK\x01\x02" or position > size:
-                raise self._damaged("its central directory makes no sense")
+                raise self._damaged("its central directory is malformed")
             if entry[4] != 0:
                 raise FormatError(f"{self.label}: its records are compressed, which torch.save never does")
             full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
@@ -94,14 +94,14 @@ class TorchArchive:
         data = bytes(self._bytes(self.length - tail, tail))
         at = data.rfind(b"PK\x05\x06")
         if at < 0 or at + _END.size > tail:
-            raise self._damaged("it has no end; the file was cut short, or is no zip archive")
+            raise self._damaged("it has no end; the file was truncated, or is not a zip archive")
         _, _, _, _, count, size, offset, _ = _END.unpack_from(data, at)
         locator = at - _LOCATOR64.size
         if locator >= 0 and data[locator : locator + 4] == b"PK\x06\x07":
             _, _, end64, _ = _LOCATOR64.unpack_from(data, locator)
             fields = _END64.unpack(self._bytes(end64, _END64.size))
             if fields[0] != b"PK\x06\x06":
-                raise self._damaged("its zip64 end makes no sense")
+                raise self._damaged("its zip64 end is malformed")
             count, size, offset = fields[7:10]
         return count, size, offset
 
@@ -221,7 +221,7 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
         archive = TorchArchive(source, start, length)
         ref = archive.value()
         if not isinstance(ref, TensorRef):
-            raise FormatError(f"{archive.label}: wanted one plain tensor, found {_describe(ref)}")
+            raise FormatError(f"{archive.label}: expected one plain tensor, found {_describe(ref)}")
         return archive.place(ref), ref.dtype
     pickled, data_at, key = found
     ref = _parse(pickled, f"{source.label}, item at byte {start}")
@@ -277,7 +277,7 @@ def _parse(pickled: bytes, where: str) -> TensorRef:
     stop = pickled.find(b".PK\x07\x08")
     ref = _parse_cached(pickled[: stop + 1]) if stop >= 0 else load_pickle(pickled, where=where)
     if not isinstance(ref, TensorRef):
-        raise FormatError(f"{where}: wanted one plain tensor, found {_describe(ref)}")
+        raise FormatError(f"{where}: expected one plain tensor, found {_describe(ref)}")
     return ref
 
 

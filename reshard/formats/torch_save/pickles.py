@@ -103,7 +103,7 @@ def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
     try:
         return _plain(value, tensor, {}, set())
     except RecursionError:
-        raise CorruptCheckpointError("an object of the checkpoint is nested too deeply to be data") from None
+        raise CorruptCheckpointError("an object of the checkpoint is nested too deeply") from None
 
 
 def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int, Any], above: set[int]) -> Any:
@@ -213,10 +213,10 @@ def load_pickle_at(
             raise
         raise type(error)(f"{where}: {error}") from None
     except RecursionError:
-        raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be data") from None
+        raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply") from None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
         raise CorruptCheckpointError(
-            f"{where}: the pickle is damaged: {type(error).__name__}: {error}; wanted what torch or pickle wrote"
+            f"{where}: the pickle is damaged: {type(error).__name__}: {error}; expected what torch or pickle wrote"
         ) from None
 
 
@@ -274,10 +274,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         if not (isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"):
-            raise CorruptCheckpointError(f"{self._where}: {pid!r:.80} is no reference to a storage")
+            raise CorruptCheckpointError(f"{self._where}: {pid!r:.80} is not a reference to a storage")
         kind, key, numel = pid[1], pid[2], pid[4]
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-            raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage makes no sense")
+            raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage is malformed")
         view = pid[5] if len(pid) == 6 else None
         if view is not None:
             raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
@@ -408,7 +408,7 @@ def _layout(text: Any) -> str:
 def _member(cls: Any, name: Any) -> type[Record]:
     """How protocol 2 names a member of an enum or a nested class. Nothing is looked up: only the two names count."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
-        raise UnsafeDataError("the pickle uses getattr on something that is no class; nothing of it was run")
+        raise UnsafeDataError("the pickle uses getattr on something that is not a class; nothing of it was run")
     if _is_standard(cls.path):
         raise UnsafeDataError(f"the pickle asks for {cls.path}.{name}; nothing of it was run")
     return make_record_type(cls.path, _checked(name, str))
@@ -531,7 +531,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
         match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
         at = end if match is None else match.end()
         if at >= end:
-            raise CorruptCheckpointError(f"{where}: the pickle is cut short: it has no end within {end - start} bytes")
+            raise CorruptCheckpointError(f"{where}: the pickle is truncated: it has no end within {end - start} bytes")
         op = data[at]
         if op == b"."[0]:
             return at + 1
@@ -558,12 +558,12 @@ def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
     for _ in range(LINES[op]):
         match = _LINE.match(data, stop)
         if match is None:
-            raise CorruptCheckpointError(f"{where}: the pickle is cut short in a line of text")
+            raise CorruptCheckpointError(f"{where}: the pickle is truncated in a line of text")
         stop = match.end()
     if op == b"p"[0]:
         index = bytes(data[at + 1 : stop - 1])
         if not index.isdigit() or len(index) > 9 or int(index) > len(data):
-            raise CorruptCheckpointError(f"{where}: the pickle has a memo index that makes no sense: {index[:20]!r}")
+            raise CorruptCheckpointError(f"{where}: the pickle has a memo index that is malformed: {index[:20]!r}")
     return stop
 
 
@@ -607,7 +607,7 @@ def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef]
         if isinstance(error, (FormatError, CorruptCheckpointError)):
             raise type(error)(f"{where}: tensor {key!r}: {error}") from None
         what = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-        raise CorruptCheckpointError(f"{where}: the DTensor {key!r} makes no sense: {what}") from None
+        raise CorruptCheckpointError(f"{where}: the DTensor {key!r} is malformed: {what}") from None
     if not isinstance(local, TensorRef):
         raise FormatError(f"{where}: the local tensor of {key!r} is a {getattr(local, 'path', type(local).__name__)}")
     return Shardlet(layout, local)

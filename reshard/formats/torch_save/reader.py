@@ -158,7 +158,7 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
     except KeyMismatchError as error:
         raise FormatError(f"{file.source.label}: {error}") from None
     except RecursionError:
-        raise CorruptCheckpointError(f"{file.source.label}: nested too deeply to be data") from None
+        raise CorruptCheckpointError(f"{file.source.label}: nested too deeply") from None
     return Flat({prefix + k: v for k, v in flat.leaves.items()}, {prefix + k: v for k, v in flat.containers.items()})
 
 
@@ -249,7 +249,7 @@ def open(files: Files) -> Contents:
     found = [n for n in names if "/" not in n and (n.endswith(_SUFFIXES) or len(names) == 1)]
     if len(found) > 1:
         raise FormatError(
-            f"{storage.url} holds {len(found)} files of torch.save that nothing says belong together: "
+            f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
     file = read_torch_file(files[found[0]])
@@ -273,12 +273,14 @@ def _open_indexed(files: Files, index: str) -> Contents:
         lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
         if lost:
             raise CorruptCheckpointError(
-                f"{label}: it says that {file} holds {lost[0]!r}, but it does not; the index lies"
+                f"{label}: it says that {file} holds {lost[0]!r}, but it does not; the index is wrong"
             )
         extra = [key for key in part.tensors if weight_map.get(key) != file]
         if extra:
             where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
-            raise CorruptCheckpointError(f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index lies")
+            raise CorruptCheckpointError(
+                f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index is wrong"
+            )
         merged.update(part.tensors)
     return Contents(merged, format="torch_save")
 
@@ -307,7 +309,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
     for rank, value in sorted(values.items()):
         label = files[rank].source.label
         if not is_sharded_tensor(value):
-            raise CorruptCheckpointError(f"{label}: {name!r} is no ShardedTensor there, as it is on other ranks")
+            raise CorruptCheckpointError(f"{label}: {name!r} is not a ShardedTensor there, as it is on other ranks")
         try:
             locals_, metadata = value.state[0], value.state[1].fields
             shape = tuple(int(n) for n in metadata["size"])
@@ -320,7 +322,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, CorruptCheckpointError):
                 raise
-            raise CorruptCheckpointError(f"{label}: the ShardedTensor {name!r} makes no sense: {error}") from None
+            raise CorruptCheckpointError(f"{label}: the ShardedTensor {name!r} is malformed: {error}") from None
     if len(specs) != 1:
         raise CorruptCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
     shape, dtype = specs.pop()
@@ -335,16 +337,14 @@ def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
     try:
         placed = [shard.fields["placement"].fields["_rank"] for shard in record.state[1].fields["shards_metadata"]]
     except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"{file.source.label}: the ShardedTensor {name!r} makes no sense: {error}"
-        ) from None
+        raise CorruptCheckpointError(f"{file.source.label}: the ShardedTensor {name!r} is malformed: {error}") from None
     return sorted({rank for rank in placed if type(rank) is int})
 
 
 def _dtype(properties: Any) -> str:
     value = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"{value!r:.40} is no dtype")
+        raise TypeError(f"{value!r:.40} is not a dtype")
     return dtype_name(value)
 
 

@@ -91,8 +91,8 @@ def test_owners_and_ranks_say_the_same():
         (lambda: BoxesForm.make({4: []}, world_size=3), "there are 3 ranks only"),
         (lambda: BOXES.check((3, 3)), r"outside the shape \(3, 3\) \(rank 0"),
         (lambda: BoxesForm.make({0: [Box((0,), (2,)), Box((1,), (2,))]}).check((4,)), "share elements"),
-        (lambda: FLAT.check((3, 3)), "5:12 lies outside the 9 elements"),
-        (lambda: FlatForm.make({0: (3, 2)}).check((4,)), "3:2 lies outside"),
+        (lambda: FLAT.check((3, 3)), "5:12 is outside the 9 elements"),
+        (lambda: FlatForm.make({0: (3, 2)}).check((4,)), "3:2 is outside"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -74,7 +74,7 @@ def table(size, rows, owners):
         ([(0, 0, 3), (1, 4, 8)], (3, "has no owner")),
         ([(0, 0, 5), (1, 4, 8)], (4, "has two owners")),
         ([(0, 0, 4), (1, 4, 7)], (7, "has no owner")),
-        ([(0, 0, 4), (1, 4, 9)], (8, "lies outside the tensor")),
+        ([(0, 0, 4), (1, 4, 9)], (8, "is outside the tensor")),
         ([(0, 1, 5), (1, 4, 8)], (0, "has no owner")),  # a gap and an overlap of equal size
         ([], (0, "has no owner")),
     ],

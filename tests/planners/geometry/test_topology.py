@@ -127,7 +127,7 @@ def test_comments_and_blank_lines_are_passed_over():
         (lambda: Topology.parse("dp=2", {"*": "tp: S(0)"}), r"names the axis 'tp', but the mesh dp=2 has \['dp'\]"),
         (lambda: Topology.parse("dp=2", {"*": "dp: S(0),R"}), "2 placements for 1 axes"),
         (lambda: Topology.parse("dp=2", {"*": "dp,dp: S(0),R"}), "names an axis twice"),
-        (lambda: Topology.parse("dp=2", {"*": "R"}, {"*": "dp=2"}), "lies outside the mesh dp=2"),
+        (lambda: Topology.parse("dp=2", {"*": "R"}, {"*": "dp=2"}), "is outside the mesh dp=2"),
         (lambda: Topology.parse("dp=2", {"*": "R"}, {"*": "dp"}), "cannot read the home 'dp'"),
         (lambda: Topology.parse("dp=2", {"*": "R"}, even=["tp"]), "the list of even axes names the axis 'tp'"),
         (lambda: Topology.parse("dp=2\n* : R"), "cannot read the line"),

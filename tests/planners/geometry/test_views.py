@@ -158,7 +158,7 @@ def test_a_state_seen_through_views():
         (lambda: FUSED.crop(Box((5, 0), (2, 3))), "cannot crop"),
         (lambda: FUSED.pad([(0, 1)]), "a pair per dim"),
         (lambda: FUSED.pad([(0, -1), (0, 0)]), "must be >= 0"),
-        (lambda: FUSED.reorder([(5, 7)]), "5:7 lies outside dim 0"),
+        (lambda: FUSED.reorder([(5, 7)]), "5:7 is outside dim 0"),
         (lambda: FUSED.merge_dims(1), "no dim 2"),
         (lambda: FUSED.halves_from_pairs(3), "heads of an even size 3"),
         (lambda: FUSED.halves_from_pairs(4), "heads of an even size 4"),
@@ -170,7 +170,7 @@ def test_a_state_seen_through_views():
         (lambda: concat("x", [View.of(Q), View.of(TensorSpec("q", (2, 3), "float32"))]), "two sources of one name"),
         # built by hand: parts that do not add up, or lie outside
         (lambda: View(Q, (K,), (Patch(Box((0, 0), (2, 3)), 0, Box.full((2, 3)), (0, 1)),)), "do not add up"),
-        (lambda: View(K, (K,), (Patch(Box.full((2, 3)), 0, Box((1, 0), (2, 3)), (0, 1)),)), "lies outside 'k'"),
+        (lambda: View(K, (K,), (Patch(Box.full((2, 3)), 0, Box((1, 0), (2, 3)), (0, 1)),)), "is outside 'k'"),
         (lambda: View(K, (K,), (Patch(Box.full((2, 3)), 1, Box.full((2, 3)), (0, 1)),)), "has no source 1"),
         (lambda: Patch(Box.full((3, 2)), 0, Box.full((2, 3)), (0, 1)), "does not fill"),
         (lambda: View(Q, (TensorSpec("b", (4, 3), "int8"),), ()), "cannot take from 'b' of int8"),

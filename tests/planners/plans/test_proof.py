@@ -107,7 +107,7 @@ FIRST, SECOND = PLAN.items(1)
         ([FIRST, SECOND._replace(owner=7)], "reads Box[2:4, 0:6] from 7, which does not hold it"),
         ([FIRST, SECOND._replace(nbytes=15)], "claims 15 bytes, but 4 elements of float32 are meant"),
         ([FIRST, SECOND._replace(part=1)], "writes local tensor 1, but the rank has 1"),
-        ([FIRST, SECOND._replace(source=Box((0, 5), (2, 2)))], "lies outside its chunk of sizes (2, 6)"),
+        ([FIRST, SECOND._replace(source=Box((0, 5), (2, 2)))], "is outside its chunk of sizes (2, 6)"),
         ([FIRST, SECOND._replace(source=Box((0, 2), (1, 2)), nbytes=8)], "sizes (1, 2) into one of (2, 2)"),
         ([FIRST, SECOND._replace(target=Box((3, 0), (2, 2)))], "goes beyond a piece of the local tensor"),
         ([FIRST, SECOND._replace(fqn="v")], "'v', rank 1, element (2, 2): is read, but is not wanted"),

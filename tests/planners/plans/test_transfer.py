@@ -189,7 +189,7 @@ def test_a_hole_before_is_named():
     before = StateLayout({"w": TensorLayout.from_boxes(spec, {0: [Box((0,), (5,))]})})
     plan = plan_transfers(before, state("S(0)", "dp=2", (8,)))
 
-    with pytest.raises(CoverageError, match=r"nobody holds it.*'w'.*rank 1"):
+    with pytest.raises(CoverageError, match=r"no rank holds it.*'w'.*rank 1"):
         plan.items_to(1)
     report = verify(plan)
     assert [(f.fqn, f.rank, f.element) for f in report.findings] == [("w", 1, (5,))]

@@ -341,7 +341,7 @@ def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
     [
         ({"format": "gguf"}, FormatError, "Known formats: native, megatron, deepspeed"),
         ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
-        ({"select": "nothing.*"}, KeyMismatchError, "is called like 'nothing"),
+        ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
         ({"workers": 0}, CheckpointError, "workers must be >= 1"),
         ({"max_shard_bytes": 0}, FormatError, "must be >= 1"),

@@ -462,7 +462,7 @@ def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path)
     with mock.patch("reshard.ranks.liveness.is_gone", return_value=False):
         ends = kept(tmp_path, 2, names=["a", "a", "a", "a", "a"], copies=0)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}
-    assert "another job has it" in str(ends[0])
+    assert "is in use by" in str(ends[0])
 
 
 def test_keys_that_do_not_fit_are_all_told_and_nothing_is_written(tmp_path: Path) -> None:

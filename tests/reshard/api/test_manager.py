@@ -159,7 +159,7 @@ def test_what_is_no_state_of_a_run_is_told(tmp_path: Path) -> None:
     with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
         with pytest.raises(FormatError, match="a dict, such as"):
             manager.save(1, model)
-        with pytest.raises(NormalizationError, match=r"'a.optim' is an optimizer of no model in the state"):
+        with pytest.raises(NormalizationError, match=r"'a.optim' is an optimizer whose model is not in the state"):
             manager.save(1, {"a": {"optim": optimizer}})
         with pytest.raises(FormatError, match="'pair' is a tuple with a model"):
             manager.save(1, {"pair": (model, 1)})
@@ -339,7 +339,7 @@ POLICIES = [
     (lambda: Keep(best=2), "with the name of its metric"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
-    (lambda: Preemption(signals=(999,)), "999 is no signal"),
+    (lambda: Preemption(signals=(999,)), "999 is not a signal"),
 ]
 
 
@@ -356,7 +356,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         reshard.CheckpointManager(tmp_path / "file" / "run", every=Every(steps=1))
     manager = reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss"))
     manager.save(4, state, {"loss": 1.0})
-    with pytest.raises(CheckpointError, match=r"has a manager already, of process .* read_only=True"):
+    with pytest.raises(CheckpointError, match=r"another CheckpointManager, of process .* read_only=True"):
         reshard.CheckpointManager(root, every=Every(steps=1))
     for step, words in ((3, "step 3 comes after step 4"), (-1, ">= 0, got -1"), (True, "got True"), ("5", "got '5'")):
         with pytest.raises(CheckpointError, match=words):
@@ -413,7 +413,7 @@ def test_a_root_that_another_has_taken_is_not_written(tmp_path: Path) -> None:
     manager.wait()
     theirs = (root / "manager-owner.json").read_text().replace('"host":"', '"host":"not-')
     (root / "manager-owner.json").write_text(theirs)
-    with pytest.raises(CheckpointError, match=r"was taken by another manager, of process .* on not-"):
+    with pytest.raises(CheckpointError, match=r"another CheckpointManager, of process .* on not-"):
         manager.save(2, state)
     manager.close()
     assert manager.all_steps() == [1]
@@ -490,7 +490,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
     assert found[1][0][0].startswith("5 RankFailedError: rank 0 failed in 'write': StorageError: the disk is full")
     for said, steps, files in found:
         assert len(said) == 2
-        assert said[1].endswith("is closed: it saves nothing any more")
+        assert said[1].endswith("is closed and saves nothing")
         assert steps == [2, 6]
         assert files == ["manager.json", "step-2", "step-6"]
 

@@ -103,7 +103,7 @@ def test_workers_read_what_the_driver_reads(tmp_path: Path) -> None:
             return super().submit(fn, *args, **kwargs)
 
     with Meanwhile(1) as executor:
-        with pytest.raises(StorageError, match=r"is not what the driver sees.*at worker"):
+        with pytest.raises(StorageError, match=r"than the driver.*at worker"):
             reshard.verify(tmp_path / "c", executor=executor)
         with pytest.raises(CheckpointError, match="not as dict"):
             reshard.compare(tmp_path / "c", STATE, executor=executor)

@@ -127,7 +127,7 @@ def test_a_tensor_knows_no_holes() -> None:
     twice = LazyTensor(StoredTensor(whole.stored.spec, whole.stored.chunks + whole.stored.chunks[2:]))
     with pytest.raises(CorruptCheckpointError, match=r"Box\[2:3, 0:4\] are stored twice, in the chunk .* of writer 2"):
         twice[...]
-    with pytest.raises(CorruptCheckpointError, match=r"lies outside the shape \[2, 4\]"):
+    with pytest.raises(CorruptCheckpointError, match=r"is outside the shape \[2, 4\]"):
         StoredTensor(TensorSpec("t", (2, 4), "float32"), whole.stored.chunks)
 
 
@@ -168,7 +168,7 @@ def test_a_place_of_another_size_is_damage() -> None:
         StoredChunk(Box((0,), (3,)), place)
     cut = LazyTensor(StoredTensor(TensorSpec("t", (3,), "int32"), (StoredChunk(Box((0,), (3,)), Extent(
         BytesSource(b"12345678", "the file"), Window.row_major(0, (3,), 4))),)))  # fmt: skip
-    with pytest.raises(CorruptCheckpointError, match=r"the file: wanted bytes \[0, 12\), but it has 8 bytes"):
+    with pytest.raises(CorruptCheckpointError, match=r"the file: expected bytes \[0, 12\), but it has 8 bytes"):
         cut[...]
 
 

@@ -91,7 +91,7 @@ def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
     said = say("inspect", checkpoint, "--select", "model.layer.1.w")
 
     assert said.code == 3
-    assert "is called like 'model.layer.1.w': did you mean 'model.layers.1.w'?" in said.err
+    assert "matches 'model.layer.1.w': did you mean 'model.layers.1.w'?" in said.err
 
 
 def test_one_of_a_thing_is_one(say, tmp_path) -> None:

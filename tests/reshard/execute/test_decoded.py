@@ -56,11 +56,11 @@ def test_what_is_kept_is_bounded_and_errors_are_not_kept():
 
     def fail():
         decoded.append(9)
-        raise CorruptCheckpointError("cut short")
+        raise CorruptCheckpointError("truncated")
 
     bad = DecodedSource("bad", fail, sources[0].kept, "bad")
     for _ in range(2):
-        with pytest.raises(CorruptCheckpointError, match="cut short"):
+        with pytest.raises(CorruptCheckpointError, match="truncated"):
             bad.view()
     assert decoded[-2:] == [9, 9]
     with ThreadPoolExecutor(4) as pool:

@@ -204,8 +204,8 @@ def test_chunks_outside_the_tensor_are_seen(tmp_path: Path) -> None:
     writer = written(tmp_path)
     writer.metadata.state_dict_metadata["w"].size = torch.Size((9, 7))
 
-    assert "lies outside the shape [9, 7]" in damage(writer.write(tmp_path))
-    assert "lies outside" in open_checkpoint(tmp_path).problems()[0]
+    assert "is outside the shape [9, 7]" in damage(writer.write(tmp_path))
+    assert "is outside" in open_checkpoint(tmp_path).problems()[0]
 
 
 def test_a_chunk_without_an_item_is_seen(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
     writer = written(tmp_path)
     folder = writer.write(tmp_path)
     (folder / "__1_0.distcp").write_bytes(writer.data["__1_0.distcp"][:-1])
-    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp: cut short: 'w'"):
+    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp: truncated: 'w'"):
         open_checkpoint(folder)
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"1 of 2 files that .metadata names are missing: __1_0.distcp"):
@@ -307,7 +307,7 @@ def test_compressed_items(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     for change, message in (
         (lambda data: data, ""),
-        (lambda data: data[:-5], "cut short"),
+        (lambda data: data[:-5], "truncated"),
         (lambda data: b"rubbish" + data, "damaged"),
         (lambda data: zstandard.compress(b"\0" * (1 << 29)), "more than the"),
     ):

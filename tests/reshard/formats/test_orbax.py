@@ -108,5 +108,5 @@ def test_items_of_a_step(tmp_path):
     assert torch.equal(state["optim"]["state"]["dense.kernel"]["exp_avg"][...], 2 * KERNEL)
     shutil.copytree(sample("orbax/items"), tmp_path / "c")
     (tmp_path / "c" / "meta" / "metadata").write_text("{")
-    with pytest.raises(CorruptCheckpointError, match=r"meta/metadata is no JSON"):
+    with pytest.raises(CorruptCheckpointError, match=r"meta/metadata is not JSON"):
         reshard.open(tmp_path / "c")

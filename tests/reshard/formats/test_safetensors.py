@@ -102,7 +102,7 @@ def test_missing_files_without_an_index(tmp_path: Path) -> None:
 def test_files_that_nothing_says_belong_together(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "one.safetensors")
     save_file({"b": A}, tmp_path / "two.safetensors")
-    with pytest.raises(FormatError, match=r"no index that says they belong together: one.safetensors, two.safetensors"):
+    with pytest.raises(FormatError, match=r"no index that lists them: one.safetensors, two.safetensors"):
         open_checkpoint(tmp_path)
     check_all(open_checkpoint(tmp_path / "two.safetensors"), {"b": A})
 
@@ -209,15 +209,15 @@ BAD = {
     "no JSON": (b"{oops", b"", "no JSON"),
     "a list": ([1], b"", "no JSON object"),
     "the same key twice": (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":1}', b"", "the same key twice"),
-    "no dtype": ({"a": {"shape": [1]}}, b"", "makes no sense"),
-    "negative size": ({"a": entry(shape=[-2])}, b"x" * 8, "makes no sense"),
-    "a size that is no int": ({"a": entry(shape=[2.0])}, b"x" * 8, "makes no sense"),
+    "no dtype": ({"a": {"shape": [1]}}, b"", "is malformed"),
+    "negative size": ({"a": entry(shape=[-2])}, b"x" * 8, "is malformed"),
+    "a size that is no int": ({"a": entry(shape=[2.0])}, b"x" * 8, "is malformed"),
     "huge": ({"a": entry(shape=[2**61, 2**61, 2**61])}, b"x" * 8, "needs"),
     "too few bytes": ({"a": entry(shape=[3])}, b"x" * 8, "needs 12 bytes"),
     "unknown dtype": ({"a": entry(dtype="F7")}, b"x" * 8, "unknown safetensors dtype 'F7'"),
     "a hole": ({"a": entry(), "b": entry(data_offsets=[12, 20])}, b"x" * 20, "'b' at .12, 20. leaves a hole of 4"),
     "an overlap": ({"a": entry(), "b": entry(data_offsets=[4, 12])}, b"x" * 12, "'b' at .4, 12. overlaps"),
-    "cut short": ({"a": entry()}, b"x" * 7, "was cut short"),
+    "truncated": ({"a": entry()}, b"x" * 7, "was truncated"),
     "bytes behind": ({"a": entry()}, b"x" * 9, "or appended to"),
     "bad metadata": ({"__metadata__": {"a": 1}}, b"", "must map text to text"),
     "bad sharding info": ({"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": "[]"}}, b"x" * 8, "DCP_SHARDING_INFO"),

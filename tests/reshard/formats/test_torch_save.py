@@ -155,7 +155,7 @@ def test_hostile_files_run_nothing(tmp_path: Path) -> None:
 def test_several_files_need_a_choice(tmp_path: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"w": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(FormatError, match=r"2 files of torch.save that nothing says belong together: a.pt, b.pt"):
+    with pytest.raises(FormatError, match=r"2 files of torch.save and no index that lists them: a.pt, b.pt"):
         open_checkpoint(tmp_path)
 
 

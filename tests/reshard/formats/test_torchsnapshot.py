@@ -85,10 +85,10 @@ LIES = {
     "file": ({"location": "../../etc/passwd"}, r"the file \.\./\.\./etc/passwd is missing"),
     "range": ({"byte_range": [0, 99999]}, r"should be at bytes \[0, 99999\), but the file has"),
     "short": ({"byte_range": [0, 8]}, r"needs 4 bytes, and has 8|should be at bytes"),
-    "dtype": ({"dtype": "torch.float65"}, "makes no sense: ValueError: 'torch.float65' is no dtype"),
+    "dtype": ({"dtype": "torch.float65"}, "is malformed: ValueError: 'torch.float65' is not a dtype"),
     "serializer": ({"serializer": "pickle"}, "serialized by 'pickle', which is not known"),
-    "shape": ({"shape": [-1]}, "makes no sense"),
-    "kind": ({"type": "tuple"}, "makes no sense"),
+    "shape": ({"shape": [-1]}, "is malformed"),
+    "kind": ({"type": "tuple"}, "is malformed"),
 }
 
 

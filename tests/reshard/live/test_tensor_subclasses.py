@@ -198,7 +198,7 @@ def save_and_load_cut(path: str) -> list[torch.Tensor]:
     reshard.load(wide, path, dtype_policy="saved")
     with pytest.raises(LayoutError, match=r"'scale' of 'w', a Quantized of local .* has shape \[1\] inside"):
         reshard.save({"w": cut(rows, torch.ones(1))}, f"{path}-refused")
-    with pytest.raises(LayoutError, match="nothing says how it is cut"):
+    with pytest.raises(LayoutError, match="its sharding is unknown"):
         reshard.load({"w": cut(rows, torch.ones(1))}, path)
     copy = {"w": cut(torch.zeros_like(WHOLE), torch.zeros(7, 3), Replicate())}
     reshard.load(copy, path)

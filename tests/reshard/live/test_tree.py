@@ -197,7 +197,7 @@ def test_small_tensors_among_plain_data_where_that_is_asked_for(tensor: torch.Te
 
 def test_tensors_that_are_never_plain_data() -> None:
     for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
-        with pytest.raises(FormatError, match="is no plain tensor"):
+        with pytest.raises(FormatError, match="is not a plain tensor"):
             encode_plain({"x": tensor}, tensor_bytes=1000)
 
 

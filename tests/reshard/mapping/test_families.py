@@ -143,7 +143,7 @@ def test_every_pair_can_be_made(family: str) -> None:
             {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 4},
             "cannot serve 3",
         ),
-        ("/nowhere/config.json", "is no config.json"),
+        ("/nowhere/config.json", "is not a config.json"),
     ],
 )
 def test_configs_that_do_not_do(config: object, message: str) -> None:

@@ -142,7 +142,7 @@ class _PathError(ReshardError, KeyError):
 def _subgroups(rank: int) -> None:
     pair = dist.new_group([0, 2])
     if rank == 1:
-        with pytest.raises(ReshardError, match="rank 1 is no member"):
+        with pytest.raises(ReshardError, match="rank 1 is not a member"):
             Group(pair)
         return
     group = Group(pair, deadline_s=20)
@@ -420,7 +420,7 @@ def _no_store() -> None:
     with pytest.raises(ReshardError, match="ranks cannot talk to each other"):
         Group()
     dist.destroy_process_group()
-    with pytest.raises(ReshardError, match="not initialised"):
+    with pytest.raises(ReshardError, match="not initialized"):
         Group(process_group=object())  # type: ignore[arg-type]
 
 

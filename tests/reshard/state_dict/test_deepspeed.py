@@ -97,7 +97,7 @@ def test_partitioned_parameters_are_gathered_or_refused(wrap: Any, deepspeed: No
     wanted = {name: value.clone() for name, value in get_model_state_dict(model).items()}
     partition(model)
     live = wrap(model)
-    with pytest.raises(NormalizationError, match=r"ZeRO-3 has cut up embed.weight, .*full_state_dict=True"):
+    with pytest.raises(NormalizationError, match=r"ZeRO-3 has sharded embed.weight, .*full_state_dict=True"):
         get_model_state_dict(live)
     before = GatheredParameters.entered
     assert_same(get_model_state_dict(live, options=FULL), wanted)
@@ -122,7 +122,7 @@ def test_partitioned_parameters_are_not_set_into(deepspeed: None) -> None:
         lambda: set_optimizer_state_dict(model, optimizer, optim),
     ]
     for call in calls:
-        with pytest.raises(NormalizationError, match=r"ZeRO-3 has cut up .* load_checkpoint|reshard opens"):
+        with pytest.raises(NormalizationError, match=r"ZeRO-3 has sharded .* load_checkpoint|reshard opens"):
             call()
     for p in model.parameters():
         p.ds_tensor.fill_(7)

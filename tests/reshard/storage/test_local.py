@@ -123,7 +123,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     storage = LocalStorage(tmp_path / "model.pt")
-    with pytest.raises(StorageError, match=r"model\.pt is a file, wanted a folder"):
+    with pytest.raises(StorageError, match=r"model\.pt is a file, expected a folder"):
         storage.list()
     for call in (storage.read, storage.create, lambda name: storage.publish(name, b"")):
         with pytest.raises(StorageError, match="a part of the path is a file"):

@@ -30,7 +30,7 @@ def test_every_verb(url: str) -> None:
     storage.delete("never was")
     with pytest.raises(CheckpointNotFoundError, match="there is no small"):
         storage.read("small")
-    with pytest.raises(StorageError, match="too short: wanted bytes"):
+    with pytest.raises(StorageError, match="too short: expected bytes"):
         storage.read("manifest.json", 1, 20)
     with storage.create("a b/ü%20#?&+") as out:
         out.write(b"")

@@ -80,7 +80,7 @@ def test_listing(storage: Storage) -> None:
 def test_a_short_object_is_never_read_short(storage: Storage) -> None:
     _write(storage, "part.bin", b"0123456789")
     for start, length in ((5, 6), (10, 1), (100, 1)):
-        expected = rf"part\.bin in {storage.url} is too short: wanted bytes \[{start}, {start + length}\).* 10 bytes"
+        expected = rf"part\.bin in {storage.url} is too short: expected bytes \[{start}, {start + length}\).* 10 bytes"
         with pytest.raises(StorageError, match=expected):
             storage.read("part.bin", start, length)
         with pytest.raises(StorageError, match=expected):
