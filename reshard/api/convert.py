@@ -274,7 +274,7 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
     found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise FormatError(
-            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or pass overwrite=True"
+            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
     ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()

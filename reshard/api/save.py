@@ -264,8 +264,7 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     commit.refuse_foreign(storage)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
-            f"{storage.url} already contains a checkpoint: choose another folder, or pass overwrite=True. Nothing "
-            "was saved"
+            f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"
         )
     chosen = Choice()
     if options.base:

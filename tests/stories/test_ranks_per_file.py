@@ -113,7 +113,7 @@ def test_one_rank_s_trouble_leaves_the_old_one(told: list[dict[str, Any]], folde
 def test_storages_without_places_are_refused(told: list[dict[str, Any]]) -> None:
     for result in told:
         assert result["memory"][0] == "StorageError"
-        assert "leave ranks_per_file out" in result["memory"][1]
+        assert "omit ranks_per_file" in result["memory"][1]
 
 
 def test_a_base_and_what_is_no_number_are_refused(tmp_path: Path) -> None:

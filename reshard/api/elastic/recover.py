@@ -446,7 +446,7 @@ def gather(
     if there == wanted.save_id:
         raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
     if there is not None and not overwrite:
-        raise FormatError(f"{storage.url} already contains a checkpoint: choose another folder, or pass overwrite=True")
+        raise FormatError(f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True")
     files, nbytes = look.write(storage, absolute(out), executor)
     left = found.left_behind(wanted, (), step)
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))

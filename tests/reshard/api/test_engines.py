@@ -143,7 +143,7 @@ def test_a_driver_of_dask_that_is_killed_or_interrupted(tmp_path: Path) -> None:
             )
             while child.poll() is None and recorded(target) < 3:
                 time.sleep(0.001)
-            with pytest.raises(StorageError, match=rf"process {child.pid} on .* is converting to"):
+            with pytest.raises(StorageError, match=rf"process {child.pid} on .* is already converting to"):
                 reshard.convert(source, target, executor=executor, mapping=noting, **OPTIONS)
             child.send_signal(how)
             assert child.wait(30) != 0

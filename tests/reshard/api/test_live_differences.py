@@ -152,7 +152,7 @@ def breaks() -> str:
     if rank == 1:
         differences._Got.put = lambda self, words: None  # type: ignore[method-assign]
         differences._digests = lambda words, on_device: [0 for _ in words]
-    with pytest.raises(UndefinedTargetsError, match=r"of 1 pairs of ranks the one does not hold what the other sent"):
+    with pytest.raises(UndefinedTargetsError, match=r"1 pairs of ranks differ after everything was sent"):
         prepared.run()
     return "refused"
 

@@ -25,7 +25,9 @@ def test_no_item_is_listed_of_a_plan_that_is_not_right(dry_run: bool, tmp_path: 
         read_plan, "verify", lambda plan: Report("the plan", (Finding("is read twice", "w", 0, (1,)),), 1)
     )
 
-    with pytest.raises(CorruptCheckpointError, match=r"each wanted element exactly once(.|\n)*'w'.*is read twice"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"each element of the target exactly once(.|\n)*'w'.*is read twice"
+    ):
         reshard.load(target, tmp_path, dry_run=dry_run)
 
     assert listed == []

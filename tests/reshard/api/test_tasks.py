@@ -183,7 +183,7 @@ def test_bad_executors(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         reshard.convert(source, "memory://unseen", max_shard_bytes=MIB)
         with pytest.raises(CheckpointError, match=r"memory://unseen.*\(at worker process \d+ on"):
             reshard.convert("memory://unseen", tmp_path / "c", executor=processes)
-        with pytest.raises(StorageError, match=r"must see that folder.*\(at worker process \d+ on"):
+        with pytest.raises(StorageError, match=r"must see the same folder.*\(at worker process \d+ on"):
             reshard.convert(source, "memory://elsewhere", executor=processes)
         assert not reshard.storage.open_storage("memory://elsewhere").list()
 
@@ -236,7 +236,7 @@ def test_a_second_driver_on_another_machine_is_refused(
     with Meanwhile(2) as executor:
         reshard.convert(source, tmp_path / "c", max_shard_bytes=MIB, executor=executor)
     assert f"process {os.getpid()} on " in refused[0]
-    assert "is converting to" in refused[0]
+    assert "is already converting to" in refused[0]
     assert reshard.verify(tmp_path / "c", source).ok
 
 

@@ -180,7 +180,7 @@ def test_files_of_one_model(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no magic": (b"GGML" + b"\0" * 60, "no GGUF file"),
+    "no magic": (b"GGML" + b"\0" * 60, "not a GGUF file"),
     "cut in the magic": (b"GG", "truncated"),
     "version 1": (gguf({}, version=1), "of version 1; known are 2 and 3"),
     "big-endian": (gguf({}, version=3 << 24), "big-endian"),

@@ -337,7 +337,7 @@ def test_dtensors_in_the_ranks_own_files_are_read_in_the_order_of_their_process_
             places.add((tuple(mesh.mesh.flatten().tolist()), *(c if p.is_replicate() else g for c, g, p in at)))
         dist.destroy_process_group()
         if len(places) < len(ranks):
-            with pytest.raises(FormatError, match=r"is cut along several axes.*ascend"):
+            with pytest.raises(FormatError, match=r"is sharded over several axes.*ascend"):
                 reshard.open(folder)["model.w"]
         else:
             assert torch.equal(reshard.open(folder)["model.w"][...], ids), case

@@ -340,7 +340,7 @@ def test_the_host_of_the_store_exits() -> None:
     for end in ends[1:]:
         kind, text, seconds, _ = end.value
         assert kind == "RankFailedError"
-        assert "the process that hosts it, mostly rank 0, has probably exited" in text
+        assert "the process that hosts it, usually rank 0, has probably exited" in text
         assert seconds < gloo.SOON_S
 
 

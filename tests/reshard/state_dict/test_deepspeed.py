@@ -142,7 +142,7 @@ def test_modules_that_read_themselves_are_gathered_too(deepspeed: None) -> None:
 def test_without_deepspeed_gathering_says_what_is_missing() -> None:
     model = zoo.make(0)
     partition(model)
-    with pytest.raises(NormalizationError, match="cannot be imported here"):
+    with pytest.raises(NormalizationError, match="cannot be imported"):
         get_model_state_dict(model, options=FULL)
 
 

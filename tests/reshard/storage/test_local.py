@@ -113,7 +113,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     for name in ("folder", "pipe"):
         for call in (storage.read, storage.size, storage.mapped):
-            with pytest.raises(StorageError, match=f"cannot read {name} .*no regular file"):
+            with pytest.raises(StorageError, match=f"cannot read {name} .*not a regular file"):
                 call(name)
     with pytest.raises(StorageError, match="it is a folder"):
         storage.publish("folder", b"x")
