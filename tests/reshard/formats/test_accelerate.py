@@ -89,7 +89,7 @@ def test_torn_folders_and_lost_weights(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"but no weights; looked for model\.safetensors"):
         open_checkpoint(tmp_path / "trainer")
     torch.save({"w": A}, tmp_path / "trainer" / "other.pt")
-    with pytest.raises(FormatError, match="nothing says belong together"):
+    with pytest.raises(FormatError, match="no index that lists them"):
         open_checkpoint(tmp_path / "trainer")
 
 

@@ -131,7 +131,7 @@ def test_whole_states_in_numbered_files_are_no_pieces(tmp_path: Path) -> None:
     for rank in range(2):
         saved = {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         torch.save(saved, tmp_path / f"optim_{rank}.pt")
-    with pytest.raises(FormatError, match=r"nothing says belong together: .*optim_1\.pt; open one by its path"):
+    with pytest.raises(FormatError, match=r"no index that lists them: .*optim_1\.pt; open one by its path"):
         checkpoint.open(tmp_path)
     found = checkpoint.open(tmp_path / "optim_1.pt").normalized({"param_names": ["w"]})
     assert found["optim"]["state"]["w"]["exp_avg"][...].equal(torch.ones(2, 3))
