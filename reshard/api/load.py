@@ -101,7 +101,7 @@ def load(
             checkpoint is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
-        memory_budget_bytes: for staging, and data without a view of its bytes; at least 128 KiB; default: 32 MiB a thread.
+        memory_budget_bytes: for staging, and data that cannot be mapped; at least 128 KiB; default: 32 MiB a thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: how long the call may take, in seconds or as a `timedelta`.
 
