@@ -97,8 +97,7 @@ def load(
         read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
             group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
             of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
-        process_group: with torch.distributed initialized, the ranks that load together: all end alike. A key of the
-            checkpoint is unexpected only if none of them wants it.
+        process_group: the ranks that load together. A key is unexpected only if none of them wants it.
         alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
         threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
         memory_budget_bytes: for staging, and data that cannot be mapped; at least 128 KiB; default: 32 MiB a thread.
