@@ -309,15 +309,15 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, che
 
         checkpoint = reshard.open("run/step-1000")
         rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
-        newest = reshard.open("run")              # `.url` says which, `.warnings` what was passed over
+        newest = reshard.open("run")              # `.url` says which; `.warnings` lists steps that were skipped
 
     Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.torch_save.pickles`.
 
     Args:
         step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...); by default the newest
             that is complete.
-        check: what is read of tensors is compared with checksums, and an error if it was changed. False reads it as it
-            is: to save what can be saved of a damaged checkpoint.
+        check: compare what is read of tensors with checksums, and raise if it was changed. False skips this, to recover
+            data from a damaged checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.

@@ -517,7 +517,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
         wanted = 2 if name == "hsdp" else 1
         if len(of) != wanted or len(numbers[name]) != wanted or min(numbers[name]) < 1:
             form = "hsdp=REPLICASxSHARDS" if name == "hsdp" else f"{name}=RANKS"
-            raise PlanError(f"cannot read the topology {text!r}: it is {form}, with numbers from 1 on; write {WORDS}")
+            raise PlanError(f"cannot read the topology {text!r}: expected {form}, with numbers >= 1; write {WORDS}")
     preset = _PRESETS.get(tuple(sorted(sizes)))
     if preset is None:
         raise PlanError(f"there is no short form of {' with '.join(sizes)}: write {WORDS}")

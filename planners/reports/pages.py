@@ -201,7 +201,7 @@ def _tensors(story: _Story, world: int) -> str:
 
 
 def _traffic(story: _Story, ranks_per_host: int) -> str:
-    head = '<section aria-labelledby="traffic"><h2 id="traffic">Who gets what from whom</h2>'
+    head = '<section aria-labelledby="traffic"><h2 id="traffic">Traffic between hosts</h2>'
     if story.traffic is None:
         return ""  # a plan without senders, or changed by hand or by views
     worlds = story.sides[0][1].world_size, story.sides[-1][1].world_size
@@ -566,7 +566,7 @@ PAGE = """<!doctype html>
 <h1>{{title}}</h1>
 {{between}}{{verdict}}
 <dl>{{figures}}</dl>
-<section aria-labelledby="cuts"><h2 id="cuts">How tensors are cut</h2>
+<section aria-labelledby="cuts"><h2 id="cuts">How tensors are sharded</h2>
 <p>Each region has the color of the lowest rank that holds it; neighbouring ranks look alike, and a rank has the same
 color on both sides.</p>
 {{tensors}}</section>

@@ -1,4 +1,4 @@
-"""`verify` and `compare`: is a checkpoint whole and undamaged, and do two hold the same, whatever their layouts.
+"""`verify` and `compare`: is a checkpoint complete and undamaged, and are two equal, in any layouts.
 
 Both work tensor by tensor, in pieces of bounded size, with no model, GPU or process group.
 """
@@ -395,7 +395,7 @@ def compare(
         labels: what findings call the two; default: their paths.
         workers: processes on this machine that compare at the same time.
         executor: compares in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
-        progress: show a progress bar where somebody looks on.
+        progress: show a progress bar if stderr is a terminal.
         measure: also say by how much each tensor differs, which takes some more time: `.measures`, `.to_html()`.
 
     Returns a report with every difference; of each differing tensor the first differing element, in row-major order;

@@ -117,12 +117,23 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         return tensors.encode(value)
-    fix = (
-        "give its state_dict() instead, and what is loaded to its load_state_dict()"
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
-        else "turn it into numbers, text, lists and dicts first"
+    raise FormatError(
+        f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {_fix(value)}"
     )
-    raise FormatError(f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {fix}")
+
+
+def _fix(value: object) -> str:
+    """What to save instead."""
+    if isinstance(value, torch.nn.Module):
+        return "save reshard.get_model_state_dict(model) instead, or use a CheckpointManager, which takes models"
+    if isinstance(value, torch.optim.Optimizer):
+        return (
+            "save reshard.get_optimizer_state_dict(model, optimizer) instead, or use a CheckpointManager, which takes "
+            "optimizers"
+        )
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return "save its state_dict() instead, and pass what you load to its load_state_dict()"
+    return "turn it into numbers, text, lists, and dicts first"
 
 
 def check_text(text: str) -> str:

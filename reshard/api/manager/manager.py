@@ -86,31 +86,31 @@ class CheckpointManager:
                 if manager.save(state["step"], state).preempted:
                     break
 
-    Collective, as are `save`, `restore`, `wait` and `close`: each rank does what all do. What only one knows counts for
-    all: the clock and the metrics of the first rank, a signal that any has got. Without torch.distributed it is of this
-    process alone.
+    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. The clock and the metrics
+    of rank 0 count for all, and so does a signal that any rank receives. Without torch.distributed, the manager works
+    for this process alone.
 
     Args:
-        root: a local folder or URL that all ranks see. Steps are in `step-<number>`, each a checkpoint like any other.
-        every: when a step goes to storage.
-        keep: which steps stay there.
-        memory: where steps are kept in the memory of hosts, too, see docs/elastic.md.
-        memory_every: when they are; given together with `memory`.
-        whole_every: of so many saves one is whole by itself, and the others reuse what earlier ones have, see
-            docs/incremental.md. 1: each is whole.
-        background: saves and copies go on while the job trains: at most one to storage and one to memory. What fails
-            there is raised by the next call.
-        bytes_per_s: bound on what a rank sends and receives of copies in the background: the job has the rest.
-        preemption: who may ask for a save at the next step.
-        ask_every: the ranks tell one another every so many steps, those that are multiples, whether anybody asks and
-            what the clock says, which takes about a round trip to the store of the process group.
-        read_only: only to restore and to look, beside a manager that saves.
+        root: a local folder or URL that all ranks can access. Each step is a checkpoint in `step-<number>`.
+        every: when to save a step to storage.
+        keep: which steps to retain in storage.
+        memory: also save steps to the memory of hosts, see docs/elastic.md.
+        memory_every: when to do so; required with `memory`.
+        whole_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
+            saves are full.
+        background: save while the job trains: at most one save to storage and one to memory are in progress. The next
+            call raises their errors.
+        bytes_per_s: limit for the bandwidth that each rank uses for copies in the background.
+        preemption: what may request a save at the next step.
+        ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each exchange takes about
+            one round trip to the store of the process group.
+        read_only: only restore and list steps, for example while another manager saves.
         process_group: the ranks that save together; default: the default group, or this process alone.
-        timeout: how long each save, and each meeting of the ranks, may take: seconds or a `timedelta`.
-        options: of `reshard.save`, for all saves to storage, but for `base` and `overwrite`.
+        timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
+        options: of `reshard.save`, for all saves to storage, except `base` and `overwrite`.
 
-    Raises CheckpointError for options that cannot be, and for a root where another manager saves; StorageError for one
-    that cannot be written.
+    Raises CheckpointError for invalid options and for a root where another manager saves; StorageError for a root that
+    is not writable.
     """
 
     @renamed(deadline_s="timeout")
@@ -196,20 +196,19 @@ class CheckpointManager:
     def save(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False
     ) -> StepReport:
-        """Collective, at each step, or each few: save and keep what is due, and say what was done.
+        """Collective: save this step if it is due, and report what was done. Call it at every step.
 
         Args:
-            step: its number, larger at each call.
-            state: a dict of what is to be saved, nested as one likes: models, optimizers, whatever else has
-                `state_dict` and `load_state_dict`, generators, tensors and plain values. What differs between ranks,
-                such as a data loader, is wrapped in `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`; those of the first rank count.
-            force: to storage, whatever is due.
+            step: the number of the step; steps must increase.
+            state: a nested dict of models, optimizers, other objects with `state_dict` and `load_state_dict`,
+                generators, tensors, and plain values. Wrap what differs between ranks, such as a data loader, in
+                `reshard.PerRank`.
+            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count.
+            force: save to storage even if the step is not due.
 
-        Raises, beside what `reshard.save` does:
-            CheckpointError: a step that goes back, a metric that is NaN, a manager that is closed: nothing was saved,
-                and all that was there stays.
-            whatever made the save before fail in the background.
+        Raises the errors of `reshard.save`, those of an earlier save in the background, and:
+            CheckpointError: the step is smaller than an earlier one, a metric is NaN, or the manager is closed. Nothing
+                was saved, and earlier steps are unchanged.
         """
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # it ends with a meeting, or nobody fails alone
@@ -348,15 +347,14 @@ class CheckpointManager:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
-        """Collective: fill `state`, whose form is that of `save`, with the newest step that is whole, from memory or
-        storage, whatever ranks and layouts there are now. None, and nothing is touched, if there is none at all.
-
-        What turns out to be damaged is set aside, told in `passed_over`, and the next older one is taken.
+        """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
+        structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if the run
+        has no complete step. A damaged step is skipped and listed in `passed_over`.
 
         Args:
-            step: this one and no other.
-            discard_newer: with a step: the run goes on from there. Newer ones are set aside: nobody restores them, and
-                they are removed when the next save is whole.
+            step: load this step only.
+            discard_newer: with `step`: the run continues from it. Newer steps are no longer restored, and are removed
+                when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises, beside what `reshard.load` does, CheckpointNotFoundError if the step is not there, or none is whole.
@@ -390,7 +388,7 @@ class CheckpointManager:
     def _newest_whole(
         self, steps: list[int], wanted: int | None, state: Any, options: dict[str, Any]
     ) -> RestoreReport | None:
-        """Collective: the first that can be loaded, the newest first."""
+        """Collective: try candidates from the newest to the oldest."""
         chosen = steps[::-1] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed: list[str] = []
@@ -439,24 +437,24 @@ class CheckpointManager:
         return found if found is not None and not said else said
 
     def all_steps(self) -> list[int]:
-        """The steps in storage that are whole, now; any rank may ask by itself."""
+        """The complete steps in storage. Any rank may call it alone."""
         return self._read().current()
 
     def latest_step(self) -> int | None:
-        """The newest of them; None if there is none."""
+        """The newest complete step in storage; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """That with the best metric of `Keep`; None if none has it.
+        """The complete step with the best metric of `Keep`; None if no step has it.
 
-        Raises CheckpointError where `keep` names no metric.
+        Raises CheckpointError if `keep` has no metric.
         """
         if not self.keep.metric:
             raise CheckpointError("there is no best step: name a metric, Keep(best=1, metric='loss')")
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:
-        """Collective: until what goes on in the background has ended. Raises what failed there."""
+        """Collective: wait for saves in the background, and raise their errors."""
         self._settle()
 
     def _settle(self, *names: str) -> None:
@@ -465,7 +463,7 @@ class CheckpointManager:
                 pending.result()
 
     def close(self) -> None:
-        """Collective: `wait`, and let another manager come. Signals are no longer caught."""
+        """Collective: wait for saves in progress, release the root for other managers, and restore signal handlers."""
         if not self._is_open:
             return
         self._is_open = False

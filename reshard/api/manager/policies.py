@@ -22,19 +22,19 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True)
 class Every:
-    """When a step is due: at each multiple of `steps`, or once `seconds` have gone by since the last; with both,
+    """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last save; with both,
     whichever comes first.
 
         reshard.Every(steps=500)
         reshard.Every(steps=5000, seconds=1800)
 
-    Raises CheckpointError for numbers that cannot be, or none.
+    Raises CheckpointError for missing or invalid values.
     """
 
     steps: int | None = None
-    """A multiple that lies between two calls is made up for at the later one."""
+    """If a multiple is skipped between two calls, the later call saves."""
     seconds: float | None = None
-    """By the clock of the first rank."""
+    """By the clock of rank 0."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
@@ -62,19 +62,19 @@ class Every:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which steps stay in storage: those that any of the rules wants. As it is, all.
+    """Which steps to retain: a step stays if any of the rules keeps it. `Keep()` retains all steps.
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss")
 
-    Raises CheckpointError for rules that cannot be.
+    Raises CheckpointError for invalid rules.
     """
 
     last: int | None = None
-    """So many of the newest; None: all."""
+    """Keep this number of the newest steps; None: all."""
     every: int | None = None
-    """Steps that are multiples of this, for ever."""
+    """Keep multiples of this number permanently."""
     best: int = 0
-    """So many of those with the best `metric`; of equal ones the newest. Steps that were saved without it are none."""
+    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps without it do not count."""
     metric: str = ""
     mode: Literal["min", "max"] = "min"
     """Whether lower values are better, or higher ones."""
@@ -108,18 +108,18 @@ class Keep:
 
 @dataclass(frozen=True)
 class Preemption:
-    """Who may ask for a save at the next step: a signal, a file that appears, a function. One rank that is asked is
-    enough: all save.
+    """What may request a save at the next step: a signal, a file that appears, or a function. If any rank receives a
+    request, all ranks save.
 
         reshard.Preemption(file="/run/maintenance", asks=lambda: cloud.is_preempted())
     """
 
     signals: Collection[int] = (signal.SIGTERM,)
-    """Caught from when the manager is made until it is closed, where it is made in the main thread; handlers that were
-    there before are called, too."""
+    """Handled from the creation of the manager, in the main thread, until it is closed. Earlier handlers are called,
+    too."""
     file: str | os.PathLike[str] | None = None
     asks: Callable[[], Any] | None = None
-    """Called at each step that the ranks talk; what it returns counts as true or false."""
+    """Called at each step at which ranks exchange requests; a true result is a request."""
 
     def __post_init__(self) -> None:
         if self.asks is not None and not callable(self.asks):
@@ -158,7 +158,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         if math.isnan(number):
             raise CheckpointError(
                 f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "
-                "step. Leave the metric out to save without it, or look why the training diverged"
+                "step. Leave the metric out to save without it, or check why training diverged"
             )
         found[str(name)] = number
     return found

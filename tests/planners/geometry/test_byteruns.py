@@ -70,7 +70,7 @@ def test_gaps_up_to_the_limit_are_read_as_well():
         (lambda: Window(0, (2,), (-1,), 1), "must be >= 0"),
         (lambda: Window(0, (2,), (1,), 0), "item size >= 1"),
         (lambda: Window.row_major(0, (2, 2), 1).crop(Box((1, 1), (2, 1))), "is outside a window"),
-        (lambda: Window.row_major(0, (2, 2), 1).permute((0, 0)), "no permutation"),
+        (lambda: Window.row_major(0, (2, 2), 1).permute((0, 0)), "is not a permutation"),
         (lambda: Window.row_major(0, (2, 2), 1).rearrange((0,)), "not of size 1"),
         (lambda: Window.row_major(0, (2, 2), 1).rearrange((0, 0, 1)), "distinct dims"),
     ],

@@ -149,7 +149,7 @@ def test_a_state_seen_through_views():
         (lambda: FUSED.split({"a": 4, "b": 1}), r"\{'a': 4, 'b': 1\} add up to 5, but dim 0 has 6 elements"),
         (lambda: FUSED.unstack(["a"]), "1 names for the 6 elements"),
         (lambda: FUSED.split_dim((4, 2)), "dim 0 of size 6 cannot become 4 x 2"),
-        (lambda: FUSED.transpose(0), "no order of the dims"),
+        (lambda: FUSED.transpose(0), "is not an order of the dims"),
         (lambda: FUSED.rearrange((0,)), "leaves out dim 1"),
         (lambda: FUSED.rearrange((0, 0, 1)), "distinct dims"),
         (lambda: FUSED[::2], "steps of 1 only"),

@@ -140,7 +140,7 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         (["--max-shard", "many"], "'many' is no size"),
         (["--names", "plane:megatron", "--config", "c"], "there is no naming 'plane': did you mean 'plain'?"),
         (["--format", "gguf"], "there is no format 'gguf': Known are native, megatron, "),
-        (["--onto", "fsdp=0"], "with numbers from 1 on"),
+        (["--onto", "fsdp=0"], "with numbers >= 1"),
     ],
 )
 def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:

@@ -28,7 +28,7 @@ def test_text_for_people(say, checkpoint) -> None:
     said = say("plan", checkpoint, "fsdp=3", "--limit", "2")
 
     assert "proved right: every wanted element is read exactly once" in said.out
-    assert "this does not say that the layout is the one you meant" in said.out
+    assert "this does not say that the layout is the one you intended" in said.out
     assert "rank     0 reads" in said.out
     assert "1 more rank;" in said.out
 
