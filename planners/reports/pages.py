@@ -15,6 +15,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Ints
+from planners.geometry.words import in_both_forms, legend, short_form
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify
@@ -88,6 +89,7 @@ def to_html(
         "traffic": _traffic(story, ranks_per_host),
         "loads": "".join(bars(loads, label) for label, loads in story.loads),
         "table": _table(story),
+        "notation": notation(layout for _, layout in story.sides),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE)
 
@@ -201,7 +203,7 @@ def _tensors(story: _Story, world: int) -> str:
 
 
 def _traffic(story: _Story, ranks_per_host: int) -> str:
-    head = '<section aria-labelledby="traffic"><h2 id="traffic">Traffic between hosts</h2>'
+    head = '<section aria-labelledby="traffic"><h2 id="traffic">Traffic between ranks</h2>'
     if story.traffic is None:
         return ""  # a plan without senders, or changed by hand or by views
     worlds = story.sides[0][1].world_size, story.sides[-1][1].world_size
@@ -330,15 +332,16 @@ def _sampled(axis: _DrawnAxis, size: int, cells: int, at_most: int = 40) -> _Dra
 
 
 def placed(layout: TensorLayout) -> str:
-    """The placements in words: `S(0), R over dp=2,tp=2`."""
-    if layout.mesh is None or layout.placements is None:
-        return "flat ranges" if hasattr(layout.form, "ranges") else "explicit boxes"
-    mesh = layout.mesh
-    axes = ",".join(f"{name}={size}" for name, size in mesh.axes)
-    some = ""
-    if mesh.has_explicit_ranks:
-        some = ", ranks in another order" if mesh.world_size == mesh.size else ", on some ranks"
-    return f"{', '.join(map(str, layout.placements))} over {axes or 'one rank'}{some}"
+    """The layout in words, with its short form."""
+    return in_both_forms(layout)
+
+
+def notation(sides: Iterable[StateLayout]) -> str:
+    """What the signs in the short forms of these layouts mean."""
+    signs = legend(form for side in sides for form in side.described(side, short_form).values())
+    rows = "".join(f"<li><b>{escape(sign)}</b> {escape(words)}</li>" for sign, words in signs)
+    head = '<section aria-labelledby="notation"><h2 id="notation">Notation</h2>'
+    return f"{head}<ul>{rows}</ul></section>" if rows else ""
 
 
 def _words(layout: TensorLayout, owners: Owners) -> str:
@@ -566,8 +569,8 @@ PAGE = """<!doctype html>
 <h1>{{title}}</h1>
 {{between}}{{verdict}}
 <dl>{{figures}}</dl>
-<section aria-labelledby="cuts"><h2 id="cuts">How tensors are sharded</h2>
-<p>Each region has the color of the lowest rank that holds it; neighbouring ranks look alike, and a rank has the same
+<section aria-labelledby="cuts"><h2 id="cuts">Layouts of the largest tensors</h2>
+<p>The color of a region shows the lowest rank that holds it. Neighboring ranks have similar colors. A rank has the same
 color on both sides.</p>
 {{tensors}}</section>
 {{traffic}}
@@ -577,6 +580,7 @@ color on both sides.</p>
 <label for="search">Search names, shapes and placements</label>
 <input id="search" type="search" autocomplete="off">
 <div class="scroll" tabindex="0">{{table}}</div></section>
+{{notation}}
 </main>
 <script>
 document.documentElement.classList.add("js");
@@ -584,7 +588,7 @@ const tensors = [...document.querySelectorAll(".tensor")], pick = document.getEl
 const show = i => tensors.forEach((t, j) => t.classList.toggle("shown", i === j));
 show(0);
 if (pick) pick.onchange = () => show(Number(pick.value));
-const body = document.querySelector("tbody"), rows = [...body.rows];
+const body = document.querySelector(".scroll tbody"), rows = [...body.rows];
 document.getElementById("search").oninput = event => {
   const words = event.target.value.toLowerCase().split(/ +/);
   for (const row of rows) {
@@ -592,7 +596,7 @@ document.getElementById("search").oninput = event => {
     row.hidden = !words.every(word => text.includes(word));
   }
 };
-document.querySelectorAll("th").forEach((head, i) => {
+document.querySelectorAll(".scroll th").forEach((head, i) => {
   let up = true;
   head.onclick = () => {
     const key = row => row.cells[i].dataset.sort ?? row.cells[i].textContent;

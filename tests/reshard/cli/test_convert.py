@@ -154,7 +154,7 @@ def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: l
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--select", "nothing*"], "nothing in"),
+        (["--select", "nothing*"], "matches 'nothing*'"),
         (["--select", "model.nrm"], "did you mean 'model.norm'?"),
         (["--onto", "nowhere"], "there is nothing at nowhere"),
         (["-f", "safetensors", "--onto", "fsdp=2"], "leave out --onto"),
