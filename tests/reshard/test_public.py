@@ -134,7 +134,10 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
             lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
             "optimizer_destinations.model, opti",
         ),
-        (lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path), "save reshard.get_optimizer_state_dict.model, optimizer. instead"),
+        (
+            lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path),
+            "get_optimizer_state_dict.model, opti",
+        ),
         (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
         (
             lambda path: reshard.redistribute({"w": torch.ones(1)}, path),
