@@ -386,11 +386,11 @@ def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: boo
         return f"wanted a tensor of shape {shape}, found {type(value).__name__}"
     found = global_shape(value)
     if found != shape and {found, shape} != {(), (1,)}:
-        return f"wanted shape {shape}, found {found}"
+        return f"expected shape {shape}, found {found}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
     if _kind(dtype_of(value)) > _kind(dtype):
-        return f"wanted {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you mean it"
+        return f"expected {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you mean it"
     return None
 
 

@@ -188,8 +188,8 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
         at = stop
     if data_at + at != source.nbytes:
         raise CorruptCheckpointError(
-            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was cut "
-            "short or appended to"
+            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was "
+            "truncated or appended to"
         )
 
 

@@ -238,7 +238,7 @@ def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp
 def test_somebody_else_s_files_are_never_replaced(name, tmp_path):
     (tmp_path / name).write_text('{"name": "my web application"}')
     for attempt in (reshard.save, lambda state, path: reshard.async_save(state, path).result()):
-        with pytest.raises(StorageError, match=f"holds {name}, which is of something else"):
+        with pytest.raises(StorageError, match=f"contains {name}, which is not from a checkpoint of this library"):
             attempt(STATE, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "web" in (tmp_path / name).read_text()

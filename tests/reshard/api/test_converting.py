@@ -367,7 +367,7 @@ def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_ther
             reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
             assert "other" not in reshard.open(target)
             continue
-        with pytest.raises(FormatError, match=r"another kind of checkpoint.*folder of its own"):
+        with pytest.raises(FormatError, match=r"another kind of checkpoint.*Choose an empty folder"):
             reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
         assert list(reshard.open(target)) == ["other"]
 

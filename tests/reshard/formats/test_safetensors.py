@@ -80,9 +80,7 @@ def test_indexes_that_lie(tmp_path: Path) -> None:
         open_checkpoint(indexed(tmp_path, d="gone.safetensors"))
     indexed(tmp_path)
     save_file({"b": B, "extra": A}, tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(
-        CorruptCheckpointError, match=r"1 tensors are in the files but not in the index, such as 'extra'"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"1 tensors are missing from the index, such as 'extra'"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weights": 1}')
     with pytest.raises(CorruptCheckpointError, match="no index of safetensors files"):
@@ -206,8 +204,8 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "no JSON": (b"{oops", b"", "no JSON"),
-    "a list": ([1], b"", "no JSON object"),
+    "no JSON": (b"{oops", b"", "is not JSON"),
+    "a list": ([1], b"", "is not a JSON object"),
     "the same key twice": (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":1}', b"", "the same key twice"),
     "no dtype": ({"a": {"shape": [1]}}, b"", "is malformed"),
     "negative size": ({"a": entry(shape=[-2])}, b"x" * 8, "is malformed"),
