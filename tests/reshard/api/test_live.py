@@ -102,7 +102,7 @@ REFUSED = {
     "a source without memory": ("LayoutError", "meta"),
     "memory that is shared": ("LayoutError", "shares memory with the source"),
     "a layout that is not so": ("LayoutError", "but gave [3, 3]"),
-    "a hole": ("LayoutError", "does not hold all"),
+    "a hole": ("LayoutError", "does not contain every element of the target"),
     "memory that ties two sources": ("KeyMismatchError", "map both to one source"),
 }
 
