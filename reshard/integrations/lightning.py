@@ -2,27 +2,40 @@
 
     Trainer(plugins=[ReshardIO()])                              # one device, DDP: Lightning has one whole state
     Trainer(strategy=ReshardModelParallel())                    # FSDP2, tensor parallelism: each rank has its part
+    Trainer(callbacks=[ReshardCheckpoint("run", every=Every(steps=500))])   # any of them; a CheckpointManager decides
 
-Either reads what Lightning itself wrote in its place. A checkpoint is a folder that is checked when
+The first two read what Lightning itself wrote in their place. A checkpoint is a folder that is checked when
 it is read, can be inspected and compared, and a save that was interrupted leaves the one before.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer import call
 
+from reshard.api.manager import CheckpointManager, RestoreReport
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
+from reshard.errors import CheckpointError
+from reshard.live.state import PerRank
 from reshard.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from reshard.stored.tensor import whole
 
-__all__ = ["ReshardIO", "ReshardModelParallel"]
+__all__ = ["ReshardCheckpoint", "ReshardIO", "ReshardModelParallel"]
+
+_SHARDED = ("state_dict", "optimizer_states")
+"""What Lightning's checkpoints have of model and optimizers."""
 
 
 class ReshardIO(CheckpointIO):
@@ -51,9 +64,7 @@ class ReshardModelParallel(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks call it. What is no model and no optimizer is saved as the first rank has it."""
-        sharded: dict[str, Any] = {
-            key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint
-        }
+        sharded: dict[str, Any] = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         rest = self.broadcast({key: value for key, value in checkpoint.items() if key not in sharded})
         save({**rest, **sharded}, self.broadcast(filepath))
 
@@ -82,3 +93,90 @@ class ReshardModelParallel(ModelParallelStrategy):
             )
         nested = checkpoint.nested()
         return {key: whole(value) for key, value in nested.items() if key not in state}
+
+
+class ReshardCheckpoint(CheckpointCallback):
+    """While `fit` runs, a `reshard.CheckpointManager` saves what is due; `fit` begins with its newest step.
+
+        Trainer(callbacks=[ReshardCheckpoint("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3))])
+
+    Args:
+        root, options: of `CheckpointManager`. The metric of `keep` is one of `trainer.callback_metrics`.
+
+    Attributes:
+        manager: that of the last `fit`; None before, and with `fast_dev_run`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+        self.manager: CheckpointManager | None = None
+        self._make = partial(CheckpointManager, root, **options)
+        self._state: dict[str, Any] = {}
+        self._restored: RestoreReport | None = None
+        self._step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the newest step."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by name
+            return
+        self.manager = self._make()
+        self._state = {
+            "model": pl_module,
+            "optim": trainer.optimizers,
+            "rng": torch.default_generator,
+            "trainer": PerRank(_TrainerState(trainer), on_change=lambda saved, *_: saved[0]),
+        }
+        self._restored = self.manager.restore(self._state, strict=pl_module.strict_loading)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raises CheckpointError if Lightning has resumed from a `ckpt_path`, too: some strategies do so last."""
+        if self._restored is not None and trainer.ckpt_path is not None:
+            raise CheckpointError(
+                f"fit got ckpt_path={trainer.ckpt_path!r}, and {self._restored.path} is there, too: leave ckpt_path "
+                "out to continue from that step, or choose another root"
+            )
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save what is due, unless the batch only added to gradients, which are not saved."""
+        if self.manager is None or self._step == trainer.global_step:
+            return
+        self._step, name = trainer.global_step, self.manager.keep.metric
+        metric = trainer.callback_metrics.get(name) if name else None
+        metrics = {} if metric is None or metric.isnan() else {name: metric}
+        if self.manager.save(self._step, self._state, metrics).preempted:
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the manager; what fails there becomes a note of the exception."""
+        if self.manager is not None:
+            trainer._signal_connector.teardown()  # its handlers first, which came after the manager's
+            self.manager.__exit__(type(exception), exception, None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close the manager."""
+        if self.manager is not None:
+            self.manager.close()
+
+
+class _TrainerState:
+    """What a trainer has beside model and optimizers: loops, schedules, callbacks, precision, data."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        dumped = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return {key: value for key, value in dumped.items() if key not in _SHARDED}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = state
+        call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", state)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        connector.restore_lr_schedulers()
+        connector._loaded_checkpoint = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,27 @@ from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
-pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore")]  # of the framework: not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework: not ours to mend
 
 
-def fit(folder: Path, steps: int, ckpt_path: Path | None, *, tensor_parallel: int, ours: bool = True) -> dict[str, Any]:
-    """Train on two ranks to so many steps, saving at the end; what all of it is then."""
+def fit(
+    folder: Path,
+    steps: int,
+    ckpt_path: Path | None,
+    *,
+    tensor_parallel: int = 0,
+    ours: bool = True,
+    managed: bool = False,
+    ranks: int = 2,
+) -> dict[str, Any]:
+    """Train to so many steps, saving at the end, or by a manager; what all of it is then."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.utils.data import DataLoader
 
-    from reshard.integrations.lightning import ReshardModelParallel
+    from reshard.integrations.lightning import ReshardCheckpoint, ReshardModelParallel
 
     class Net(LightningModule):
         def __init__(self) -> None:
@@ -39,7 +50,7 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None, *, tensor_parallel: in
             if tensor_parallel > 1:
                 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
                 parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-            else:
+            elif tensor_parallel:
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -48,16 +59,21 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None, *, tensor_parallel: in
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    strategy = (ReshardModelParallel if ours else ModelParallelStrategy)(
-        data_parallel_size=2 // tensor_parallel, tensor_parallel_size=tensor_parallel
-    )
+    strategy: Any = "ddp" if ranks > 1 else "auto"
+    if tensor_parallel:
+        strategy = (ReshardModelParallel if ours else ModelParallelStrategy)(
+            data_parallel_size=2 // tensor_parallel, tensor_parallel_size=tensor_parallel
+        )
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=steps, logger=False,
+        enable_checkpointing=managed,
+        callbacks=[ReshardCheckpoint(folder, every=reshard.Every(steps=1))] if managed else [],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Net()
     trainer.fit(module, DataLoader(torch.sin(torch.arange(256.0)).reshape(32, 8), batch_size=4), ckpt_path=ckpt_path)
-    trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
+    if not managed:
+        trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt")
     model, optim = reshard.get_state_dict(module, *trainer.optimizers)
     return {"step": trainer.global_step, "model": gathered(model), "optim": gathered(optim)}
 
@@ -76,16 +92,170 @@ def swap(text: str) -> list[bool]:
     )  # the newest of a run, and nothing is left to do
     fit(folder / "theirs", 2, None, tensor_parallel=1, ours=False)
     taken_over = fit(folder / "later", 2, folder / "theirs" / "step=2.ckpt", tensor_parallel=2)
-    return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over)]
+    fit(folder / "managed", 2, None, tensor_parallel=1, ours=False, managed=True)
+    found = [same(saved, fit(folder / "managed", 2, None, tensor_parallel=n, managed=True)) for n in (2, 0)]
+    not_sharded = fit(folder / "managed by DDP", 2, None, managed=True)
+    found.append(same(not_sharded, fit(folder / "managed by DDP", 2, None, tensor_parallel=1, managed=True)))
+    return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over), *found]
 
 
+@pytest.mark.gloo
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 def test_sharded_training_resumes_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
 
-    assert gloo.run(swap, 2, str(tmp_path)) == [[True] * 3] * 2
+    assert gloo.run(swap, 2, str(tmp_path)) == [[True] * 6] * 2
+
+    alone = fit(tmp_path / "managed", 3, None, managed=True, ranks=1)
+    assert alone["step"] == 3  # one more
+    assert reshard.open(tmp_path / "managed").url.endswith("step-3")
 
     saved = reshard.open(tmp_path / "ours")
     assert saved.format == "native"
     assert saved.objects["global_step"] == 2
+
+
+class Batches:
+    """Shuffled batches, in an order of each epoch, which go on where they were."""
+
+    def __init__(self) -> None:
+        self.epoch = self.taken = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.taken == len(self):
+            self.epoch, self.taken = self.epoch + 1, 0
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).reshape(6, 4)
+        while self.taken < len(self):
+            self.taken += 1
+            yield torch.sin(order[self.taken - 1][:, None] + torch.arange(8.0))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+
+
+class Killed(Exception):
+    """Stands for the end of a job."""
+
+
+def die() -> None:
+    raise Killed
+
+
+def train(
+    root: Path | None,
+    *,
+    at: int = -1,
+    do: Callable[[], object] = die,
+    accumulate: int = 1,
+    ckpt: Path | None = None,
+    epochs: int = 3,
+    **options: Any,
+) -> tuple[dict[int, float], Any]:
+    """Three epochs, where something happens at a batch: the losses by number of batch, and the manager."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from reshard.integrations.lightning import ReshardCheckpoint
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 2))
+            self.losses: dict[int, Any] = {}
+            self.seen = torch.zeros(())
+            self.batches = 0
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if self.batches == at:
+                do()
+            self.losses[self.batches] = loss = self.net(batch).square().mean()
+            self.batches += 1
+            self.log("loss", loss)
+            return loss
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["batches"] = self.batches
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.batches = checkpoint["batches"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    options.setdefault("every", reshard.Every(steps=2))
+    callback = None if root is None else ReshardCheckpoint(root, **options)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=accumulate, logger=False,
+        callbacks=[] if callback is None else [callback], enable_checkpointing=callback is not None,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    net = Net()
+    try:
+        trainer.fit(net, Batches(), ckpt_path=ckpt if ckpt and ckpt.exists() else None)
+        if ckpt:
+            trainer.save_checkpoint(ckpt)
+    except (Killed, SystemExit):  # Lightning exits after SIGTERM
+        assert at >= 0
+    return {number: loss.item() for number, loss in net.losses.items()}, callback and callback.manager
+
+
+@pytest.mark.parametrize(("dies_at", "accumulate"), [(4, 1), (9, 2), (12, 1), (15, 2)])
+def test_a_run_that_dies_within_an_epoch_goes_on_bit_for_bit(tmp_path: Path, dies_at: int, accumulate: int) -> None:
+    straight, _ = train(None, accumulate=accumulate)
+    caught = signal.getsignal(signal.SIGTERM)
+    first, _ = train(tmp_path, at=dies_at, accumulate=accumulate)
+    assert signal.getsignal(signal.SIGTERM) == caught
+
+    then, manager = train(tmp_path, accumulate=accumulate)
+
+    assert sorted(straight) == list(range(18))
+    assert len(first) == dies_at
+    assert min(then) == dies_at // (2 * accumulate) * 2 * accumulate
+    assert {**first, **then} == straight
+    assert manager.latest_step() == 18 // accumulate // 2 * 2
+    assert all(reshard.verify(tmp_path / f"step-{step}").ok for step in manager.all_steps())
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_run_that_is_preempted_saves_and_ends(tmp_path: Path, by_signal: bool) -> None:
+    straight, _ = train(None)
+    notice = tmp_path / "notice"
+    do = (lambda: signal.raise_signal(signal.SIGTERM)) if by_signal else notice.touch
+    options: dict[str, Any] = {"every": reshard.Every(steps=100), "preemption": reshard.Preemption(file=notice)}
+    first, manager = train(tmp_path / "run", at=8, do=do, **options)
+    assert sorted(first) == list(range(9))
+    assert manager.all_steps() == [9]
+    notice.unlink(missing_ok=True)
+
+    then, _ = train(tmp_path / "run", **options)
+
+    assert {**first, **then} == straight
+    assert not first.keys() & then.keys()
+
+
+def test_the_best_steps_stay(tmp_path: Path) -> None:
+    keep = reshard.Keep(last=1, best=1, metric="loss")
+
+    losses, manager = train(tmp_path / "run", every=reshard.Every(steps=1), keep=keep)
+
+    best = min(losses, key=lambda number: losses[number]) + 1
+    assert manager.all_steps() == sorted({best, 18})
+    assert manager.best_step() == best
+
+
+def test_a_second_place_to_resume_from_is_refused(tmp_path: Path) -> None:
+    train(None, ckpt=tmp_path / "file", epochs=1)
+    losses, _ = train(tmp_path / "run", ckpt=tmp_path / "file", at=8)  # as long as the root has nothing
+    assert sorted(losses) == [6, 7]
+
+    with pytest.raises(reshard.ReshardError, match="step-8 is there, too: leave ckpt_path out"):
+        train(tmp_path / "run", ckpt=tmp_path / "file")
