@@ -10,7 +10,7 @@ SHARE = 0.6
 
 
 def examples(number: int, most: int | None = None) -> int:
-    """A share of `number`, or what a profile such as `nightly` wants, but at most `most` where one example takes long."""
+    """A share of `number`, or what a profile such as `nightly` wants; at most `most` where one example takes long."""
     wanted = settings.default.max_examples
     wanted = wanted if most is None else min(wanted, most)
     return max(number, wanted) if wanted > DEFAULT else max(round(SHARE * number), 1)

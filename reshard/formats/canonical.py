@@ -87,26 +87,26 @@ def _check(fqn: str, wanted: tuple[int, ...], states: Mapping[str, Value], why: 
 
 
 HINTS: dict[str, str] = {
-    "param_names": "names of the optimizer's parameters by integer id: a list, or {id: name}; where several ranks or "
-    "stages count for themselves, {stage or folder: that}",
-    "param_groups": "names of the parameters of each group, a list of lists, where the file's own lists are wrong",
+    "param_names": "names of the optimizer's parameters by integer id: a list or {id: name}; if ranks or stages count "
+    "separately, {stage or folder: either}",
+    "param_groups": "names of the parameters of each group, a list of lists, if the file's own lists are wrong",
     "param_shapes": "{name: shape} of the parameters, in the order in which the model registers them",
     "flat_params": "the parameters inside each flat parameter: {its id or name: [(name, shape), ...]}",
-    "shard_ranks": "how many neighbouring ranks of FSDP1 hold one copy of the parameters: fewer than all with "
+    "shard_ranks": "number of consecutive FSDP1 ranks that hold one copy of the parameters: fewer than all with "
     "HYBRID_SHARD, 1 with NO_SHARD",
-    "names": "{name in the checkpoint: canonical name}, for single parameters or for leading parts of names",
-    "tied": "{further name: name} of parameters that several names share and that are stored under one",
-    "prefix": "leading part of all names to take away, such as 'net.'; '' takes none away",
-    "layer_offsets": "{stage or folder: number in the whole model of its layer 0}",
-    "vocab_size": "rows of the embedding that are no padding",
-    "num_layers": "how many layers the model has, where the checkpoint does not say",
-    "tp_dims": "{name or glob: dim that tensor parallelism cuts, or None}, for parameters of unusual names",
+    "names": "{name in the checkpoint: canonical name}, for single parameters or prefixes",
+    "tied": "{alias: name} of tied parameters that are stored under one name",
+    "prefix": "prefix to remove from all names, such as 'net.'; '' removes none",
+    "layer_offsets": "{stage or folder: number in the full model of its layer 0}",
+    "vocab_size": "rows of the embedding without padding",
+    "num_layers": "number of layers, if the checkpoint does not record it",
+    "tp_dims": "{name or glob: dim that tensor parallelism shards, or None}, for unusual names",
     "param_order": "names of the model's parameters in the order in which the model registers them",
-    "kv_heads": "how many key/value heads: splits the fused wqkv of optimizer states like the weights",
-    "head_dim": "size of an attention head: the other way to split fused wqkv",
-    "keep_parametrizations": "True keeps names with .parametrizations. in them as they are",
-    "expert_optimizer": "for what is written in Megatron's format: whether experts have an optimizer of their own, as "
-    "they have there under expert parallelism",
+    "kv_heads": "number of key/value heads, to split fused wqkv in optimizer state",
+    "head_dim": "size of an attention head, the alternative for fused wqkv",
+    "keep_parametrizations": "True keeps names with .parametrizations.",
+    "expert_optimizer": "when writing Megatron's format: whether experts have a separate optimizer, as under expert "
+    "parallelism",
     "stored_names": "True keeps the names and shapes of Hugging Face files as they are on disk",
 }
 """Every hint that `normalized()` understands, and what it is."""

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -107,7 +108,8 @@ class Generation:
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
         self._check_current()
-        self.storage.delete(HF_INDEX)  # at no time, whatever happens, does it lead to another save than the manifest
+        with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
+            self.storage.delete(HF_INDEX)
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), self._check_current)
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
@@ -411,7 +413,7 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str] | None) -> None:
-    """Where one rank has written every tensor whole, say so.
+    """Where one rank has written every tensor whole, say so; else remove the index of an older save.
 
     Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
     there is none in the end, which is better than one of files that are gone.
@@ -421,7 +423,9 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
         files: the name of each rank's data file; None where they do not hold all.
     """
     weight_map = None if files is None else _weight_map(plan, files)
-    if weight_map is not None and counts(storage, save_id):
+    if weight_map is None:
+        storage.delete(HF_INDEX)
+    elif counts(storage, save_id):
         storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
         if not counts(storage, save_id):
             storage.delete(HF_INDEX)
