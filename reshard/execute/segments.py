@@ -26,30 +26,11 @@ from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES",
-    "LOCAL_SEGMENT_BYTES",
-    "REMOTE_SEGMENT_BYTES",
-    "TAIL_PAGE_BYTES",
-    "WHOLE_SHARE",
-    "Check",
-    "FileFootprint",
-    "OneOrMany",
-    "ReadFootprint",
-    "RemoteReading",
-    "Segment",
-    "SegmentPart",
-    "assign_segments",
-    "compare_segment",
-    "copy_parts",
-    "footprint_of",
-    "has_whole_blocks",
-    "parts_between",
-    "parts_by_segment",
-    "read_segment",
-    "segment_bytes",
-    "segment_end",
-    "touch_us_per_mib",
-    "unchecked_bytes",
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES",
+    "WHOLE_SHARE", "Check", "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "Segment",
+    "SegmentPart", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
+    "has_whole_blocks", "parts_between", "parts_by_segment", "read_segment", "segment_bytes",
+    "segment_end", "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
 
 
