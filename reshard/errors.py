@@ -1,4 +1,4 @@
-"""All exceptions, which also derive from built-in ones. Each names what, where, and the fix."""
+"""All exceptions. They also derive from built-in ones. Each message says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 

@@ -388,11 +388,9 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 
 def layout_of(state: Any, fqn: str = "") -> Any:
-    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`,
-    named `fqn`).
+    """Return the layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
 
-    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on
-    every rank.
+    Values that are not tensors are skipped. Plain tensors count as full tensors on every rank.
     """
     if is_tensor(state):
         return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))

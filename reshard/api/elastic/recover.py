@@ -398,29 +398,26 @@ def gather(
     overwrite: bool = False,
     executor: Executor | None = None,
 ) -> GatherReport:
-    """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no
-    model.
+    """Build one checkpoint from the folders that the hosts of a job left, without a running job or a model.
 
         report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
 
-    Every block is compared with its checksum; of several copies, and of several damaged ones, what
-    is good is taken.
+    Every block is compared with its checksum. If one copy is damaged, the good blocks of all copies are used.
 
     Args:
-        folders: of hosts, each the folder of a `Tier` and in it the name of the host.
-        out: where the checkpoint goes.
-        step: which generation; by default the newest, by the decision of `Tier.restore`. If that is
-            not whole, an older one must be asked for.
-        overwrite: a checkpoint that is there is replaced.
-        executor: compares and writes in tasks; all workers see all folders.
+        folders: one per host: the folder of a `Tier` and in it the name of the host.
+        out: path of the new checkpoint.
+        step: which generation. Default: the newest, as `Tier.restore` decides. If that one is not complete, you must
+            pass the step of an older one.
+        overwrite: replace an existing checkpoint.
+        executor: compares and writes in tasks. All workers must see all folders.
 
     Raises (nothing is written then):
-        CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
-        CorruptCheckpointError: what is left is not whole: it names tensors and regions, and an
-            older one that is whole.
-        CheckpointError: it cannot be told which generation the job lived on last: `step` can say
-            it.
-        FormatError: a checkpoint is at `out` already.
+        CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
+        CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
+            generation that is complete.
+        CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
+        FormatError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]

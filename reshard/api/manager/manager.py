@@ -1,4 +1,4 @@
-"""`CheckpointManager`: one object that keeps the checkpoints of a training run. It decides, the verbs do the work."""
+"""`CheckpointManager`: manages the checkpoints of a training run. It decides when; `save` and `load` do the work."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
 
 @dataclass(frozen=True)
 class StepReport(Tabled):
-    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saved or keeps anything."""
+    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saves the step anywhere."""
 
     step: int
     storage: str
-    """Why the step goes to storage; empty if it does not."""
+    """Why the step is saved to storage; empty if it is not."""
     memory: str
     """Why it is kept in memory; empty if it is not."""
     preempted: str
-    """Who asks the job to end: the step is whole in storage, and the loop had better end now. Else empty."""
+    """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
+    no request."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -57,14 +58,14 @@ class StepReport(Tabled):
 
 @dataclass(frozen=True, repr=False)
 class RestoreReport(Tabled):
-    """What `CheckpointManager.restore` did. Equal on all ranks but for `load`."""
+    """What `CheckpointManager.restore` did. Only `load` differs between ranks."""
 
     step: int
     path: str
-    """Where it comes from: the folder of the memory tier, or the checkpoint in storage."""
+    """Source of the state: the folder of the memory tier, or the checkpoint in storage."""
     from_memory: bool
     passed_over: tuple[str, ...]
-    """Newer ones that could not be taken, and why."""
+    """Newer steps that could not be loaded, and why."""
     load: LoadReport
 
     def __repr__(self) -> str:
@@ -74,8 +75,8 @@ class RestoreReport(Tabled):
 
 
 class CheckpointManager:
-    """The checkpoints of a training run below `root`: saved when they are due, in the background; kept as long as they
-    are wanted; restored in whatever topology there is then.
+    """Manages the checkpoints of a training run below `root`: saves them in the background when they are due, removes
+    old ones, and restores the newest one in any topology.
 
         state = {"model": model, "optim": optimizer, "step": 0}
         with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
@@ -357,7 +358,8 @@ class CheckpointManager:
                 when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
-        Raises, beside what `reshard.load` does, CheckpointNotFoundError if the step is not there, or none is whole.
+        Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist or no step is
+        complete.
         """
         self.wait()
         group = self._group()

@@ -1,4 +1,4 @@
-"""What a manager decides by, as values: when a step is due, which steps stay, and who may ask for a save."""
+"""Policies of a checkpoint manager: when to save, which steps to retain, and what may request a save."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Every:
             raise CheckpointError(f"Every: seconds must be a positive number, got {self.seconds!r}")
 
     def is_multiple(self, step: int, before: int) -> bool:
-        """Whether a multiple of `steps` lies behind step `before`, up to and with `step`."""
+        """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
         return self.steps is not None and step // self.steps > before // self.steps
 
     def why(self, step: int, before: int, waited_s: float) -> str:
-        """Why the step is due; empty if it is not.
+        """Return why the step is due; empty if it is not.
 
         Args:
-            before: the step of the call before.
-            waited_s: since the last that was due.
+            before: the step of the previous call.
+            waited_s: seconds since the last step that was due.
         """
         if self.is_multiple(step, before):
             return f"every {self.steps} steps"
@@ -92,13 +92,13 @@ class Keep:
             raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps that have the metric, the best first."""
+        """Return the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         rows = [(sign * its[self.metric], -step) for step, its in metrics.items() if self.metric in its]
         return [-step for _, step in sorted(rows)]
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Of all steps that there are, with the metrics of each, those that stay."""
+        """Return the steps that stay, given all steps and their metrics."""
         steps = sorted(metrics)
         if self.last is None:
             return set(steps)
@@ -129,7 +129,7 @@ class Preemption:
                 raise CheckpointError(f"Preemption: {number!r} is not a signal")
 
     def asked(self) -> list[str]:
-        """Who asks now, but for signals."""
+        """Return what requests a save now, except signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
         return [*found, *(["Preemption.asks"] if self.asks is not None and self.asks() else [])]
 
