@@ -53,28 +53,35 @@ def fingerprint(
     key: Key = PUBLIC,
     executor: Executor | None = None,
 ) -> dict[str, str]:
-    """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by its dotted key.
+    """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by its
+    dotted key.
 
-    For a state dict, the result is the same on every rank. With torch.distributed initialized, the call is collective
-    over the default group: each rank digests its own shards of DTensors and ShardedTensors. No tensor is gathered; a
-    rank exchanges the name and about 60 bytes of each. Replicas, and plain tensors with the same name on several ranks,
-    must be equal bit for bit.
+    For a state dict, the result is the same on every rank. With torch.distributed initialized, the
+    call is collective over the default group: each rank digests its own shards of DTensors and
+    ShardedTensors. No tensor is gathered; a rank exchanges the name and about 60 bytes of each.
+    Replicas, and plain tensors with the same name on several ranks, must be equal bit for bit.
 
-    For a checkpoint, given as a path, `Storage`, or open `Checkpoint`, this process reads every tensor, in pieces.
-    Other ranks take no part, and saved fingerprints are not used.
+    For a checkpoint, given as a path, `Storage`, or open `Checkpoint`, this process reads every
+    tensor, in pieces. Other ranks take no part, and saved fingerprints are not used.
 
     Args:
-        state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a checkpoint; or a checkpoint.
-        layouts: layouts of plain local tensors, by dotted key. Default: the tensors say it themselves.
+        state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a
+            checkpoint; or a checkpoint.
+        layouts: layouts of plain local tensors, by dotted key. Default: the tensors say it
+            themselves.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
-        exchange: how bytes reach the other ranks. Default: `reshard.ranks.group.Group`. `alone` uses this process only.
+        exchange: how bytes reach the other ranks. Default: `reshard.ranks.group.Group`. `alone`
+            uses this process only.
         key: see `Key`.
         executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
 
     Raises:
-        ReplicaDriftError: replicas differ. The message names the tensors and the ranks, on all ranks.
-        LayoutError: ranks disagree about dtype or shape, or their shards do not cover a full tensor.
-        CheckpointError: the argument is neither a state dict nor a checkpoint, or layouts were given for a checkpoint.
+        ReplicaDriftError: replicas differ. The message names the tensors and the ranks, on all
+            ranks.
+        LayoutError: ranks disagree about dtype or shape, or their shards do not cover a full
+            tensor.
+        CheckpointError: the argument is neither a state dict nor a checkpoint, or layouts were
+            given for a checkpoint.
     """
     if executor is not None:
         check_executor(executor, 1, state_dict)

@@ -93,23 +93,22 @@ def load(
         mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping` from
             the names and shapes of the checkpoint to those of `state_dict`.
         dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
-        check: compare the data with checksums where the format has them. `.bytes_unchecked` of the report says how many
-            bytes were not compared.
+        check: compare with checksums where the format has them. `.bytes_unchecked` counts bytes that were not compared.
         read_once: True or "job": each byte is read once in the job, and ranks that need the same elements send them to
             each other through the process group. Not with dtype_policy "saved". None or "host": ranks of one host read
             for each other where that reads less, see docs/reading.md. False or "rank": each rank reads for itself.
         process_group: the ranks that load together. A key is unexpected only if no rank's target has it.
         alone: this process loads by itself, even in a running job. It reads its own shards of sharded tensors.
         threads: maximum number of copy threads; default: this process's share of the host's processors, up to 8.
-        memory_budget_bytes: memory for staging and for data that cannot be mapped; at least 128 KiB; default: 32 MiB
-            per thread.
+        memory_budget_bytes: for staging, and for data that cannot be mapped; at least 128 KiB; default: 32 MiB per
+            thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
-        LayoutError: ranks pass different options other than mapping, check, threads, memory_budget_bytes, and progress,
-            or a target cannot be filled in place.
+        LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
+            target cannot be filled in place.
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)

@@ -1,7 +1,8 @@
 """Memory to load a fresh optimizer's state into, without a step of the optimizer.
 
-A new optimizer holds no state, so its state dict has nothing to fill. The checkpoint says which parameters have which
-state. A state tensor with the shape of its parameter is sharded like the parameter.
+A new optimizer holds no state, so its state dict has nothing to fill. The checkpoint says which
+parameters have which state. A state tensor with the shape of its parameter is sharded like the
+parameter.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ __all__ = ["optimizer_destinations"]
 def optimizer_destinations(
     model: Models, optimizers: Optimizer | Iterable[Optimizer], source: Any, *, prefix: str = "optim"
 ) -> dict[str, Any]:
-    """Allocate an optimizer state dict for the state that `source` contains, without stepping or changing the
-    optimizer.
+    """Allocate an optimizer state dict for the state that `source` contains, without stepping or
+    changing the optimizer.
 
     Pass the result to `load`, then to `set_optimizer_state_dict`.
 
     Args:
         source: the checkpoint, open or as a path.
-        prefix: the key that the optimizer's state dict was saved under: "optim" for {"optim": ...}, "" for none.
+        prefix: the key that the optimizer's state dict was saved under: "optim" for {"optim": ...},
+            "" for none.
 
     Returns:
-        `{"state": {fqn: {name: value}}, "param_groups": [...]}` for the model's parameters that were saved with state.
-        Tensors with the shape of the parameter are sharded like it, in the saved dtype; all others are full tensors.
-        Groups are those of the optimizer. If the flat form was saved, the flat form is returned: `state.<fqn>.<name>`
-        and `param_groups.<fqn>.<field>`. A tensor that was saved once under several keys has one destination. A load of
-        the complete state ties it to a parameter again if the two were saved as one.
+        `{"state": {fqn: {name: value}}, "param_groups": [...]}` for the model's parameters that
+        were saved with state. Tensors with the shape of the parameter are sharded like it, in the
+        saved dtype; all others are full tensors. Groups are those of the optimizer. If the flat
+        form was saved, the flat form is returned: `state.<fqn>.<name>` and
+        `param_groups.<fqn>.<field>`. A tensor that was saved once under several keys has one
+        destination. A load of the complete state ties it to a parameter again if the two were saved
+        as one.
 
     Raises:
         KeyMismatchError: the checkpoint has nothing under `prefix`.

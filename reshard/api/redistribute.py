@@ -60,10 +60,11 @@ class TransferReport(FilledReport):
     bytes_moved: int
     """Bytes sent between ranks, in the job."""
     bytes_between_groups: int
-    """Of `bytes_moved`, bytes sent from source ranks to target ranks if no rank is on both sides. With
-    `ranks_per_host`, bytes sent between hosts. 0 if there is only one group."""
+    """Of `bytes_moved`, bytes sent from source ranks to target ranks if no rank is on both sides.
+    With `ranks_per_host`, bytes sent between hosts. 0 if there is only one group."""
     bytes_among_receivers: int
-    """Of `bytes_moved`, bytes that replicas of the target sent to each other after each had received a part."""
+    """Of `bytes_moved`, bytes that replicas of the target sent to each other after each had
+    received a part."""
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
@@ -73,7 +74,8 @@ class TransferReport(FilledReport):
     buffer_bytes: int
     """Memory used in addition to sources and targets."""
     planned: bool
-    """True if this call made the plan; False if it reused the plan of an earlier transfer of the same layouts."""
+    """True if this call made the plan; False if it reused the plan of an earlier transfer of the
+    same layouts."""
 
     def __repr__(self) -> str:
         """One line: what was moved, and the first names of what was not."""
@@ -330,10 +332,12 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Prepared:
-    """Make the plan and the buffers of a transfer that runs often, such as after every training step.
+    """Make the plan and the buffers of a transfer that runs often, such as after every training
+    step.
 
-    Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call `run`. The result refers
-    to the tensors that you pass. Their values and their memory may change between runs.
+    Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
+    `run`. The result refers to the tensors that you pass. Their values and their memory may change
+    between runs.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
@@ -361,29 +365,37 @@ def redistribute(
 ) -> TransferReport:
     """Fill `target` in place with the values of `source`, whatever the layouts of the two.
 
-    Collective. Both arguments are (nested) state dicts of DTensors, ShardedTensors, plain tensors, and plain data. A
-    plain tensor is a full tensor on every rank that has it, unless a layout says otherwise. Plain data is replaced. A
-    rank passes None or {} for a side that it does not take part in: training ranks and inference ranks may be different
-    ones. Each byte that a rank lacks is sent to it once; what it already holds is copied locally. All ranks agree on
-    the transfer before any byte moves.
+    Collective. Both arguments are (nested) state dicts of DTensors, ShardedTensors, plain tensors,
+    and plain data. A plain tensor is a full tensor on every rank that has it, unless a layout says
+    otherwise. Plain data is replaced. A rank passes None or {} for a side that it does not take
+    part in: training ranks and inference ranks may be different ones. Each byte that a rank lacks
+    is sent to it once; what it already holds is copied locally. All ranks agree on the transfer
+    before any byte moves.
 
     Args:
-        process_group: the ranks that take part. Layouts name them by their ranks in the default group.
+        process_group: the ranks that take part. Layouts name them by their ranks in the default
+            group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
-        mapping: target key -> source key, for keys that differ; or a `reshard.mapping.Mapping` from the names and
-            shapes of the source to those of the target.
-        views: targets that consist of sources of other shapes: `planners.concat("wqkv", [q, k, v])`.
-        source_layouts, target_layouts: layouts of plain local tensors, by key (`planners.TensorLayout`).
+        mapping: target key -> source key, for keys that differ; or a `reshard.mapping.Mapping` from
+            the names and shapes of the source to those of the target.
+        views: targets that consist of sources of other shapes: `planners.concat("wqkv", [q, k,
+            v])`.
+        source_layouts, target_layouts: layouts of plain local tensors, by key
+            (`planners.TensorLayout`).
         strict: False ignores keys that only one side has.
-        dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the smaller dtype.
+        dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
+            smaller dtype.
         check_replicas: compare digests of replicas before they are sent.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
-        ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host where possible.
+        ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host
+            where possible.
         timeout: limit for each phase, in seconds or as a `timedelta`.
 
     Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: lists all missing, unexpected, and mismatched keys; or values differ between ranks.
-        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and target share memory.
+        KeyMismatchError: lists all missing, unexpected, and mismatched keys; or values differ
+            between ranks.
+        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and
+            target share memory.
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
@@ -404,17 +416,19 @@ def verify_live(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Report:
-    """Compare every target tensor with its sources, bit for bit, by fingerprints. Layouts may differ.
+    """Compare every target tensor with its sources, bit for bit, by fingerprints. Layouts may
+    differ.
 
-    Collective. Arguments are those of `redistribute`. Every rank digests its own shards, and sends and receives about
-    60 bytes per tensor. Where dtypes differ, sources are converted to the target's dtype first. All NaNs then count as
-    equal, because torch's conversion can give the same NaN different bits.
+    Collective. Arguments are those of `redistribute`. Every rank digests its own shards, and sends
+    and receives about 60 bytes per tensor. Where dtypes differ, sources are converted to the
+    target's dtype first. All NaNs then count as equal, because torch's conversion can give the same
+    NaN different bits.
 
     Returns the same report on all ranks, with a finding for each target that differs.
 
     Raises:
-        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or of the target, hold
-            different ones.
+        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or
+            of the target, hold different ones.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))

@@ -35,16 +35,18 @@ class Step:
     nbytes: int
     """Size of its tensors, as far as known."""
     problem: str | None
-    """Why it is not complete; None if it is complete, judged by the names and sizes of its files."""
+    """Why it is not complete; None if it is complete, judged by the names and sizes of its files.
+    """
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
 
-    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run. Two levels of folder
-    names are searched.
+    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run.
+    Two levels of folder names are searched.
 
-    Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with two runs.
+    Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
+    two runs.
     """
     found = []
     for seen in steps_at(folder, is_sure=True):
@@ -60,26 +62,31 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint at or directly below `folder`, or None. The time at which its save began
-    counts.
+    """Return the newest complete checkpoint at or directly below `folder`, or None. The time at
+    which its save began counts.
 
-    A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is missing or truncated.
+    A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
+    missing or truncated.
 
-    Raises FormatError if a newer version of reshard wrote one of them, because that one may be the newest.
+    Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
+    newest.
     """
     found = complete(folder)
     return found[-1][1] if found else None
 
 
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
-    """Remove all complete checkpoints directly below `folder` except the `keep_last` newest. Return the removed paths.
+    """Remove all complete checkpoints directly below `folder` except the `keep_last` newest. Return
+    the removed paths.
 
-    Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and the next call
-    finishes it. Files that killed saves and conversions left are removed, too. Damaged checkpoints and those that a
-    save is replacing at the moment stay, and do not count. Only files that saves and conversions wrote are removed:
-    other files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
+    Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
+    the next call finishes it. Files that killed saves and conversions left are removed, too.
+    Damaged checkpoints and those that a save is replacing at the moment stay, and do not count.
+    Only files that saves and conversions wrote are removed: other files stay, and so do their
+    folders. With an `executor`, each checkpoint is removed in a task.
 
-    Raises CheckpointError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a checkpoint.
+    Raises CheckpointError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
+    checkpoint.
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""`trace_layout`: runs a job's own parallelization code on meta tensors, for each rank, in one process.
+"""`trace_layout`: runs a job's own parallelization code on meta tensors, for each rank, in one
+process.
 
-A fake process group of any size lets the code run as rank r of the job. The resulting model shows how every tensor is
-placed, so a plan describes the real model and not a set of rules.
+A fake process group of any size lets the code run as rank r of the job. The resulting model shows
+how every tensor is placed, so a plan describes the real model and not a set of rules.
 """
 
 from __future__ import annotations
@@ -27,23 +28,28 @@ __all__ = ["trace_layout"]
 
 
 def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[int] | None = None) -> StateLayout:
-    """Return the layout of a job with `world_size` ranks by running the job's own code in this process.
+    """Return the layout of a job with `world_size` ranks by running the job's own code in this
+    process.
 
     Args:
-        build: builds and parallelizes what one rank has, as in the job: a module, a list of modules (the pipeline
-            stages of the rank), or a state dict of such tensors. It runs with `torch.device("meta")` as default device
-            and a default process group whose collectives do nothing. It must build the same for the same rank.
+        build: builds and parallelizes what one rank has, as in the job: a module, a list of modules
+            (the pipeline stages of the rank), or a state dict of such tensors. It runs with
+            `torch.device("meta")` as default device and a default process group whose collectives
+            do nothing. It must build the same for the same rank.
         world_size: number of ranks of the job.
-        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to be like it. None: run as
-            rank 0 and, along each axis of each mesh, as one more rank. If that rank has something else (a pipeline
-            stage, its own experts), or if a rank is in no mesh, run as all ranks.
+        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to be
+            like it. None: run as rank 0 and, along each axis of each mesh, as one more rank. If
+            that rank has something else (a pipeline stage, its own experts), or if a rank is in no
+            mesh, run as all ranks.
 
     Returns:
-        The layout of the job. Plain tensors are full tensors on every rank that has them. A name that several meshes
-        have in the same way (weights tied across pipeline stages) is replicated over them.
+        The layout of the job. Plain tensors are full tensors on every rank that has them. A name
+        that several meshes have in the same way (weights tied across pipeline stages) is replicated
+        over them.
 
     Raises:
-        LayoutError: a process group is initialized already, ranks disagree about a tensor, or a placement is not known.
+        LayoutError: a process group is initialized already, ranks disagree about a tensor, or a
+            placement is not known.
         What `build` raises, with a note that names the rank.
     """
     if world_size < 1:

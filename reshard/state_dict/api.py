@@ -43,11 +43,12 @@ def _quietly() -> Iterator[None]:
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Return the model's state dict under canonical names. Its tensors share memory with the model unless the options
-    move or gather them.
+    """Return the model's state dict under canonical names. Its tensors share memory with the model
+    unless the options move or gather them.
 
     Args:
-        model: a module with any nesting of parallelisms, or a list of modules (the pipeline stages of this rank).
+        model: a module with any nesting of parallelisms, or a list of modules (the pipeline stages
+            of this rank).
         submodules: return only what belongs to these modules.
 
     Raises:
@@ -66,16 +67,19 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Return the state of one or more optimizers by canonical parameter names, without stepping or initializing them.
+    """Return the state of one or more optimizers by canonical parameter names, without stepping or
+    initializing them.
 
     Returns:
-        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the flat form. A
-        parameter that never had a gradient is in its group and not in `state`. Parameters outside the model are called
-        `outside_model.<optimizer>.<group>.<position>`. If no parameter has state, `reshard.load` can still fill the
-        dict: it allocates what the checkpoint has.
+        `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the
+        flat form. A parameter that never had a gradient is in its group and not in `state`.
+        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`. If
+        no parameter has state, `reshard.load` can still fill the dict: it allocates what the
+        checkpoint has.
 
     Raises:
-        NormalizationError: a parameter is in two optimizers, or two tensors of the model have the same canonical name.
+        NormalizationError: a parameter is in two optimizers, or two tensors of the model have the
+            same canonical name.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -102,14 +106,15 @@ def get_state_dict(
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> SetReport:
-    """Copy a canonical state dict into the model. The dict does not change, and shares no memory with the model.
+    """Copy a canonical state dict into the model. The dict does not change, and shares no memory
+    with the model.
 
-    Full tensors are sharded locally. Sharded ones are copied if both sides have the same sharding, and otherwise
-    gathered one at a time. Any name of a tied tensor is enough.
+    Full tensors are sharded locally. Sharded ones are copied if both sides have the same sharding,
+    and otherwise gathered one at a time. Any name of a tied tensor is enough.
 
     Raises:
-        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The message lists all of
-            them. Nothing was changed.
+        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The
+            message lists all of them. Nothing was changed.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):
@@ -129,16 +134,18 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> OptimizerReport:
-    """Set the state of the optimizers from a dict, nested or flat. It replaces the state that they have.
+    """Set the state of the optimizers from a dict, nested or flat. It replaces the state that they
+    have.
 
-    State keeps the dtype it was saved with. Group fields keep the type they have in the optimizer (a float lr stays a
-    float), and fields that the dict lacks keep their value. Parameters that were saved without state have none
-    afterwards.
+    State keeps the dtype it was saved with. Group fields keep the type they have in the optimizer
+    (a float lr stays a float), and fields that the dict lacks keep their value. Parameters that
+    were saved without state have none afterwards.
 
     Raises:
-        KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not have (if strict), or
-            a state tensor has a wrong shape. Nothing was changed.
-        NormalizationError: the saved groups contradict those of the optimizer, or the dict has an unknown form.
+        KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
+            have (if strict), or a state tensor has a wrong shape. Nothing was changed.
+        NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
+            unknown form.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):

@@ -82,16 +82,19 @@ def iter_full(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (canonical name, full value) pairs one at a time, in the order of the names.
 
-    Collective if the model is sharded: every rank must run the iterator to its end. A rank holds at most one gathered
-    tensor at a time in addition to the model's own memory (and, while it gathers, the shards of that tensor).
+    Collective if the model is sharded: every rank must run the iterator to its end. A rank holds at
+    most one gathered tensor at a time in addition to the model's own memory (and, while it gathers,
+    the shards of that tensor).
 
     Args:
-        to_rank: yield on this rank only. On other ranks the iterator is empty, but you must still run it to its end. A
-            name that this rank does not hold (another pipeline stage's) is yielded by the lowest rank that holds it.
+        to_rank: yield on this rank only. On other ranks the iterator is empty, but you must still
+            run it to its end. A name that this rank does not hold (another pipeline stage's) is
+            yielded by the lowest rank that holds it.
         cpu_offload: yield tensors on the CPU.
 
     Raises:
-        NormalizationError: on all ranks, if a rank lacks a name that it should gather together with others.
+        NormalizationError: on all ranks, if a rank lacks a name that it should gather together with
+            others.
     """
     opts = as_options(options)
     with torch.no_grad():

@@ -18,7 +18,8 @@ class FqnEntry:
     """One name in the live model, and what is known about it."""
 
     live: str
-    """Name in the live module, including the segments of wrappers; "" for a parameter outside the model."""
+    """Name in the live module, including the segments of wrappers; "" for a parameter outside the
+    model."""
     canonical: str
     kind: str
     """"parameter", "buffer", or "extra_state"."""
@@ -62,12 +63,13 @@ class FqnMap(Mapping[str, FqnEntry]):
 
     @property
     def live_to_canonical(self) -> dict[str, str]:
-        """Return the canonical name of every live name, for a single module or for stages whose live names differ."""
+        """Return the canonical name of every live name, for a single module or for stages whose
+        live names differ."""
         return {entry.live: entry.canonical for entry in self.entries if entry.live}
 
     def parameter_order(self, optimizer: int = 0) -> list[str]:
-        """Return canonical names in the order of the ids of one optimizer: the `order` that `normalize` needs for its
-        raw state dict."""
+        """Return canonical names in the order of the ids of one optimizer: the `order` that
+        `normalize` needs for its raw state dict."""
         ids = {number: entry.canonical for entry in reversed(self.entries) for k, number in entry.ids if k == optimizer}
         return [ids[number] for number in sorted(ids)]
 
@@ -91,8 +93,8 @@ class FqnMap(Mapping[str, FqnEntry]):
 def fqn_map(model: Models, *optimizers: Optimizer, modifiers: str = "_fqn_modifiers") -> FqnMap:
     """Map the live names of a model, or of a list of modules, to canonical names.
 
-    Raises NormalizationError if two different tensors have the same canonical name, or two optimizers have the same
-    parameter.
+    Raises NormalizationError if two different tensors have the same canonical name, or two
+    optimizers have the same parameter.
     """
     live = LiveModel(model, modifiers)
     live_optimizers = LiveOptimizers(live, optimizers)

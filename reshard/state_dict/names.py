@@ -30,7 +30,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage that numbers its layers from 0, with the offset of its layers in the full model.
+    """A pipeline stage that numbers its layers from 0, with the offset of its layers in the full
+    model.
 
     Stage(module, {"layers": 8})       # layers.0 of this module is layers.8 of the model
     Stage(nn.Sequential(...), {"": 8})  # its own children 0, 1, ... are 8, 9, ... of the model
@@ -38,7 +39,8 @@ class Stage:
 
     module: nn.Module
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Canonical name of each numbered container in the stage -> number of its child 0 in the full model."""
+    """Canonical name of each numbered container in the stage -> number of its child 0 in the full
+    model."""
 
     def __post_init__(self) -> None:
         for name, offset in self.offsets.items():

@@ -14,32 +14,35 @@ __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Options of the six get and set functions, with the meaning they have in `torch.distributed.checkpoint`.
+    """Options of the six get and set functions, with the meaning they have in
+    `torch.distributed.checkpoint`.
 
     Raises NormalizationError for `broadcast_from_rank0` without `full_state_dict`.
     """
 
     full_state_dict: bool = False
-    """Get: gather every tensor, so the dict holds full tensors only. Set: the dict holds full tensors, and each rank
-    takes its own shard. Both are collective if the model is sharded."""
+    """Get: gather every tensor, so the dict holds full tensors only. Set: the dict holds full
+    tensors, and each rank takes its own shard. Both are collective if the model is sharded."""
     cpu_offload: bool = False
-    """Get: return tensors on the CPU. With `full_state_dict`, one rank returns each name: rank 0, or the lowest rank
-    that holds it if ranks hold different names (pipeline stages). The other ranks get an empty dict."""
+    """Get: return tensors on the CPU. With `full_state_dict`, one rank returns each name: rank 0,
+    or the lowest rank that holds it if ranks hold different names (pipeline stages). The other
+    ranks get an empty dict."""
     ignore_frozen_params: bool = False
     """Get: leave out frozen parameters. Set: do not report them as missing."""
     keep_submodule_prefixes: bool = True
-    """With `submodules`: True keeps names relative to the model; False makes them relative to the submodule."""
+    """With `submodules`: True keeps names relative to the model; False makes them relative to the
+    submodule."""
     strict: bool = True
     """Set: True makes missing and unexpected names an error; False only reports them."""
     broadcast_from_rank0: bool = False
     """Set: only rank 0 has the dict. It sends each rank the elements of its shards."""
     flatten_optimizer_state_dict: bool = False
-    """Get: return one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, so that pipeline stages do not
-    collide. If some parameters have state and others have none, `state.<fqn>` of the latter is an empty dict. Set
-    accepts both forms in any case."""
+    """Get: return one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, so that
+    pipeline stages do not collide. If some parameters have state and others have none,
+    `state.<fqn>` of the latter is an empty dict. Set accepts both forms in any case."""
     dsd_fqn_modifiers: str = "_fqn_modifiers"
-    """Name of the method by which a module declares children that do not appear in names. It returns {name shown: name
-    of the hidden child}."""
+    """Name of the method by which a module declares children that do not appear in names. It
+    returns {name shown: name of the hidden child}."""
 
     in_chunks: ClassVar[bool] = False
     """Getting: see `InChunks`. No field, since torch's own helpers take the fields for theirs."""
@@ -91,22 +94,27 @@ class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
     missing: tuple[str, ...] = ()
-    """Parameters of the optimizers that the dict lacks. A flat dict also lacks a parameter if it neither has its state
-    nor says that there was none. These parameters have no state afterwards."""
+    """Parameters of the optimizers that the dict lacks. A flat dict also lacks a parameter if it
+    neither has its state nor says that there was none. These parameters have no state afterwards.
+    """
     cold: tuple[str, ...] = ()
-    """Parameters that the dict lists in a group without state: they were saved before their first gradient."""
+    """Parameters that the dict lists in a group without state: they were saved before their first
+    gradient."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that are not parameters of these optimizers."""
     foreign: tuple[str, ...] = ()
-    """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was left out."""
+    """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was
+    left out."""
     outside: tuple[str, ...] = ()
-    """Parameters of the optimizers that the model does not have, as "outside_model.<optimizer>.<group>.<position>"."""
+    """Parameters of the optimizers that the model does not have, as
+    "outside_model.<optimizer>.<group>.<position>"."""
     filled: tuple[str, ...] = ()
-    """Parameters without saved state whose state is now zeros, because they share an FSDP1 flat parameter with others
-    that have state. `use_orig_params=True` keeps them apart."""
+    """Parameters without saved state whose state is now zeros, because they share an FSDP1 flat
+    parameter with others that have state. `use_orig_params=True` keeps them apart."""
     untied: tuple[str, ...] = ()
-    """State, as "<parameter>.<key>", that shared memory with other state or with the model (in the dict, or in the
-    optimizer before, if the dict has different values), and no longer does. Each has its value in its own memory."""
+    """State, as "<parameter>.<key>", that shared memory with other state or with the model (in the
+    dict, or in the optimizer before, if the dict has different values), and no longer does. Each
+    has its value in its own memory."""
     kept_fields: tuple[str, ...] = ()
     """Group fields that the dict lacks, as "<optimizer>.<group>.<field>". They keep their value."""
     added_fields: tuple[str, ...] = ()
@@ -137,14 +145,15 @@ class SetReport(Tabled):
     unexpected: tuple[str, ...] = ()
     """Names in the dict that the model does not have."""
     aliases: tuple[str, ...] = ()
-    """Names of `unexpected` that were tied, in the dict, to a name that was set. Only the tie is lost."""
+    """Names of `unexpected` that were tied, in the dict, to a name that was set. Only the tie is
+    lost."""
     reshaped: tuple[str, ...] = ()
     """One-element tensors with saved shape () and shape (1,) in the model, or the reverse."""
     cast: tuple[Cast, ...] = ()
     """Tensors whose dtype changed."""
     untouched: tuple[str, ...] = ()
-    """Parameters and buffers, including those outside state dicts, that were not written. They still have the values
-    that the model's constructor or `to_empty` gave them."""
+    """Parameters and buffers, including those outside state dicts, that were not written. They
+    still have the values that the model's constructor or `to_empty` gave them."""
     uninitialised: tuple[str, ...] = ()
     """Names of `untouched` that are still on the meta device, without values."""
     optimizer: OptimizerReport | None = None

@@ -611,8 +611,8 @@ class TierSaveReport(HostsReport):
     total_bytes: int
     """Bytes of all tensors. Each element counts once."""
     bytes_by_host: Mapping[str, int]
-    """Bytes of tensors of this generation that each host holds, including copies. A host holds at most two generations.
-    """
+    """Bytes of tensors of this generation that each host holds, including copies. A host holds at
+    most two generations."""
 
     def __repr__(self) -> str:
         """One line."""
@@ -628,15 +628,18 @@ class TierRestoreReport(HostsReport):
     """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
 
     number: int | None
-    """Number of the generation that was loaded. None if everything came from the fallback, and memory holds nothing."""
+    """Number of the generation that was loaded. None if everything came from the fallback, and
+    memory holds nothing."""
     step: int | None
     from_fallback: tuple[str, ...]
-    """Tensors that survived on no host and were read from the fallback, which has the same values by fingerprint."""
+    """Tensors that survived on no host and were read from the fallback, which has the same values
+    by fingerprint."""
     passed_over: tuple[str, ...]
-    """Generations that were not loaded, and why: newer ones, and those from which the job did not continue."""
+    """Generations that were not loaded, and why: newer ones, and those from which the job did not
+    continue."""
     bytes_checked: int
-    """Bytes of blocks that this rank compared with their checksums: all remaining files, and data received from other
-    hosts again."""
+    """Bytes of blocks that this rank compared with their checksums: all remaining files, and data
+    received from other hosts again."""
     load: LoadReport
 
     def __repr__(self) -> str:

@@ -72,22 +72,26 @@ _PACED_BYTES = 4 << 20
 
 @renamed(keep="save", async_keep="async_save", recover="restore")
 class Tier:
-    """An in-memory checkpoint: a folder on each host that holds the last states of a job. In shared memory it survives
-    the processes; on a local disk it also survives a restart of the host.
+    """An in-memory checkpoint: a folder on each host that holds the last states of a job. In shared
+    memory it survives the processes; on a local disk it also survives a restart of the host.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
         tier.save(state, step=100)        # collective, each few steps
-        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and layouts
+        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and
+        layouts
 
-    Each host has its own folder below `folder`. It holds at most two generations: the last complete one, and the next
-    one while it is written. If hosts come back with different generations, each keeps its own until then.
+    Each host has its own folder below `folder`. It holds at most two generations: the last complete
+    one, and the next one while it is written. If hosts come back with different generations, each
+    keeps its own until then.
 
     Args:
         folder: a local path, the same on all hosts. Each job needs its own.
-        host: name of this rank's host; default: the name of the machine. Ranks with the same name share the folder.
-        copies: number of hosts that may be lost at once without losing data. Each rank's data is copied to this number
-            of other hosts.
-        process_group: the ranks that save and restore together; default: the default group, or this process alone.
+        host: name of this rank's host; default: the name of the machine. Ranks with the same name
+            share the folder.
+        copies: number of hosts that may be lost at once without losing data. Each rank's data is
+            copied to this number of other hosts.
+        process_group: the ranks that save and restore together; default: the default group, or this
+            process alone.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
         timeout: limit for each call, in seconds or as a `timedelta`.
 
@@ -130,19 +134,21 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> TierSaveReport:
-        """Collective: save a state dict as the next generation. The previous one is removed once all hosts have the new
-        one.
+        """Collective: save a state dict as the next generation. The previous one is removed once
+        all hosts have the new one.
 
-        Each rank writes the part that `reshard.save` would write, with checksums. Its copies are sent and checked
-        before the generation counts. A failure or kill at any point leaves the previous generation.
+        Each rank writes the part that `reshard.save` would write, with checksums. Its copies are
+        sent and checked before the generation counts. A failure or kill at any point leaves the
+        previous generation.
 
         Args:
             step: your number for this state; `restore` reports it.
             check_replicas: as in `reshard.save`.
-            fingerprints: store a fingerprint of each tensor. Without them, `restore` cannot fill lost tensors from a
-                fallback.
+            fingerprints: store a fingerprint of each tensor. Without them, `restore` cannot fill
+                lost tensors from a fallback.
 
-        Raises the errors of `reshard.save`, and (nothing is kept then, and the previous generation stays):
+        Raises the errors of `reshard.save`, and (nothing is kept then, and the previous generation
+        stays):
             LayoutError: there are fewer hosts than `copies + 1`.
             StorageError: a host does not have enough space, or its folder belongs to another job.
         """
@@ -163,11 +169,12 @@ class Tier:
     ) -> PendingKeep:
         """Like `save`, but return as soon as each rank has copied its part in memory.
 
-        The generation has the values at the time of the call. Files are written and copies are sent while the job
-        trains, over a separate gloo group. The previous generation counts until all copies are there.
+        The generation has the values at the time of the call. Files are written and copies are sent
+        while the job trains, over a separate gloo group. The previous generation counts until all
+        copies are there.
 
-        At most one save is in progress: the next call of any method first waits for it and raises its error on all
-        ranks, unless they have called its `result()`.
+        At most one save is in progress: the next call of any method first waits for it and raises
+        its error on all ranks, unless they have called its `result()`.
 
         Args:
             bytes_per_s: limit for the average bandwidth that each rank uses to send and receive.
@@ -208,24 +215,27 @@ class Tier:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> TierRestoreReport:
-        """Collective: fill `state_dict` in place from the newest generation that survives completely. Ranks, hosts, and
-        layouts may differ.
+        """Collective: fill `state_dict` in place from the newest generation that survives
+        completely. Ranks, hosts, and layouts may differ.
 
-        All ranks load the same generation, or none. Blocks whose checksums do not match count as lost, and another
-        host's copy is used. Each host receives what it lacks once, from hosts that have it. If a host brings back a
-        generation from which the job did not continue, that generation does not count as newer, whatever its number;
-        `TierRestoreReport.passed_over` lists it. Everything else, including errors, is as in `reshard.load`.
+        All ranks load the same generation, or none. Blocks whose checksums do not match count as
+        lost, and another host's copy is used. Each host receives what it lacks once, from hosts
+        that have it. If a host brings back a generation from which the job did not continue, that
+        generation does not count as newer, whatever its number; `TierRestoreReport.passed_over`
+        lists it. Everything else, including errors, is as in `reshard.load`.
 
         Args:
-            fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are read from it if it has
-                the same values by fingerprint. Otherwise an older generation or the complete fallback is loaded,
-                whichever is newer.
+            fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are
+                read from it if it has the same values by fingerprint. Otherwise an older generation
+                or the complete fallback is loaded, whichever is newer.
             step: load a generation of this step, or none. Default: the newest.
             strict, dtype_policy, mapping: as in `reshard.load`.
 
         Raises (nothing was written; the same error on all ranks):
-            CheckpointNotFoundError: no generation is complete. The message says what each one lacks.
-            CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
+            CheckpointNotFoundError: no generation is complete. The message says what each one
+                lacks.
+            CheckpointError: there are two candidates for the last generation. Pass `step` to
+                choose.
         """
         self._settle()
         group = self._group()
@@ -242,7 +252,8 @@ class Tier:
             return report
 
     def clear(self) -> None:
-        """Collective: remove everything that the job keeps, on all hosts. Call it when the job has succeeded."""
+        """Collective: remove everything that the job keeps, on all hosts. Call it when the job has
+        succeeded."""
         self._settle()
         group = self._group()
         with group.together("clear"):
