@@ -286,7 +286,7 @@ def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
             axes_of[placement.dim].append(axis)
         else:
             name = mesh.names[axis]
-            raise PlanError(f"{placement} on axis {name!r} cuts a dim that the shape {shape} does not have")
+            raise PlanError(f"{placement} on axis {name!r} shards a dim that the shape {shape} does not have")
 
     def positions(axes: list[int]) -> Ints:
         return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)

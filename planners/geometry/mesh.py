@@ -419,7 +419,9 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
         if not first:
-            raise PlanError(f"{placement} must be the first placement that cuts its dim: blocks are cut already")
+            raise PlanError(
+                f"{placement} must be the first placement that shards its dim: its blocks are sharded already"
+            )
         if sum(placement.blocks) != own.size:
             total = sum(placement.blocks)
             raise PlanError(f"the blocks of {placement} add up to {total}, but the dim has {own.size} elements")

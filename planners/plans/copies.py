@@ -39,7 +39,7 @@ class CopyPlan:
     keepers: tuple[tuple[int, ...], ...]
     """For each rank, the ranks that receive a copy."""
 
-    covers: ClassVar[str] = "what each rank writes is kept on so many other hosts"
+    covers: ClassVar[str] = "the bytes of each rank are kept on the required number of other hosts"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -302,7 +302,7 @@ class TransferPlan(Plan[TransferItems]):
             routes = self.routes
         except CoverageError as error:
             element = error.box.offsets if error.box is not None else None
-            yield Finding("nobody holds this element", error.fqn, error.rank, element)
+            yield Finding("no rank holds this element", error.fqn, error.rank, element)
             return
         for route in routes:
             yield from alike(_route_findings(self, route), route.group.names)
@@ -354,7 +354,7 @@ def plan_transfers(
     for fqn in names:
         wanted, held = after[fqn].spec, before[fqn].spec if fqn in before else None
         if held is None:
-            problems.append(f"nobody holds {fqn!r} before")
+            problems.append(f"no rank holds {fqn!r} before")
         elif held.shape != wanted.shape:
             problems.append(f"{fqn!r} has shape {held.shape} before, but {wanted.shape} after")
         elif held.dtype != wanted.dtype and not allow_cast:

@@ -310,7 +310,7 @@ def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
             w, h = (w + 0.5, h + 0.5) if fine else (w, h)  # no seams where cells are not outlined
             body.append(_cell(x, y, w, h, ranks, world_size, few))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    note = "" if rows.exact and columns.exact else ", sampled: there are more cuts than can be shown"
+    note = "" if rows.exact and columns.exact else ", sampled: there are more shards than can be shown"
     label = f"{caption}: shape {list(shape)}{rest}{note}"
     words = escape(_words(layout, owner) + rest + note)
     return (

@@ -331,7 +331,7 @@ class PlanStats:
         verb = {"load": "read", "save": "written", "transfer": "moved between ranks"}[self.kind]
         lines = [
             *(
-                f"axis {axis!r} cuts no tensor: {len(fqns)} are copied along it"
+                f"axis {axis!r} shards no tensor: {len(fqns)} are replicated over it"
                 for axis, fqns in self.uncut_axes.items()
             ),
             f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",

@@ -27,6 +27,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     KeyMismatchError,
     LayoutError,
+    OptionError,
     format_names,
     renamed,
 )
@@ -107,6 +108,7 @@ def load(
 
     Raises (nothing was written; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
+        OptionError: an argument has a value that is not allowed.
         LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
             target cannot be filled in place.
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
@@ -166,7 +168,7 @@ def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | 
     from reshard.mapping import Mapping as StateMapping
 
     if not isinstance(mapping, StateMapping):
-        raise KeyMismatchError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped
@@ -255,7 +257,7 @@ class _Load:
         """Collective: ranks that want the same elements agree on who reads them."""
         targets = self.match.targets
         if set(targets.replaced) - set(targets.resized):
-            raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+            raise OptionError("read_once does not support dtype_policy='saved': use 'cast', or read_once='rank'")
         from reshard.execute.exchange import SharedReading
 
         tensors = {key: targets.tensors[key] for key in self.match.tensors if key not in targets.resized}

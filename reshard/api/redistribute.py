@@ -220,7 +220,9 @@ class Prepared:
                 return
             if not may_repeat:
                 break
-            _log.warning("targets were not what came last: %d pairs of ranks move everything", totals[1])
+            _log.warning(
+                "targets differ from what the last transfer left: %d pairs of ranks send everything", totals[1]
+            )
             for exchange in exchanges:
                 exchange.move(group, waiter, again=True)
         raise ReshardError(
@@ -233,8 +235,8 @@ class Prepared:
         shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
-            f"the transfer ended midway, and its targets are undefined: {shown}. Fill them anew, through a new process "
-            f"group, since the old one may have messages under way. The cause: {error}",
+            f"the transfer failed midway, and its targets are undefined: {shown}. Fill them again in a new process "
+            f"group, because the old one may have pending messages. The cause: {error}",
             rank=rank,
             targets=keys,
         )

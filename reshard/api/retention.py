@@ -90,7 +90,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise CheckpointError(
-            f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+            f"keep_last must be an integer >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
     check_executor(executor, 1, folder)
     found = [path for _, path, is_below in complete(folder) if is_below]
@@ -150,7 +150,7 @@ def remove_checkpoints(
 def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
     """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
     if isinstance(folder, Storage):
-        raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
+        raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
     found = []
     for name in storage.list():

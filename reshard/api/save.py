@@ -279,7 +279,7 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
-        _log.warning("all is written again: the checkpoint that the save is based on cannot be opened: %s", error)
+        _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
         return None, choice._replace(passed_over=(*choice.passed_over, str(error)))
 
 
@@ -637,7 +637,7 @@ def _await_all() -> None:
     for future in list(_saves):
         error = future.exception()
         if error is not None:
-            _log.error("a save in the background failed, and nobody asked for its result", exc_info=error)
+            _log.error("a save in the background failed, and its result() was not called", exc_info=error)
 
 
 threading._register_atexit(_await_all)  # type: ignore[attr-defined]

@@ -178,9 +178,9 @@ def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) 
     rows = _rows_of_blocks(whole, dim or 0, block)
     if dim is None or shape[dim] % rows or list(shape[dim + 1 :]) != list(whole[dim + 1 :]):
         raise LayoutError(
-            f"{of} has one element for each {block} of the tensor, of shape {list(whole)}, and the cut goes through "
-            f"blocks: they stay whole where dim {dim or 0} is cut at multiples of {rows}, and no later dim is. Use as "
-            "many ranks as leave them whole, or save plain values, by reshard.dequantized(state)"
+            f"{of} has one element for each {block} of the tensor, of shape {list(whole)}, and the sharding splits "
+            f"blocks. It must shard dim {dim or 0} at multiples of {rows} and no later dim. Use another "
+            "number of ranks, or save plain values with reshard.dequantized(state)"
         )
     per_row = rows * math.prod(whole[dim + 1 :]) // block
     return [*shape[:dim], shape[dim] // rows, *([per_row] if per_row > 1 else [])]

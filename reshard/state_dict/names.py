@@ -206,7 +206,7 @@ class LiveModel:
             if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
                 raise NormalizationError(
                     f"every parameter of the model is empty{where()}, but {slot.name!r} belongs to {slot.owner}: "
-                    "something has taken the elements away. Take the state dict where the parameters are whole"
+                    "its elements were removed. Get the state dict where the parameters are full tensors"
                 )
 
     def refuse_partitioned(self, fix: str) -> None:

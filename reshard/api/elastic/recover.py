@@ -121,10 +121,10 @@ def _none_text(
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
         why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
-        return f"no generation of step {step} in {settings.folder} survives whole: {why}"
+        return f"no generation of step {step} in {settings.folder} is complete: {why}"
     none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
-    advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
-    return f"no generation in {settings.folder} survives whole: {none}{advice}"
+    advice = "" if fallback is not None else ". Pass a checkpoint as fallback=, or start from scratch"
+    return f"no generation in {settings.folder} is complete: {none}{advice}"
 
 
 def _first_whole(
@@ -285,7 +285,7 @@ class _JudgedGeneration:
         lost = lost_boxes(self.native, self.by_host)
         if not lost:
             return _Verdict("", ())
-        text = f"{self.kept} is not whole: {missing_text(lost)}"
+        text = f"{self.kept} is not complete: {missing_text(lost)}"
         if fallback is None:
             return _Verdict(text, ())
         try:
@@ -295,7 +295,7 @@ class _JudgedGeneration:
         mine, theirs = self.native.manifest.fingerprints, others.fingerprints or {}
         other = [fqn for fqn in lost if fqn not in self.checkpoint or mine.get(fqn, "") != theirs.get(fqn)]
         if other:
-            why = "by fingerprint" if mine and theirs else "as nobody can tell where one side has no fingerprints"
+            why = "by fingerprint" if mine and theirs else "which cannot be checked if one side has no fingerprints"
             return _Verdict(f"{text}; the fallback does not have the same {other[0]!r}, {why}", ())
         return _Verdict("", tuple(lost))
 
@@ -436,7 +436,9 @@ def gather(
     look = _Look(wanted, places, executor)
     if look.lost:
         others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
-        hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
+        hint = (
+            f"step {others[0].step} is complete: pass step={others[0].step}" if others else "no other step is complete"
+        )
         raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
     commit.refuse_foreign(storage)
     there = commit.published(storage)

@@ -191,7 +191,7 @@ class CheckpointManager:
         for name in ("whole_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
-                raise CheckpointError(f"{name} must be a whole number >= 1, got {its!r}")
+                raise CheckpointError(f"{name} must be an integer >= 1, got {its!r}")
         check_bytes_per_s(self._bytes_per_s)
 
     def save(
@@ -226,7 +226,7 @@ class CheckpointManager:
         if due.preempted:
             self.wait()
             if self._claim is not None:
-                _log.warning("step %d is saved in %s, as asked by %s", step, self.root, due.preempted)
+                _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
         return StepReport(step, due.storage, due.memory, due.preempted)
 
@@ -405,7 +405,7 @@ class CheckpointManager:
         if wanted is None and not steps:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"
-        why = "; ".join(passed) or f"its whole steps are {', '.join(map(str, steps)) or 'none'}"
+        why = "; ".join(passed) or f"its complete steps are {', '.join(map(str, steps)) or 'none'}"
         raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}")
 
     def _load(
@@ -553,7 +553,7 @@ class _Signals:
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in numbers}
         elif numbers:
-            _log.warning("signals do not ask for a save: only a manager that is made in the main thread catches them")
+            _log.warning("signals cannot request a save: create the manager in the main thread to handle them")
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a fork that knows nothing of the run

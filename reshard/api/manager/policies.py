@@ -40,7 +40,7 @@ class Every:
         if self.steps is None and self.seconds is None:
             raise CheckpointError("Every needs steps=, seconds= or both")
         if self.steps is not None and not _is_count(self.steps):
-            raise CheckpointError(f"Every: steps must be a whole number >= 1, got {self.steps!r}")
+            raise CheckpointError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
             raise CheckpointError(f"Every: seconds must be a positive number, got {self.seconds!r}")
 
@@ -81,12 +81,12 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not _is_count(self.last):
-            raise CheckpointError(f"Keep: last must be a whole number >= 1, or None for all, got {self.last!r}")
+            raise CheckpointError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
         if self.every is not None and not _is_count(self.every):
-            raise CheckpointError(f"Keep: every must be a whole number of steps >= 1, got {self.every!r}")
+            raise CheckpointError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise CheckpointError(
-                f"Keep: best must be a whole number, with the name of its metric, got {self.best!r} and {self.metric!r}"
+                f"Keep: best must be an integer, with the name of its metric, got {self.best!r} and {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
@@ -141,7 +141,7 @@ def checked_step(step: object) -> int:
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
             number = operator.index(step)
     if number < 0:
-        raise CheckpointError(f"step must be a whole number >= 0, got {step!r}")
+        raise CheckpointError(f"step must be an integer >= 0, got {step!r}")
     return number
 
 

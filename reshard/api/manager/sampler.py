@@ -60,7 +60,9 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if not self._is_counted:
-            raise LayoutError("batches that nobody counts would be taken twice: iterate over sampler.over(loader)")
+            raise LayoutError(
+                "a plain loop over the loader would repeat batches after a restart: iterate over sampler.over(loader)"
+            )
         return (index for chunk in torch.split(self._own(), _CHUNK) for index in chunk.tolist())
 
     def over(self, loader: DataLoader[Any]) -> Iterator[Any]:
