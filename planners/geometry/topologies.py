@@ -513,8 +513,8 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
         near = get_close_matches(name, _NAMES, n=1)
         meant = f"did you mean {near[0]!r}? Write" if near else "write"
         raise PlanError(
-            f"the topology {text!r} has the axis {name!r}, which is not a short form: {meant} {WORDS}. Your own axes "
-            "need rules such as {'*': 'S(0)'}"
+            f"the topology {text!r} has the axis {name!r}, which is not a short form: {meant} {WORDS}. "
+            "Axes of your own need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}
     for name, of in sizes.items():

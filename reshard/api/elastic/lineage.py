@@ -116,9 +116,9 @@ class FoundGenerations:
         steps = list(dict.fromkeys(f"step={kept.step}" for kept in tied))
         choice = f"Choose one: pass {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
         return (
-            "it is not known which generation the job used last: incarnations of it kept these, none of them "
-            f"knew of the other, and by the clocks of the hosts they lived at the same time: {'; '.join(spans)}. "
-            f"{choice} the folders of those that are to be left: {', '.join(kept.folder for kept in tied)}"
+            "it is not known which generation the job used last: runs of the job that did not know of each other, "
+            f"and that overlapped in time by the clocks of the hosts, kept these: {'; '.join(spans)}. "
+            f"{choice} the folders of the generations that you do not want: {', '.join(kept.folder for kept in tied)}"
         )
 
     def _knew(self, one: GenerationFolder, other: GenerationFolder) -> bool:

@@ -214,7 +214,7 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
 
     refused, _ = ends(0, None)
     assert type(refused) is CheckpointNotFoundError
-    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Give a checkpoint as fallback" in str(refused)
+    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Pass a checkpoint as fallback" in str(refused)
     filled, found = ends(0, tmp_path / "same")
     assert (filled.step, filled.from_fallback) == (1, ("w",))
     assert is_step(found, 1)
@@ -364,7 +364,7 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
 
     refused = small(run_, ["a", "b"])
     assert type(refused) is CheckpointError
-    for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "by step=30 or step=15"):
+    for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "pass step=30 or step=15"):
         assert part in str(refused)
     assert "by one that began at 1970-01-01 00:16:40.000 UTC" in str(refused)
     with pytest.raises(CheckpointError, match="it is not known which generation the job used last"):
@@ -385,7 +385,7 @@ def test_of_two_lives_with_the_same_step_one_must_be_removed(tmp_path: Path) -> 
         small(tmp_path, [host], 15, recovers=False, now=1000.0)
     refused = small(tmp_path, ["a", "b"], step=15)
     assert type(refused) is CheckpointError
-    assert "Remove the folders of those that are to be left: 00000001-step-15-" in str(refused)
+    assert "Remove the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
     shutil.rmtree(tmp_path / "b")
     assert small(tmp_path, ["a", "b"]).step == 15
 
@@ -405,7 +405,7 @@ def test_folders_of_earlier_releases_whose_numbers_and_times_contradict_are_refu
     unrecorded(tmp_path)
     refused = small(tmp_path, ["a", "b"])
     assert type(refused) is CheckpointError
-    assert "by step=15 or step=30" in str(refused) or "by step=30 or step=15" in str(refused)
+    assert "pass step=15 or step=30" in str(refused) or "pass step=30 or step=15" in str(refused)
     small(tmp_path, ["a", "b"], 40, step=15)
     assert small(tmp_path, ["a", "b"]).step == 40
 
