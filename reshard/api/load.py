@@ -108,7 +108,6 @@ def load(
 
     Raises (nothing was written; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
-        OptionError: an argument has a value that is not allowed.
         LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
             target cannot be filled in place.
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
