@@ -2,8 +2,8 @@
 
 Everything here is a function of plain values: no torch, no files, no processes, no clock.
 
-Names are imported when first used, as those of `reshard` are: a load needs a third of the modules. So no module may
-have the name of a function, which it would hide as soon as it is imported.
+Each name is imported on first use, as in `reshard`: a load needs a third of the modules. So no module may have the name
+of a function; importing it would hide the function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the planners refuse. Every error keeps the FQN, the rank and the box where they are known."""
+"""Errors of the planners. Each has the FQN, the rank, and the box where they are known."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class BoxLike(Protocol):
 
 
 class PlanError(ValueError):
-    """A layout or plan that cannot be: says what was wanted, what was found, and where.
+    """A layout or plan is invalid. The message says what was expected, what was found, and where.
 
     Attributes:
-        fqn: the tensor concerned, or None.
-        rank: the rank concerned, or None.
-        box: the region concerned, in the tensor's global coordinates, or None.
+        fqn: the tensor, or None.
+        rank: the rank, or None.
+        box: the region in the tensor's global coordinates, or None.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class CoverageError(PlanError):
 
 
 class LayoutMismatchError(PlanError):
-    """The two sides of a plan do not describe the same tensors: names, shapes or dtypes differ."""
+    """The two sides of a plan have different tensors: names, shapes, or dtypes differ."""
 
 
 class ProofError(PlanError):
-    """`Report.raise_if_failed()` on a plan that is not right."""
+    """`Report.raise_if_failed()` was called on a report with findings."""
 
 
 class CodecError(PlanError):
-    """A JSON text that is no plan or layout of a version known here, or that was edited."""
+    """A JSON text is not a plan or layout of a known version, or it was edited."""

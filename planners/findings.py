@@ -1,4 +1,4 @@
-"""What `verify` answers: a report of findings, each as concrete as can be."""
+"""The result of `verify`: a report with findings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Coverage", "Finding", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem that `verify` found."""
 
     message: str
     fqn: str | None = None
     rank: int | None = None
     element: tuple[int, ...] | None = None
-    """Index of a concrete element, in global coordinates of the tensor where they are known."""
+    """Index of one affected element, in global coordinates of the tensor if known."""
 
     def __str__(self) -> str:
         where = [f"{self.fqn!r}"] if self.fqn is not None else []
@@ -29,22 +29,22 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How far a verdict on a checkpoint reaches beyond its structure, in bytes of its tensors."""
+    """How many bytes of a checkpoint's tensors `verify` read and compared."""
 
     total_bytes: int
     read_bytes: int
-    """Of these, read: they are there."""
+    """Bytes of these that were read, so they exist."""
     checked_bytes: int
-    """Of these, read and compared with checksums, or with the values of another side: a changed bit would have been
-    found."""
+    """Bytes of these that were compared with checksums or with the values of another side. A changed bit would have
+    been found."""
     metadata_checked: bool = False
-    """Whether names, shapes and plain objects were compared with a checksum, too, and not only with each other."""
+    """True if names, shapes, and plain objects were also compared with a checksum, and not only with each other."""
     leaves_open: str = ""
-    """What the checksums of the format do not say, in words."""
+    """In words, what the checksums of the format do not cover."""
 
     @property
     def is_full(self) -> bool:
-        """Whether a changed bit of any value would have been found."""
+        """True if a changed bit of any value would have been found."""
         return self.checked_bytes >= self.total_bytes
 
     def __str__(self) -> str:
@@ -57,33 +57,34 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Tabled):
-    """What `verify` found."""
+    """The result of `verify`."""
 
     subject: str
-    """What was judged."""
+    """What was verified."""
     findings: tuple[Finding, ...]
-    """What is wrong; nothing if it is right."""
+    """The problems; empty if there are none."""
     tensors: int
-    """How many tensors were judged."""
+    """Number of tensors that were verified."""
     covered: Coverage | None = None
-    """What a verdict on a checkpoint rests on. None for plans, and where the structure was wrong already."""
+    """How many bytes of a checkpoint were read and compared. None for plans, and if the structure already had findings.
+    """
     covers: str = ""
-    """What a report without findings says, and no more, in words."""
+    """In words, what was verified if there are no findings."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong of what `covers` names."""
+        """True if there are no findings. `covers` says what was verified."""
         return not self.findings
 
     @property
     def verdict(self) -> str:
-        """What was found, in a few words: that it is right, with what that covers, or how many findings there are."""
+        """The result in a few words: what was verified, or the number of findings."""
         if self.findings:
             return f"{len(self.findings)} findings"
         return f"right: {covers}" if (covers := self.covers or str(self.covered or "")) else "right"
 
     def raise_if_failed(self) -> None:
-        """Raises ProofError with all findings, if there are any."""
+        """Raise ProofError with all findings, if there are any."""
         if self.findings:
             first = self.findings[0]
             lines = "\n".join(f"  {finding}" for finding in self.findings[:50])

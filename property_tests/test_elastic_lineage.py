@@ -57,7 +57,7 @@ class Model:
 
 def told(passed_over: tuple[str, ...]) -> set[int]:
     """The steps of the generations that a report says were passed over."""
-    found = [re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not whole)", text) for text in passed_over]
+    found = [re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text) for text in passed_over]
     assert all(found), passed_over
     return {int(match[1]) for match in found if match}
 

@@ -1,7 +1,6 @@
-"""Normalize, reshard, save, load and verify the state of parallel PyTorch models.
+"""Normalize, reshard, save, load, and verify the state of parallel PyTorch models.
 
-Names are imported when first used, so that `import reshard` is quick and pulls in only what is
-asked for.
+Each name is imported on first use, so `import reshard` is fast and loads only what you use.
 """
 
 from __future__ import annotations

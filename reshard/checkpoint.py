@@ -1,4 +1,4 @@
-"""`open(path)`: any checkpoint, lazily, with no model, GPU or process group."""
+"""`open(path)`: reads any checkpoint lazily, without a model, GPU, or process group."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _MOST_HISTOGRAMS = 512
 
 
 class NormalizedState(dict[str, Any]):
-    """What `Checkpoint.normalized` gives: a dict of "model" and "optim"."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim"."""
 
     notes: tuple[str, ...] = ()
-    """What a reader should know: padding that could not be cut, lists that are incomplete."""
+    """What could not be done, such as padding that could not be removed and incomplete lists."""
 
 
 def _lazy(value: Any) -> Any:
@@ -59,10 +59,10 @@ class StateMapping(Protocol):
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """The tensors of a checkpoint by the key they were stored under, and everything else that is in it.
+    """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint contains.
 
-    Looking does no more than it says: names, shapes and dtypes come from the metadata, bytes from indexing a tensor.
-    Further names of tied weights (`aliases`) can be looked up, but are not listed.
+    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can look up further names
+    of tied weights (`aliases`), but iteration leaves them out.
     """
 
     def __init__(self, contents: Contents, url: str, asked: str | os.PathLike[str] | None = None) -> None:
@@ -101,8 +101,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def layout(self) -> StateLayout:
-        """How the tensors are cut up in storage: the saved mesh and placements where the format knows them, else the
-        boxes of the chunks, each under the rank that wrote it."""
+        """How the checkpoint stores its tensors: the saved mesh and placements if the format has them, or the boxes of
+        the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     @property
@@ -112,20 +112,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not: the format has no checksums, `check` is off, or reading
-        all that one covers would have cost too much (`MAX_CHECK_MULTIPLE`)."""
+        """Bytes of elements that were read so far and not compared: the format has no checksums, `check` is off, or the
+        check would have read too much (`MAX_CHECK_MULTIPLE`)."""
         return self.contents.checking.bytes_unchecked
 
     @property
     def unchecked(self) -> str:
-        """What of all that was read so far is unchecked, in words; empty where nothing is."""
+        """In words, what was read so far and not compared. Empty if there is nothing."""
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
-        """One text for each file that the format misses, and for each tensor whose chunks leave a hole, overlap or lie
-        outside it; reads no tensor data.
+        """Return one text for each missing file, and for each tensor with a missing region or with chunks that overlap
+        or exceed it. Reads no tensor data.
 
-        `deep` also looks into every stored item, whether it holds what the metadata says.
+        `deep` also checks that every stored item contains what the metadata says.
         """
         found = [*self.contents.facts.problems()] if self.contents.facts is not None else []
         whole: set[Hashable] = set()
@@ -143,31 +143,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return found
 
     def nested(self) -> Any:
-        """The state as it was nested when it was saved, tied tensors under all their names: containers of `LazyTensor`s
-        and plain objects."""
+        """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and plain objects, with
+        tied tensors under all their names."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         paths = self.contents.paths
         return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
-        """The checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
+        """Return the checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """The state under canonical names, whatever framework wrote it; tensors stay lazy.
+        """Return the state under canonical names, whatever framework wrote it. Tensors stay lazy.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
 
-        Wrappers' prefixes are gone, stacks of layers and experts and flat or bucketed optimizer shards are cut into
-        parameters, padding is cut off. `.notes` of the result says what could not be done.
+        Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed optimizer shards, are split
+        into parameters. Padding is removed. `.notes` of the result lists what could not be done.
 
         Args:
-            hints: what the checkpoint cannot say, see `HINTS` in `reshard.formats.canonical`.
+            hints: facts that the checkpoint lacks, see `HINTS` in `reshard.formats.canonical`.
 
         Raises:
-            NormalizationError: a hint is missing (the message says which, and what it looks like) or wrong.
+            NormalizationError: a hint is missing or wrong. The message names it and shows what it looks like.
             CorruptCheckpointError: parts of a tensor are missing or do not fit together.
         """
         from reshard.formats.normalize import normalize
@@ -181,10 +181,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-        """The same as a checkpoint, to be loaded, planned, compared and converted: keys are "model.<fqn>",
-        "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`, bare parameter names.
+        """Return the normalized state as a checkpoint that you can load, plan, compare, and convert. Its keys are
+        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>"; with `model_only`, bare
+        parameter names.
 
-        Raises as `normalized` does.
+        Raises the errors of `normalized`.
         """
         from reshard.formats.normalize import canonical_contents
 
@@ -192,12 +193,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
-        """A page of what is in it, with nothing to be fetched: names as a tree, how each tensor lies, drawn, files and
-        problems. In a notebook the checkpoint shows itself so.
+        """Return a self-contained HTML page: names as a tree, the layout of each tensor as a picture, files, and
+        problems. Notebooks display a checkpoint as this page.
 
         Args:
-            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. They are read now, since a
-                page cannot; at most 512, the first ones by name, of which the page says how many were left.
+            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. They are read when the page
+                is made: at most 512 of them, the first by name. The page says how many it leaves out.
             steps: the checkpoints of its run.
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
@@ -305,7 +306,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
 
 
 def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """Open a checkpoint of any known format: a folder, a single file, or a URL of either. Of a run, by its folder.
+    """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
 
         checkpoint = reshard.open("run/step-1000")
         rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
@@ -314,16 +315,16 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, che
     Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.torch_save.pickles`.
 
     Args:
-        step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...); by default the newest
-            that is complete.
-        check: compare what is read of tensors with checksums, and raise if it was changed. False skips this, to recover
-            data from a damaged checkpoint.
+        step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...). Default: the newest
+            complete one.
+        check: compare the tensor data that is read with checksums, and raise if it changed. False skips this, to
+            recover data from a damaged checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`, no such step, or none that is complete.
-        FormatError: the files are of no known format (the message says what was looked for), or of several.
-        CorruptCheckpointError: the metadata is unreadable or contradicts itself.
-        UnsafeDataError: a pickle asks for something that could run code.
+        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.
+        FormatError: the files have no known format, or several.
+        CorruptCheckpointError: the metadata cannot be read or contradicts itself.
+        UnsafeDataError: a pickle needs something that could run code.
     """
     return open_among(path, 0, 1, step=step, check=check)
 

@@ -1,4 +1,4 @@
-"""Jobs that shrink and grow without storage: their hosts keep their last states. See docs/elastic.md."""
+"""In-memory checkpoints, for jobs that lose and gain hosts. See docs/elastic.md."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""All exceptions, which also derive from built-in ones. Each names what, where, and the fix."""
+"""All exceptions. They also derive from built-in ones. Each message says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
-    "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
+    "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
     "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed", "renamed_in",
 ]  # fmt: skip
 
@@ -60,6 +60,10 @@ class KeyMismatchError(ReshardError, KeyError, RuntimeError):
 
 class LayoutError(ReshardError, ValueError):
     """A layout is not supported, or ranks disagree about it."""
+
+
+class OptionError(ReshardError, ValueError):
+    """An argument has a value that is not allowed. The message lists the allowed ones."""
 
 
 class ReplicaDriftError(ReshardError, ValueError):
@@ -159,7 +163,7 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
 def renamed(**names: str) -> Callable[[T], T]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
-    Raises TypeError, in calls, where an argument is given under both of its names.
+    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion.
     """
 
     def decorate(it: Any) -> Any:
@@ -177,11 +181,21 @@ def renamed(**names: str) -> Callable[[T], T]:
                     raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
                 _warn(f"{old}= of {what}()", f"{new}=")
                 kwargs[new] = kwargs.pop(old)
+            _refuse_unknown(what, it, kwargs)
             return it(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def _refuse_unknown(what: str, it: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    from inspect import signature
+
+    known = signature(it).parameters
+    for name in given.keys() - known.keys():
+        if not any(each.kind == each.VAR_KEYWORD for each in known.values()):
+            raise TypeError(f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

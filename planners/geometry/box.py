@@ -1,4 +1,4 @@
-"""Boxes: regions of a tensor, half-open in every dim, and where their elements lie in a file."""
+"""Boxes: rectangular regions of a tensor, and the positions of their elements in a file."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _BoxFields(NamedTuple):
 
 
 class Box(_BoxFields):
-    """The elements `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
+    """The elements with `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
 
-    A box of no dims is the single element of a 0-d tensor; a box with a size of 0 holds no element.
-    Boxes are values: equal, hashable, ordered by offsets and then sizes. They are pairs: `offsets, sizes = box`.
+    A box without dims is the single element of a 0-d tensor. A box with a size of 0 has no elements. Boxes are values:
+    they compare, hash, and sort by offsets and then sizes. They unpack as pairs: `offsets, sizes = box`.
 
         >>> Box((0, 4), (2, 4))
         Box[0:2, 4:8]
@@ -52,27 +52,27 @@ class Box(_BoxFields):
 
     @classmethod
     def of(cls, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-        """A box from tuples that are known to be right: no checks, for inner loops."""
+        """Create a box without checks, from tuples that are known to be valid. For inner loops."""
         return tuple.__new__(cls, (offsets, sizes))
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """The whole of a tensor of this shape."""
+        """Return the box of a full tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
     def ndim(self) -> int:
-        """How many dims."""
+        """Number of dims."""
         return len(self.sizes)
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no element."""
+        """True if it has no elements."""
         return 0 in self.sizes
 
     @property
@@ -82,11 +82,11 @@ class Box(_BoxFields):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """For indexing an array whose coordinates are the box's own."""
+        """Slices that index an array in the same coordinates."""
         return tuple(map(slice, self.offsets, self.stops))
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements in both, in the coordinates of both; None where there is none. `b & b` is `b` or None."""
+        """Return the common elements in the same coordinates, or None. `b & b` is `b` or None."""
         self._same_ndim(other)
         if self == other:
             return None if self.is_empty else self
@@ -97,7 +97,8 @@ class Box(_BoxFields):
     __and__ = intersection
 
     def difference(self, other: Box) -> tuple[Box, ...]:
-        """The elements of this box that are not in `other`, as at most 2*ndim disjoint boxes, same coordinates."""
+        """Return the elements of this box that are not in `other`, as at most 2*ndim disjoint boxes in the same
+        coordinates."""
         common = self.intersection(other)
         if common is None:
             return () if self.is_empty else (self,)
@@ -110,26 +111,26 @@ class Box(_BoxFields):
     __sub__ = difference
 
     def cut(self, dim: int, start: int, stop: int) -> Box:
-        """The box with `[start, stop)` in `dim`, and as it is in all others; same coordinates."""
+        """Return the box with `[start, stop)` in `dim`, in the same coordinates. The other dims stay the same."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim], sizes[dim] = start, stop - start
         return Box.of(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box; an empty box is in every box."""
+        """Return True if every element of `other` is in this box. An empty box is in every box."""
         self._same_ndim(other)
         if other.is_empty:
             return True
         return all(map(le, self.offsets, other.offsets)) and all(map(le, other.stops, self.stops))
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The box moved by `by` in each dim. Raises PlanError if that leads below 0."""
+        """Return the box moved by `by` in each dim. Raises PlanError if an offset becomes negative."""
         if len(by) != self.ndim:
             raise PlanError(f"cannot shift a box of {self.ndim} dims by {tuple(by)}")
         return self._at(tuple(map(int, map(add, self.offsets, by))))
 
     def relative_to(self, outer: Box) -> Box:
-        """This box in the coordinates of `outer`, whose first element becomes the origin; `b.relative_to(b)` is
+        """Return this box in the coordinates of `outer`, whose first element becomes the origin. `b.relative_to(b)` is
         `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain it."""
         if not outer.contains(self):
             raise PlanError(f"{self} is not within {outer}")
@@ -229,12 +230,12 @@ def arrange(array: npt.NDArray[Any], dims: Dims) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Elements of `itemsize` bytes: index (i, j, ...) lies at `offset + i * strides[0] + j * strides[1] + ...`."""
+    """Elements of `itemsize` bytes: index (i, j, ...) is at `offset + i * strides[0] + j * strides[1] + ...`."""
 
     offset: int
     """Byte position of the first element."""
     sizes: tuple[int, ...]
-    """Extent in each dim, in elements."""
+    """Number of elements in each dim."""
     strides: tuple[int, ...]
     """Bytes from one index to the next, in each dim; 0 repeats one element."""
     itemsize: int
@@ -248,7 +249,7 @@ class Window:
 
     @classmethod
     def row_major(cls, offset: int, sizes: Sequence[int], itemsize: int) -> Window:
-        """The window of a contiguous array whose first byte is at `offset`."""
+        """Return the window of a contiguous array whose first byte is at `offset`."""
         strides, step = [], itemsize
         for size in reversed(sizes):
             strides.append(step)
@@ -257,28 +258,28 @@ class Window:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements themselves."""
+        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def stop(self) -> int:
-        """One past the last byte that any element occupies; `offset` if there is none."""
+        """One past the last byte of any element; `offset` if there is none."""
         if 0 in self.sizes:
             return self.offset
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides)) + self.itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
+        """True if the elements are in row-major order without gaps."""
         return self.runs().count == 1
 
     def crop(self, box: Box) -> Window:
-        """The window of `box`, given in this window's own coordinates. Raises PlanError if it lies outside."""
+        """Return the window of `box`, which is in this window's own coordinates. Raises PlanError if it is outside."""
         empty = box.is_empty
         if len(box.sizes) != len(self.sizes) or not (empty or all(map(le, box.stops, self.sizes))):
             raise PlanError(f"{box} is outside a window of sizes {self.sizes}")
@@ -288,7 +289,8 @@ class Window:
         return Window(start, box.sizes, self.strides, self.itemsize)
 
     def permute(self, dims: Sequence[int]) -> Window:
-        """The same elements with dim `dims[i]` as the new dim i. Raises PlanError if `dims` is no permutation."""
+        """Return the same elements with dim `dims[i]` as the new dim i. Raises PlanError if `dims` is not a
+        permutation."""
         if sorted(dims) != list(range(len(self.sizes))):
             raise PlanError(f"{tuple(dims)} is not a permutation of the {len(self.sizes)} dims of a window")
         return Window(
@@ -296,20 +298,20 @@ class Window:
         )
 
     def rearrange(self, dims: Sequence[int | None]) -> Window:
-        """Like `permute`, but None makes a new dim of size 1 and dims of size 1 may be left out: `dims` of a
-        `ReadItem`, so that `window.crop(item.source).rearrange(item.dims)` lies like `item.target`.
+        """Like `permute`, but None makes a new dim of size 1, and dims of size 1 may be left out: the `dims` of a
+        `ReadItem`. `window.crop(item.source).rearrange(item.dims)` has the dims of `item.target`.
 
-        Raises PlanError if a dim is named twice, or one of another size is left out.
+        Raises PlanError if a dim is named twice, or if one of another size is left out.
         """
         sizes = rearranged(Box.full(self.sizes), tuple(dims)).sizes
         strides = tuple(self.itemsize if d is None else self.strides[d] for d in dims)
         return Window(self.offset, sizes, strides, self.itemsize)
 
     def within(self, start: int, stop: int) -> list[Box]:
-        """The elements that begin in bytes [start, stop), as disjoint boxes of this window's own coordinates.
+        """Return the elements that begin in bytes [start, stop), as disjoint boxes in this window's own coordinates.
 
-        Of elements in row-major order these are at most 2d-1 boxes; each range of a partition of all bytes gets
-        other elements, and together they get every one.
+        For elements in row-major order these are at most 2d-1 boxes. The ranges of a partition of all bytes get
+        different elements, and together they get all of them.
         """
         order = sorted((d for d, n in enumerate(self.sizes) if n > 1), key=lambda d: -self.strides[d])
         reach = [0]  # from the first element to the start of the last, over the dims from a level on
@@ -343,7 +345,7 @@ class Window:
         return found
 
     def runs(self) -> ByteRuns:
-        """The bytes as equal runs, in row-major order of the elements."""
+        """Return the bytes as equal runs, in row-major order of the elements."""
         run, sizes, strides = self.itemsize, list(self.sizes), list(self.strides)
         if 0 in sizes:
             return ByteRuns(self.offset, 0, (), ())
@@ -371,12 +373,12 @@ class ByteRuns:
 
     @property
     def count(self) -> int:
-        """How many runs; 0 if there is no byte."""
+        """Number of runs; 0 if there are no bytes."""
         return math.prod(self.counts) if self.run_bytes else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all runs together."""
+        """Bytes of all runs."""
         return self.count * self.run_bytes
 
     @property
@@ -401,8 +403,8 @@ class ByteRuns:
                 index[d] = 0
 
     def joined(self, max_gap_bytes: int) -> ByteRuns:
-        """The reads to make if gaps of up to `max_gap_bytes` are read as well: from the last dim outwards, neighbours
-        that are close enough become one run. The first dim whose gaps are too wide ends that, since gaps only grow."""
+        """Return the reads to make if gaps of up to `max_gap_bytes` are read as well. From the last dim outwards, runs
+        that are close enough are joined. The first dim with wider gaps ends this, because gaps only grow."""
         length, counts, strides = self.run_bytes, self.counts, self.strides
         while counts and 0 <= strides[-1] - length <= max_gap_bytes:
             length += (counts[-1] - 1) * strides[-1]
@@ -410,12 +412,12 @@ class ByteRuns:
         return ByteRuns(self.offset, length, counts, strides)
 
     def in_order(self) -> ByteRuns:
-        """The same runs by position, as far as that order is one of dims."""
+        """Return the same runs sorted by position, if an order of the dims gives that."""
         dims = sorted(zip(self.strides, self.counts), reverse=True)
         return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
 
     def coalesced(self, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(start, length, needed bytes) of the reads of `joined`."""
+        """Return (start, length, needed bytes) of each read of `joined`."""
         reads = self.joined(max_gap_bytes)
         for start, length in reads:
             yield start, length, self.nbytes // reads.count

@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which elements of a tensor, and of a whole state, in one of three forms."""
+"""Layouts: which rank holds which elements of a tensor or of a full state, in one of three forms."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
             axes_of[placement.dim].append(axis)
         else:
             name = mesh.names[axis]
-            raise PlanError(f"{placement} on axis {name!r} cuts a dim that the shape {shape} does not have")
+            raise PlanError(f"{placement} on axis {name!r} shards a dim that the shape {shape} does not have")
 
     def positions(axes: list[int]) -> Ints:
         return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)
@@ -449,7 +449,7 @@ def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, global shape and dtype (by name, such as "bfloat16") of a tensor."""
+    """Name, global shape, and dtype (by name, such as "bfloat16") of a tensor."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -458,7 +458,7 @@ class TensorSpec:
     """Bytes per element."""
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
-        """Raises PlanError for a name that is no text, a negative size or an unknown dtype."""
+        """Raises PlanError for a name that is not a string, a negative size, or an unknown dtype."""
         object.__setattr__(self, "fqn", fqn)
         object.__setattr__(self, "shape", tuple(map(int, shape)))
         object.__setattr__(self, "dtype", dtype)
@@ -470,17 +470,17 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the full tensor in bytes."""
         return self.numel * self.itemsize
 
 
 class TensorLayout:
-    """Where the elements of one tensor live, for every rank. Frozen; equal if spec and form are equal.
+    """Where the elements of one tensor are, for every rank. Immutable; equal if spec and form are equal.
 
     >>> TensorLayout(TensorSpec("w", (8, 4), "float32"), Mesh({"dp": 2}), [Shard(0)]).boxes(1)
     (Box[4:8, 0:4],)
@@ -492,10 +492,10 @@ class TensorLayout:
     form: Form
 
     def __init__(self, spec: TensorSpec, mesh: Mesh | str, placements: Sequence[Placement] | str) -> None:
-        """The product form. `placements` has one entry per mesh axis; text forms are parsed.
+        """Create a layout from a mesh and one placement per axis. Placements may be given as text.
 
-        Raises PlanError if the numbers differ, if a placement names a dim that the tensor does not have, or if
-        blocks do not add up; the error names the tensor.
+        Raises PlanError, which names the tensor, if the numbers differ, if a placement names a dim that the tensor does
+        not have, or if blocks do not add up.
         """
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         given = parse_placements(placements) if isinstance(placements, str) else tuple(placements)
@@ -503,7 +503,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, spec: TensorSpec, form: Form) -> TensorLayout:
-        """The layout of `spec` in a form made before, which several tensors may share."""
+        """Return the layout of `spec` in an existing form, which several tensors may share."""
         layout = object.__new__(cls)
         layout._set(spec, form)
         return layout
@@ -512,7 +512,7 @@ class TensorLayout:
     def from_boxes(
         cls, spec: TensorSpec, boxes: Mapping[int, Iterable[Box]], world_size: int | None = None
     ) -> TensorLayout:
-        """Explicit boxes per rank; each is a local tensor of its own, in the order given.
+        """Return a layout of explicit boxes per rank. Each box is a separate local tensor, in the given order.
 
         Raises PlanError for a box outside the tensor, or two boxes of one rank that share an element.
         """
@@ -522,7 +522,8 @@ class TensorLayout:
     def from_flat_ranges(
         cls, spec: TensorSpec, ranges: Mapping[int, tuple[int, int]], world_size: int | None = None
     ) -> TensorLayout:
-        """Each rank holds elements `[start, stop)` of the row-major flattening, as one 1-D local tensor.
+        """Return a layout in which each rank holds elements `[start, stop)` of the row-major flattening, as one 1-D
+        local tensor.
 
         Raises PlanError for a range outside the tensor.
         """
@@ -538,36 +539,37 @@ class TensorLayout:
 
     @property
     def fqn(self) -> str:
-        """The tensor's name."""
+        """Name of the tensor."""
         return self.spec.fqn
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of a product layout, else None."""
+        """The mesh of a product layout, otherwise None."""
         return self.form.mesh if isinstance(self.form, ProductForm) else None
 
     @property
     def placements(self) -> tuple[Placement, ...] | None:
-        """The placements of a product layout, else None."""
+        """The placements of a product layout, otherwise None."""
         return self.form.placements if isinstance(self.form, ProductForm) else None
 
     @property
     def product(self) -> ProductGeometry | None:
-        """The per-dim ownerships of a product layout, else None."""
+        """The per-dim ownerships of a product layout, otherwise None."""
         return self.form.geometry(self.spec.shape) if isinstance(self.form, ProductForm) else None
 
     @property
     def world_size(self) -> int:
-        """The smallest number of ranks of a job that holds this layout."""
+        """The smallest world size that contains this layout."""
         return self.form.world_size
 
     @property
     def geometry_key(self) -> tuple[object, ...]:
-        """All that plans depend on: layouts with equal keys have equal plans, whatever their tensors are called."""
+        """Everything that plans depend on. Layouts with equal keys have equal plans, whatever the names of their
+        tensors."""
         return self.spec.shape, self.spec.itemsize, self.form
 
     def parts(self, rank: int) -> tuple[Part, ...]:
-        """The local tensors of `rank`, each a product of global intervals; () where it holds none.
+        """Return the local tensors of `rank`, each a product of global intervals; () if it has none.
 
         Raises PlanError for a rank outside the job.
         """
@@ -575,23 +577,23 @@ class TensorLayout:
         return self.form.parts(self.spec.shape, rank)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The regions that `rank` holds, in global coordinates and in local order; () where it holds no element."""
+        """Return the regions that `rank` holds, in global coordinates and in local order; () if it has no elements."""
         return tuple(box for part in self.parts(rank) for box, _ in part.boxes())
 
     def numel(self, rank: int) -> int:
-        """Elements that `rank` holds."""
+        """Return the number of elements that `rank` holds."""
         return sum(part.numel for part in self.parts(rank))
 
     def nbytes(self, rank: int) -> int:
-        """Bytes that `rank` holds."""
+        """Return the number of bytes that `rank` holds."""
         return self.numel(rank) * self.spec.itemsize
 
     def numels(self) -> Ints:
-        """Elements that each rank holds, for ranks 0 to `world_size` - 1."""
+        """Return the number of elements that each rank holds, for ranks 0 to `world_size` - 1."""
         return self.form.numels(self.spec.shape)
 
     def chunks(self) -> Iterator[tuple[int, Box]]:
-        """Every distinct region once, with the lowest rank that holds it."""
+        """Return every distinct region once, with the lowest rank that holds it."""
         return self.form.chunks(self.spec.shape)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -617,18 +619,18 @@ def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
 
 
 class StateLayout(Mapping[str, TensorLayout]):
-    """The layouts of all tensors of a state, by FQN. Frozen.
+    """The layouts of all tensors of a state, by FQN. Immutable.
 
-    `world_size` is the number of ranks of the job; None takes the smallest that all tensors fit in.
+    `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors.
     """
 
     __slots__ = ("_tensors", "world_size")
 
     world_size: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
-        """Raises PlanError if a key differs from its tensor's name or `world_size` is too small."""
+        """Raises PlanError if a key differs from its tensor's name, or if `world_size` is too small."""
         self._tensors = dict(tensors)
         least = 1
         seen: set[int] = set()
@@ -653,7 +655,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Name, shape and dtype of every tensor."""
+        """Name, shape, and dtype of every tensor."""
         return {fqn: layout.spec for fqn, layout in self._tensors.items()}
 
     @property
@@ -662,17 +664,17 @@ class StateLayout(Mapping[str, TensorLayout]):
         return sum(layout.spec.nbytes for layout in self._tensors.values())
 
     def parts(self, fqn: str, rank: int) -> tuple[Part, ...]:
-        """Like `TensorLayout.parts`, but () for ranks of the job that are beyond this tensor's own."""
+        """Like `TensorLayout.parts`, but () for ranks of the job beyond this tensor's own."""
         layout = self._tensors[fqn]
         check_rank(rank, self.world_size, fqn)
         return layout.form.parts(layout.spec.shape, rank) if rank < layout.world_size else ()
 
     def geometries(self) -> dict[tuple[object, ...], list[str]]:
-        """FQNs grouped by `TensorLayout.geometry_key`, names sorted: what can share one plan."""
+        """Return FQNs grouped by `TensorLayout.geometry_key`, in sorted order. Each group can share one plan."""
         return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
     def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], str]) -> dict[str, str]:
-        """What `describe` says of the layout of each FQN; of those that are cut alike it is asked once."""
+        """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry."""
         texts: dict[object, str] = {}
         out = {}
         for fqn in fqns:
@@ -681,7 +683,8 @@ class StateLayout(Mapping[str, TensorLayout]):
         return out
 
     def uncut_axes(self) -> dict[str, tuple[str, ...]]:
-        """Axes of more than one rank that cut no tensor, each with the names of those that are copied along it."""
+        """Return the axes of more than one rank that shard no tensor, each with the names of the tensors replicated
+        over it."""
         copied: dict[str, list[str]] = {}
         cutting: set[str] = set()
         for fqn, layout in self._tensors.items():
@@ -694,7 +697,7 @@ class StateLayout(Mapping[str, TensorLayout]):
         return {name: tuple(fqns) for name, fqns in copied.items() if not cutting.issuperset(name.split("."))}
 
     def rank_bytes(self) -> Ints:
-        """Bytes that each rank holds, without enumerating tensors one by one."""
+        """Return the bytes that each rank holds, without listing tensors one by one."""
         total = np.zeros(self.world_size, dtype=np.int64)
         for names in self.geometries().values():
             layout = self._tensors[names[0]]
@@ -703,7 +706,7 @@ class StateLayout(Mapping[str, TensorLayout]):
         return total
 
     def digest(self) -> str:
-        """A short text that is equal for equal layouts, whatever the order of the tensors; for ranks to agree on."""
+        """Return a short text that is equal for equal layouts, whatever the order of the tensors."""
         hasher = hashlib.sha256(str(self.world_size).encode())
         forms: dict[int, bytes] = {}
         for fqn in sorted(self._tensors):

@@ -1,4 +1,4 @@
-"""Meshes: ranks along named axes, how an axis places a tensor, and which intervals of a dim each coordinate owns."""
+"""Meshes: ranks along named axes, the placements of tensors on them, and the intervals of a dim that each rank owns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
 
 
 class Mesh:
-    """Named axes with their sizes, and the rank that sits at each coordinate (row-major: the last axis moves fastest).
+    """Named axes with sizes, and the rank at each coordinate (row-major: the last axis varies fastest).
 
-    A placement list names one placement per axis, in the order of the axes. A mesh may cover any set of
-    distinct ranks, so a pipeline stage or an expert group is a mesh with explicit `ranks`.
+    A list of placements has one placement per axis, in the order of the axes. A mesh may contain any distinct ranks, so
+    a pipeline stage or an expert group is a mesh with explicit `ranks`.
 
         >>> Mesh({"dp": 2, "tp": 2}).rank_at((1, 0))
         2
@@ -36,20 +36,20 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     """(name, size) of every axis, outermost first."""
     names: tuple[str, ...]
-    """The axes' names."""
+    """Names of the axes."""
     shape: tuple[int, ...]
-    """The axes' sizes."""
+    """Sizes of the axes."""
     size: int
-    """How many ranks."""
+    """Number of ranks."""
     ranks: npt.NDArray[np.int64]
     """The rank at each coordinate, row-major, read-only."""
     world_size: int
-    """The smallest number of ranks of a job that this mesh fits in: its highest rank + 1."""
+    """The smallest world size that contains this mesh: its highest rank + 1."""
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], ranks: Sequence[int] | None = None) -> None:
         """`ranks` lists the rank at each coordinate in row-major order; None means 0, 1, 2, ...
 
-        Raises PlanError for an axis of size < 1, two axes of one name, a wrong number of ranks or a rank given twice.
+        Raises PlanError for an axis of size < 1, two axes with one name, a wrong number of ranks, or a repeated rank.
         """
         items = tuple(axes.items() if isinstance(axes, Mapping) else axes)
         self.axes = tuple((str(name), int(size)) for name, size in items)
@@ -76,9 +76,9 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """A mesh from text such as `"dp=4,tp=2"`; `"dp=2@6,7"` gives explicit ranks, in row-major order.
+        """Parse a mesh such as `"dp=4,tp=2"`; `"dp=2@6,7"` lists its ranks in row-major order.
 
-        The empty text is the mesh of no axes: one rank. Raises PlanError for anything else.
+        An empty text is a mesh without axes: one rank. Raises PlanError for anything else.
         """
         head, at, tail = text.partition("@")
         axes: list[tuple[str, int]] = []
@@ -93,12 +93,12 @@ class Mesh:
 
     @property
     def ndim(self) -> int:
-        """How many axes."""
+        """Number of axes."""
         return len(self.axes)
 
     @property
     def has_explicit_ranks(self) -> bool:
-        """Whether the ranks are anything but 0, 1, 2, ... in order."""
+        """True if the ranks are not 0, 1, 2, ... in order."""
         return self._index is not None
 
     def __contains__(self, rank: object) -> bool:
@@ -107,30 +107,31 @@ class Mesh:
         return int(rank) in self._index if self._index is not None else 0 <= int(rank) < self.size
 
     def position(self, rank: int) -> int:
-        """Row-major position of `rank`. Raises PlanError if the mesh does not hold it."""
+        """Return the row-major position of `rank`. Raises PlanError if the mesh does not contain it."""
         if rank not in self:
             raise PlanError(f"the mesh {self} does not hold this rank", rank=rank)
         return self._index[rank] if self._index is not None else int(rank)
 
     def positions(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Row-major position of each of `ranks`, all of which the mesh holds."""
+        """Return the row-major position of each of `ranks`. The mesh must contain all of them."""
         if self._index is None:
             return ranks
         order = np.argsort(self.ranks)
         return np.asarray(order[np.searchsorted(self.ranks, ranks, sorter=order)], dtype=np.int64)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError for a rank outside."""
+        """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError if the mesh does
+        not contain the rank."""
         return unravel(self.position(rank), self.shape)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Rank at `coordinate`. Inverse of `coordinate`. Raises PlanError for a coordinate outside."""
+        """Return the rank at `coordinate`. Inverse of `coordinate`. Raises PlanError for one outside the mesh."""
         if len(coordinate) != self.ndim or any(not 0 <= c < s for c, s in zip(coordinate, self.shape)):
             raise PlanError(f"{tuple(coordinate)} is not a coordinate of the mesh {self}")
         return int(self.ranks[ravel(coordinate, self.shape)])
 
     def submesh(self, *names: str, at: Mapping[str, int] | None = None) -> Mesh:
-        """The mesh of the axes `names` (in that order) at the given coordinates of all the others (0 if not given)."""
+        """Return the mesh of the axes `names` (in that order) at the given coordinates of the others (default 0)."""
         unknown = [n for n in (*names, *(at or {})) if n not in self.names]
         if unknown:
             raise PlanError(f"the mesh {self} has no axis {unknown[0]!r}: it has {list(self.names)}")
@@ -190,7 +191,7 @@ def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along the axis holds the same."""
+    """Every rank along the axis has a copy."""
 
     def __str__(self) -> str:
         return "R"
@@ -198,7 +199,8 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis cuts `dim` as `torch.chunk` does: pieces of ceil(size / n), the last ones shorter or empty."""
+    """The axis shards `dim` as `torch.chunk` does: chunks of ceil(size / n), of which the last ones are shorter or
+    empty."""
 
     dim: int
 
@@ -211,8 +213,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """DTensor's `_StridedShard`: `dim` is first cut into `split_factor` pieces and each of these along the axis;
-    coordinate k holds the k-th part of every piece, in order.
+    """DTensor's `_StridedShard`: `dim` is split into `split_factor` pieces, and the axis shards each piece. Coordinate
+    k holds shard k of every piece, in order.
 
     12 elements, split_factor 2, axis of size 2:   0 0 0 1 1 1 | 0 0 0 1 1 1
     """
@@ -231,17 +233,17 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class BlockShard:
-    """`dim` is a concatenation of blocks (a fused q, k and v; a gate and an up projection), and the axis cuts each
-    block as `Shard` would; coordinate k holds the k-th part of every block, in order.
+    """`dim` is a concatenation of blocks (a fused q, k, and v; a gate and an up projection), and the axis shards each
+    block as `Shard` would. Coordinate k holds shard k of every block, in order.
 
     q=4, k=2, v=2 elements, axis of size 2:   0 0 1 1 | 0 1 | 0 1
 
-    Only the first axis that cuts a dim may be a `BlockShard`, since later ones no longer see whole blocks.
+    Only the first axis that shards a dim may be a `BlockShard`, because later ones no longer see full blocks.
     """
 
     dim: int
     blocks: tuple[int, ...]
-    """Sizes of the blocks, in elements of the dim; they add up to its size."""
+    """Sizes of the blocks, in elements of the dim. They add up to its size."""
 
     def __init__(self, dim: int, blocks: Sequence[int]) -> None:
         object.__setattr__(self, "dim", dim)
@@ -417,7 +419,9 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
         if not first:
-            raise PlanError(f"{placement} must be the first placement that cuts its dim: blocks are cut already")
+            raise PlanError(
+                f"{placement} must be the first placement that shards its dim: its blocks are sharded already"
+            )
         if sum(placement.blocks) != own.size:
             total = sum(placement.blocks)
             raise PlanError(f"the blocks of {placement} add up to {total}, but the dim has {own.size} elements")

@@ -1,4 +1,4 @@
-"""Topologies: rules that give every tensor of a state its layout on a mesh; ready ones, and flat buffers."""
+"""Topologies: rules that give every tensor of a state its layout on a mesh; predefined ones; and flat buffers."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ Axes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors that a glob matches are cut. `*` matches any text, dots included."""
+    """How the tensors that a glob matches are sharded. `*` matches any text, including dots."""
 
     pattern: str
     placements: tuple[Placement, ...]
-    """One per group of axes; they cut from left to right."""
+    """One placement per group of axes. They apply from left to right."""
     axes: Axes | None = None
-    """Groups of mesh axes in the order in which they cut; the axes of a group act as one. None: those that the tensor's
-    home leaves free, in mesh order, each by itself."""
+    """Groups of mesh axes in the order in which they shard. The axes of a group act as one. None: the axes that the
+    tensor's home leaves free, in mesh order, each by itself."""
     optional: bool = False
-    """Whether it may match nothing."""
+    """True if the glob may match no tensor."""
 
     @classmethod
     def parse(cls, pattern: str, text: str, optional: bool = False) -> Rule:
-        """From `"S(0),R"`, from `"tp,dp: S(0),S(0)"` (tp cuts first), or from `"dp*cp: S(0)"` (dp and cp as one)."""
+        """Parse `"S(0),R"`, `"tp,dp: S(0),S(0)"` (tp shards first), or `"dp*cp: S(0)"` (dp and cp as one axis)."""
         head, colon, tail = text.rpartition(":")
         groups = tuple(tuple(name.strip() for name in group.split("*")) for group in head.split(",")) if colon else None
         if groups is not None and any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups for n in group):
@@ -65,23 +65,23 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """What `parse` reads."""
+        """The text that `parse` reads."""
         placements = ",".join(map(str, self.placements))
         return placements if self.axes is None else f"{','.join('*'.join(g) for g in self.axes)}: {placements}"
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where the tensors that a glob matches live: at these coordinates of these axes."""
+    """The coordinates along some axes at which the tensors that a glob matches are placed."""
 
     pattern: str
     at: tuple[tuple[str, int], ...]
     optional: bool = False
-    """Whether it may match nothing."""
+    """True if the glob may match no tensor."""
 
     @classmethod
     def parse(cls, pattern: str, text: str, optional: bool = False) -> Home:
-        """From `"pp=1"` or `"pp=1,ep=3"`."""
+        """Parse `"pp=1"` or `"pp=1,ep=3"`."""
         parts = [re.fullmatch(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
         if any(part is None for part in parts):
             raise PlanError(f"cannot read the home {text!r} of {pattern!r}: write coordinates like 'pp=1,ep=3'")
@@ -89,25 +89,25 @@ class Home:
 
     @property
     def text(self) -> str:
-        """What `parse` reads."""
+        """The text that `parse` reads."""
         return ",".join(f"{name}={coordinate}" for name, coordinate in self.at)
 
 
 @dataclass(frozen=True, repr=False)
 class Topology:
-    """A mesh, and rules and homes for the tensors on it.
+    """A mesh, with rules and homes that place tensors on it.
 
-    The first rule that matches a name says how it is cut; a tensor that none matches is an error. Of the homes that
-    match, the first to fix an axis says where; a tensor without a home is on all of the mesh. A tensor of no dims
-    cannot be cut, and is replicated whatever its rule says. A rule or home that has no effect is an error, unless it
-    is optional.
+    The first rule that matches a name decides how it is sharded; a tensor that no rule matches is an error. Of the
+    homes that match, the first one that fixes an axis decides its coordinate; a tensor without a home is on the full
+    mesh. A 0-d tensor is replicated whatever its rule says. A rule or home without effect is an error, unless it is
+    optional.
     """
 
     mesh: Mesh
     rules: tuple[Rule, ...]
     homes: tuple[Home, ...] = ()
     even: tuple[str, ...] = ()
-    """Axes that must divide what they cut by themselves, such as heads and experts, without a remainder."""
+    """Axes that must divide the dims they shard without remainder, such as heads and experts."""
     _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,9 +143,9 @@ class Topology:
         *,
         even: Iterable[str] = (),
     ) -> Topology:
-        """A topology from the text of its mesh, rules and homes by glob; or from the one text that `str` gives.
+        """Create a topology from a mesh, rules, and homes given as text by glob; or from the text that `str` returns.
 
-        Raises PlanError for text that cannot be read.
+        Raises PlanError for text that cannot be parsed.
         """
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         its_rules = [Rule.parse(pattern, rule) for pattern, rule in (rules or {}).items()]
@@ -169,10 +169,11 @@ class Topology:
         return cls(Mesh.parse(lines[0] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
 
     def layout(self, specs: Iterable[TensorSpec] | Mapping[str, TensorSpec]) -> StateLayout:
-        """Where every element of a state lives. The job has the ranks of the mesh, even if the tensors need fewer.
+        """Return the layout of a state on this topology. The job has the ranks of the mesh, even if the tensors need
+        fewer.
 
-        Raises PlanError naming all tensors that no rule matches, all rules and homes without effect, and the first
-        tensor that cannot be cut as its rule says.
+        Raises PlanError, which names all tensors that no rule matches, all rules and homes without effect, and the
+        first tensor that cannot be sharded as its rule says.
         """
         tensors: dict[str, TensorLayout] = {}
         used: set[Rule | Home] = set()
@@ -214,10 +215,10 @@ class Topology:
         return StateLayout(tensors, self.mesh.world_size)
 
     def uncut_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
-        """Axes that a rule is to cut along, and that cut no tensor of `layout`, which this topology made: each with the
-        names of the tensors that are copied along it, since no rule that cuts there matches them.
+        """Return the axes that some rule shards over and that shard no tensor of `layout`, which this topology made.
+        Each comes with the names of the tensors that are replicated over it because no such rule matches them.
 
-        Along an axis for which all rules say R, as in `ddp(8)`, copies are what was asked for.
+        An axis for which all rules say R, as in `ddp(8)`, is replicated on purpose and not listed.
         """
         fixable = {name for home in self.homes for name, _ in home.at}
         free = [tuple((name,) for name in self.mesh.names if name not in fixed) for fixed in ((), fixable)]
@@ -365,22 +366,23 @@ LLAMA_TP_DIMS: Mapping[str, int] = {
     "*output.weight*": 0,
     "*lm_head.weight*": 0,
 }
-"""Which dim tensor parallelism cuts, for the weights of Llama-style models under both of their usual sets of names.
-What stands behind `weight` (a state of the optimizer) is cut alike. All else is replicated over the axis."""
+"""The dim that tensor parallelism shards, for the weights of Llama-style models under both of their usual names. Names
+with more after `weight` (optimizer states) are sharded the same way. All other tensors are replicated over the axis."""
 
 
 def ddp(world_size: int) -> Topology:
-    """Every rank has everything."""
+    """Every tensor is replicated on every rank."""
     return Topology(Mesh({"dp": world_size}), (Rule.parse("*", "R", optional=True),))
 
 
 def fsdp(shards: int, *, context_parallel: int = 1) -> Topology:
-    """Dim 0 of everything is cut. Ranks of context parallelism cut parameters like any other: both axes act as one."""
+    """Dim 0 of every tensor is sharded. Ranks of context parallelism shard parameters like any other: both axes act as
+    one."""
     return fsdp_tp(shards, 1, {}, context_parallel=context_parallel)
 
 
 def hsdp(replicas: int, shards: int) -> Topology:
-    """Dim 0 is cut within each group of `shards` consecutive ranks, and the groups are replicas."""
+    """Dim 0 is sharded within each group of `shards` consecutive ranks. The groups are replicas."""
     return fsdp_tp(shards, 1, {}, replicas=replicas)
 
 
@@ -392,10 +394,10 @@ def fsdp_tp(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> Topology:
-    """FSDP2 over tensor parallelism: `tp_dims` says by glob which dim `tp` cuts (first match; all else is replicated
-    over it), and then FSDP2 cuts dim 0 of what is left. Globs that match nothing are skipped.
+    """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first match; all other tensors
+    are replicated over it). FSDP2 then shards dim 0 of the result. Globs that match nothing are skipped.
 
-    Axes are rep, dp, cp and tp, from the outermost; those of size 1 are left out, but never all.
+    Axes are rep, dp, cp, and tp, from the outermost. Axes of size 1 are left out, but at least one remains.
     """
     sizes = {"rep": replicas, "dp": shards, "cp": context_parallel, "tp": tensor_parallel}
     axes = {name: size for name, size in sizes.items() if size != 1 or (name == "dp" and set(sizes.values()) == {1})}
@@ -416,8 +418,9 @@ def fsdp_tp(
 def expert_parallel(
     shards: int, experts: int, *, pattern: str = "*experts.*", expert_dim: int = 0, fsdp_dim: int = 0
 ) -> Topology:
-    """Experts stacked along `expert_dim` are dealt evenly over the axis ep of size `experts`, and then cut by FSDP over
-    the axis dp of size `shards` along `fsdp_dim`; dim 0 of everything else is cut over both axes as one."""
+    """Experts that are stacked along `expert_dim` are distributed evenly over the axis ep of size `experts`, and then
+    sharded by FSDP over the axis dp of size `shards` along `fsdp_dim`. Dim 0 of all other tensors is sharded over both
+    axes as one."""
     rules = (
         Rule.parse(pattern, f"ep,dp: S({expert_dim}),S({fsdp_dim})"),
         Rule.parse("*", "dp*ep: S(0)", optional=True),
@@ -437,15 +440,16 @@ def pipelined(
     layer: str = "*layers.{}.*",
     last: Sequence[str] = ("*",),
 ) -> Topology:
-    """Layers dealt to the stages of a pipeline, each placed as `stage` says on the ranks of its own.
+    """Layers distributed over the stages of a pipeline. `stage` places each stage on its own ranks.
 
-    There are `ranks * stages_per_rank` stages of consecutive layers, as many as `split` says, or nearly equal numbers
-    of them (stage s begins at layer `s * layers // stages`). Stage s is on pipeline rank `s % ranks` (interleaved), or,
-    `v_shaped`, on the way back from the last one to the first. Tensors that `first` matches are on the first stage;
-    those that `last` matches, and no layer, on the last. The axis pp is outermost.
+    There are `ranks * stages_per_rank` stages of consecutive layers. `split` gives the number of layers of each; the
+    default is nearly equal numbers (stage s begins at layer `s * layers // stages`). Stage s is on pipeline rank `s %
+    ranks` (interleaved); with `v_shaped`, the second stages run from the last rank back to the first. Tensors that
+    `first` matches are on the first stage; those that `last` matches, and that are not layers, on the last. The axis pp
+    is outermost.
 
-    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if a V is not of two stages
-    a rank.
+    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if `v_shaped` does not have
+    two stages per rank.
     """
     stages = ranks * stages_per_rank
     if layers < stages:
@@ -509,8 +513,8 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
         near = get_close_matches(name, _NAMES, n=1)
         meant = f"did you mean {near[0]!r}? Write" if near else "write"
         raise PlanError(
-            f"the topology {text!r} has the axis {name!r}, which is no short form: {meant} {WORDS}. Axes of your own "
-            "need rules such as {'*': 'S(0)'}"
+            f"the topology {text!r} has the axis {name!r}, which is not a short form: {meant} {WORDS}. "
+            "Axes of your own need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}
     for name, of in sizes.items():
@@ -535,9 +539,9 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
 
 
 def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tuple[dict[str, int], int]:
-    """Where each tensor begins in the buffer, and how many elements there are up to the end of the last one.
+    """Return the offset of each tensor in a flat buffer, and the number of elements up to the end of the last one.
 
-    Each tensor begins at a multiple of `align_elements`. Raises PlanError for two tensors of one name.
+    Each tensor begins at a multiple of `align_elements`. Raises PlanError for two tensors with the same name.
     """
     _at_least_one("align_elements", align_elements)
     offsets: dict[str, int] = {}
@@ -552,9 +556,9 @@ def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tup
 
 
 def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, tuple[int, int]]:
-    """Equal pieces of a buffer of `numel` elements, one per rank, in order.
+    """Return equal ranges of a buffer of `numel` elements, one per rank, in order.
 
-    The buffer is padded so that every piece has the same size, a multiple of `multiple`; padding is behind the end.
+    The buffer is padded at its end so that every range has the same size, a multiple of `multiple`.
     """
     _at_least_one("multiple", multiple)
     if not ranks:
@@ -571,10 +575,10 @@ def flat_layouts(
     offsets: Mapping[str, int] | None = None,
     world_size: int | None = None,
 ) -> dict[str, TensorLayout]:
-    """The layout of each tensor of a flat buffer of which every rank holds a range.
+    """Return the layout of each tensor of a flat buffer of which every rank holds a range.
 
-    `offsets` gives the place of each tensor where it is not what `flat_offsets` says. Ranges may reach into padding,
-    and ranks with equal ranges are replicas. Raises PlanError if the ranges leave out an element of a tensor.
+    `offsets` gives the position of each tensor if it is not that of `flat_offsets`. Ranges may include padding, and
+    ranks with equal ranges are replicas. Raises PlanError if the ranges do not cover every element of a tensor.
     """
     tensors = list(specs)
     places = flat_offsets(tensors, align_elements=align_elements)[0] if offsets is None else offsets

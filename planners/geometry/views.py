@@ -1,4 +1,4 @@
-"""Views: tensors put together from boxes of other tensors, and layouts seen through them."""
+"""Views: tensors composed of boxes of other tensors, and layouts seen through them."""
 
 from __future__ import annotations
 
@@ -185,16 +185,16 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """What every element of `spec` is made of. Patches and fills tile the target exactly once."""
+    """How to compose every element of `spec` from sources. Patches and fills cover the target exactly once."""
 
     spec: TensorSpec
-    """Name, shape and dtype of the target."""
+    """Name, shape, and dtype of the target."""
     sources: tuple[TensorSpec, ...]
-    """The tensors it is made of, all of one dtype, each once."""
+    """The source tensors, all with one dtype, each once."""
     patches: tuple[Patch, ...]
     """Boxes that come from sources."""
     fills: tuple[Fill, ...] = ()
-    """Boxes that are a constant."""
+    """Boxes that have a constant value."""
 
     def __post_init__(self) -> None:
         """Raises PlanError where a part lies outside its tensor or the parts do not add up to the target."""
@@ -220,13 +220,13 @@ class View:
 
     @classmethod
     def of(cls, spec: TensorSpec) -> View:
-        """The tensor itself."""
+        """Return the view that is the tensor itself."""
         box = Box.full(spec.shape)
         return cls(spec, (spec,), (Patch(box, 0, box, tuple(range(box.ndim))),))
 
     @classmethod
     def full(cls, spec: TensorSpec, value: float = 0) -> View:
-        """A tensor of one constant."""
+        """Return a tensor with one constant value."""
         return cls(spec, (), (), (Fill(Box.full(spec.shape), value),))
 
     @property
@@ -241,7 +241,7 @@ class View:
 
     @cached_property
     def geometry(self) -> ViewGeometry:
-        """The view without names: views of equal geometry map alike."""
+        """The view without names. Views with equal geometry map elements in the same way."""
         return ViewGeometry(self.shape, tuple(source.shape for source in self.sources), self.patches, self.fills)
 
     def overlap(self, saved: Sequence[Form], wanted: Form) -> ViewOverlap:
@@ -253,7 +253,7 @@ class View:
         return View(TensorSpec(fqn, self.shape, self.spec.dtype), self.sources, self.patches, self.fills)
 
     def crop(self, box: Box) -> View:
-        """The elements in `box`, which becomes the whole. Raises PlanError if it lies outside."""
+        """Return the elements in `box` as a new tensor. Raises PlanError if the box is outside."""
         if not Box.full(self.shape).contains(box):
             raise PlanError(f"cannot crop a view of shape {self.shape} to {box}", fqn=self.spec.fqn)
         back = [-o for o in box.offsets]
@@ -282,23 +282,24 @@ class View:
         return self.crop(Box(offsets, sizes)).rearrange(kept)
 
     def rearrange(self, dims: Sequence[int | None]) -> View:
-        """New dim i is dim `dims[i]`, or a new dim of size 1 for None; dims of size 1 may be left out.
+        """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of size 1 may be left
+        out.
 
-        Raises PlanError if a dim is named twice, or one of another size is left out.
+        Raises PlanError if a dim is named twice, or if one of another size is left out.
         """
         order = tuple(dims)
         full = rearranged(Box.full(self.shape), order, self.spec.fqn)
         return self._made(full.sizes, [part.rearrange(order) for part in self.parts])
 
     def transpose(self, *dims: int) -> View:
-        """The dims in the order `dims`; without any, reversed."""
+        """Return the dims in the order `dims`. Default: reversed."""
         order = dims or tuple(reversed(range(len(self.shape))))
         if sorted(order) != list(range(len(self.shape))):
             raise PlanError(f"{order} is not an order of the dims of shape {self.shape}", fqn=self.spec.fqn)
         return self.rearrange(order)
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0) -> View:
-        """A constant `widths[d][0]` elements before and `widths[d][1]` after, in each dim d."""
+        """Add `widths[d][0]` constant elements before and `widths[d][1]` after, in each dim d."""
         if len(widths) != len(self.shape):
             raise PlanError(f"pad takes a pair per dim of {self.shape}, got {list(widths)}", fqn=self.spec.fqn)
         if any(low < 0 or high < 0 for low, high in widths):
@@ -309,7 +310,7 @@ class View:
         return self._made(sizes, [*parts, *(Fill(box, value) for box in Box.full(sizes) - inner)])
 
     def split(self, sizes: Mapping[str, int], dim: int = 0) -> tuple[View, ...]:
-        """Consecutive pieces of `dim`, by name. Raises PlanError if the sizes do not add up to the dim."""
+        """Split `dim` into consecutive pieces, by name. Raises PlanError if the sizes do not add up to the dim."""
         self._check_dim(dim)
         if sum(sizes.values()) != self.shape[dim]:
             raise PlanError(
@@ -323,7 +324,7 @@ class View:
         return tuple(out)
 
     def unstack(self, names: Sequence[str], dim: int = 0) -> tuple[View, ...]:
-        """The elements of `dim`, each a tensor without that dim. Raises PlanError if there are more or fewer names."""
+        """Split `dim` into tensors without that dim, one per index. Raises PlanError for a wrong number of names."""
         self._check_dim(dim)
         if len(names) != self.shape[dim]:
             raise PlanError(f"{len(names)} names for the {self.shape[dim]} elements of dim {dim}", fqn=self.spec.fqn)
@@ -331,12 +332,12 @@ class View:
         return tuple(self._along(dim, i, i + 1).rearrange(rest).rename(name) for i, name in enumerate(names))
 
     def reorder(self, intervals: Iterable[tuple[int, int]], dim: int = 0) -> View:
-        """The intervals (start, stop) of `dim`, one behind another."""
+        """Concatenate the intervals (start, stop) of `dim`."""
         self._check_dim(dim)
         return concat(self.spec.fqn, [self._along(dim, start, stop) for start, stop in intervals], dim)
 
     def split_dim(self, sizes: tuple[int, int], dim: int = 0) -> View:
-        """`dim` reshaped to two dims of these sizes, row-major. Raises PlanError unless they multiply to its size."""
+        """Reshape `dim` to two dims of these sizes, row-major. Raises PlanError unless they multiply to its size."""
         self._check_dim(dim)
         outer, inner = sizes
         if outer * inner != self.shape[dim]:
@@ -346,7 +347,7 @@ class View:
         return stack(self.spec.fqn, [self._along(dim, i * inner, (i + 1) * inner) for i in range(outer)], dim)
 
     def merge_dims(self, dim: int = 0) -> View:
-        """Dims `dim` and `dim + 1` reshaped to one, row-major: inverse of `split_dim`."""
+        """Reshape dims `dim` and `dim + 1` to one, row-major. Inverse of `split_dim`."""
         self._check_dim(dim)
         self._check_dim(dim + 1)
         rest = [d for d in range(len(self.shape)) if d != dim]
@@ -356,19 +357,19 @@ class View:
         return concat(self.spec.fqn, rows, dim)
 
     def halves_from_pairs(self, head_size: int, dim: int = 0) -> View:
-        """Rotary rows of each head from pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...)."""
+        """Reorder the rotary rows of each head from pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...)."""
         heads = self._heads(head_size, dim)
         return self.reorder([(h + i, h + i + 1) for h in heads for k in (0, 1) for i in range(k, head_size, 2)], dim)
 
     def pairs_from_halves(self, head_size: int, dim: int = 0) -> View:
-        """Rotary rows of each head from halves (x0 x1 ... y0 y1 ...) to pairs (x0 y0 x1 y1 ...)."""
+        """Reorder the rotary rows of each head from halves (x0 x1 ... y0 y1 ...) to pairs (x0 y0 x1 y1 ...)."""
         heads, half = self._heads(head_size, dim), head_size // 2
         return self.reorder([(h + i + k, h + i + k + 1) for h in heads for i in range(half) for k in (0, half)], dim)
 
     def through(self, inner: Mapping[str, View]) -> View:
-        """The same tensor, with every source that `inner` makes of other tensors replaced by what it is made of.
+        """Return the same tensor with every source that `inner` builds replaced by the sources of that view.
 
-        Raises PlanError if a view in `inner` is not of the shape and dtype that this one takes from.
+        Raises PlanError if a view in `inner` does not have the shape and dtype that this one expects.
         """
         for source in self.sources:
             made = inner.get(source.fqn)
@@ -382,7 +383,7 @@ class View:
         return _joined(self.spec, placed)
 
     def apply(self, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The whole target, from the whole sources by name: for tests and small tensors."""
+        """Build the full target from full sources by name. For tests and small tensors."""
         given = [arrays[source.fqn] for source in self.sources]
         out: npt.NDArray[Any] = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
         for fill in self.fills:
@@ -420,9 +421,9 @@ def _overlap(view: ViewGeometry, saved: tuple[Form, ...], wanted: Form) -> ViewO
 
 
 def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:
-    """The views one behind another along `dim`.
+    """Concatenate views along `dim`.
 
-    Raises PlanError if there is none, or if they differ in dtype or in the size of another dim.
+    Raises PlanError if there are none, or if they differ in dtype or in the size of another dim.
     """
     first = _alike(fqn, views)
     if not 0 <= dim < len(first.shape):
@@ -439,7 +440,7 @@ def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:
 
 
 def stack(fqn: str, views: Sequence[View], dim: int = 0) -> View:
-    """The views, of one shape, side by side along a new dim `dim`."""
+    """Stack views of one shape along a new dim `dim`."""
     first = _alike(fqn, views)
     if not 0 <= dim <= len(first.shape):
         raise PlanError(f"a new dim {dim} does not fit the shape {first.shape}", fqn=fqn)
@@ -452,9 +453,9 @@ def stack(fqn: str, views: Sequence[View], dim: int = 0) -> View:
 
 
 def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...]:
-    """Every source of `views` as a view of their targets, in order of first use. Fills are forgotten.
+    """Return every source of `views` as a view of their targets, in order of first use. Fills are dropped.
 
-    Raises PlanError if an element of a source is used more than once, or never and no `fill` is given for it.
+    Raises PlanError if an element of a source is used more than once, or is not used and has no `fill`.
     """
     targets = list(views)
     sources = _sources(source for view in targets for source in view.sources)
@@ -477,9 +478,9 @@ def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...
 
 
 def viewed(views: Iterable[View], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of a state after `views`: their targets in place of their sources, all others as they are.
+    """Return the tensors of a state after `views`: targets replace their sources, and all others stay the same.
 
-    Raises PlanError for a source that the state lacks or has with another shape or dtype, and for a name made twice.
+    Raises PlanError for a source that the state lacks or has with another shape or dtype, and for a repeated name.
     """
     made: dict[str, TensorSpec] = {}
     used: set[str] = set()

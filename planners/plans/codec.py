@@ -41,15 +41,15 @@ def from_json(data: object) -> Any:
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
-    """JSON text of a mesh, layout or plan. `loads` gives an equal value back."""
+    """Serialize a mesh, layout, or plan to JSON text. `loads` returns an equal value."""
     return json.dumps(to_json(value), indent=indent, separators=None if indent else (",", ":"))
 
 
 def loads(text: str | bytes) -> Any:
-    """The value that `dumps` wrote.
+    """Deserialize a value that `dumps` wrote.
 
-    Raises CodecError for a text that is no JSON, of another version, or edited so that it no longer holds together;
-    a plan whose items were listed explicitly is verified.
+    Raises CodecError for a text that is not JSON, that has another version, or that was edited and is no longer
+    consistent. A plan with explicitly listed items is verified.
     """
     try:
         data = json.loads(text)

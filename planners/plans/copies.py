@@ -27,33 +27,33 @@ __all__ = ["CopyPlan", "plan_copies"]
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which ranks keep a copy of what a rank wrote, beside the one on its own host."""
+    """Which ranks keep copies of the data of other ranks, in addition to the one on its own host."""
 
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """Host of each rank."""
     nbytes: tuple[int, ...]
-    """That each rank writes."""
+    """Bytes that each rank writes."""
     copies: int
-    """Of each byte, beside the first; so many hosts may be lost, whichever they are."""
+    """Number of copies of each byte, not counting the first. Any hosts up to this number may be lost."""
     rings: tuple[tuple[str, ...], ...]
     keepers: tuple[tuple[int, ...], ...]
-    """For each rank the ranks that get a copy."""
+    """For each rank, the ranks that receive a copy."""
 
-    covers: ClassVar[str] = "what each rank writes is kept on so many other hosts"
+    covers: ClassVar[str] = "the bytes of each rank are kept on the required number of other hosts"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The host of each rank, whose bytes are to be kept."""
+        """Host of each rank."""
         return self.hosts
 
     @cached_property
     def ring_of(self) -> dict[str, int]:
-        """The number of each host's ring."""
+        """Index of each host's ring."""
         return {host: number for number, ring in enumerate(self.rings) for host in ring}
 
     @cached_property
     def bytes_by_host(self) -> dict[str, int]:
-        """What each host holds of one generation: what its ranks wrote, and copies."""
+        """Return the bytes that each host holds of one generation: what its ranks wrote, and copies."""
         held = dict.fromkeys(self.ring_of, 0)
         for host, nbytes, keepers in zip(self.hosts, self.nbytes, self.keepers, strict=True):
             for place in (host, *(self.hosts[keeper] for keeper in keepers)):
@@ -62,11 +62,11 @@ class CopyPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Between hosts, for one generation."""
+        """Return the bytes sent between hosts for one generation."""
         return sum(nbytes * len(keepers) for nbytes, keepers in zip(self.nbytes, self.keepers, strict=True))
 
     def findings(self) -> Iterator[Finding]:
-        """Whose bytes are not on `copies + 1` different hosts."""
+        """Return the ranks whose bytes are not on `copies + 1` different hosts."""
         for rank, keepers in enumerate(self.keepers):
             places = {self.hosts[rank], *(self.hosts[keeper] for keeper in keepers)}
             if len(places) != self.copies + 1:
@@ -78,7 +78,7 @@ class CopyPlan:
         return f"{self.copies} copies on {len(self.ring_of)} hosts"
 
     def lost(self, hosts: Collection[str]) -> list[int]:
-        """The ranks of whose bytes nothing is left if these hosts are lost."""
+        """Return the ranks of whose bytes no copy remains if these hosts are lost."""
         gone = set(hosts)
         return [
             rank
@@ -88,14 +88,14 @@ class CopyPlan:
 
 
 def plan_copies(hosts: Sequence[str], nbytes: Sequence[int], *, copies: int = 1) -> CopyPlan:
-    """Choose who keeps copies of what.
+    """Choose which ranks keep copies of which data.
 
     Args:
-        hosts: the name of each rank's host, by rank.
-        nbytes: how much each rank writes, by rank.
-        copies: how many hosts may be lost.
+        hosts: name of each rank's host, by rank.
+        nbytes: bytes that each rank writes, by rank.
+        copies: number of hosts that may be lost.
 
-    Raises PlanError for fewer hosts than `copies + 1`, and for numbers that cannot be.
+    Raises PlanError for fewer hosts than `copies + 1`, and for invalid numbers.
     """
     if len(hosts) != len(nbytes) or any(size < 0 for size in nbytes):
         raise PlanError(f"each of {len(hosts)} ranks must say how many bytes it writes, got {len(nbytes)} numbers")

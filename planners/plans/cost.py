@@ -1,4 +1,4 @@
-"""`estimate`: what a plan costs on a cluster that is described by a few figures, and which of several targets is best.
+"""`estimate`: the cost of a plan on a cluster that a few numbers describe; `compare_topologies`: the best of several.
 
 The model is simple on purpose; docs/cost-model.md says what it leaves out.
 """
@@ -29,33 +29,33 @@ _QUESTIONS = {"save": 35, "load": 35}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A cluster in a few figures. Ranks 0 to `ranks_per_host` - 1 are on host 0, and so on.
+    """A cluster described by a few numbers. Ranks 0 to `ranks_per_host` - 1 are on host 0, and so on.
 
-    Raises PlanError for figures that are not positive (latency and gaps may be 0).
+    Raises PlanError for numbers that are not positive (latency and gaps may be 0).
     """
 
     ranks_per_host: int = 8
     storage_read_bytes_per_s: float | None = None
-    """What one host reads from storage."""
+    """Read bandwidth of storage per host."""
     storage_write_bytes_per_s: float | None = None
-    """What one host writes to storage."""
+    """Write bandwidth of storage per host."""
     storage_total_bytes_per_s: float | None = None
-    """What all hosts read or write together; None if storage grows with the hosts."""
+    """Bandwidth of storage for all hosts together; None if it grows with the number of hosts."""
     network_bytes_per_s: float | None = None
-    """What one host sends, and at the same time receives, over the network."""
+    """Network bandwidth per host, in each direction at the same time."""
     local_bytes_per_s: float | None = None
-    """What the ranks of one host pass to one another; None if that takes no time."""
+    """Bandwidth between the ranks of one host; None if that takes no time."""
     request_latency_s: float = 0.0
-    """From a request to storage, or a message, to its first byte."""
+    """Time from a request to storage, or from sending a message, to its first byte."""
     requests_in_flight: int = 16
-    """Requests that one host has under way at the same time."""
+    """Number of requests that one host has in flight."""
     max_gap_bytes: int = 0
-    """Gaps of up to so many bytes are read rather than skipped."""
+    """Gaps up to this size are read instead of skipped."""
     host_memory_bytes: float | None = None
-    """What the tensors of one host's ranks may take."""
+    """Memory for the tensors of one host's ranks."""
     store_questions_per_s: float | None = None
-    """What the store of the process group, one process mostly, answers to all ranks together; None if that takes no
-    time."""
+    """Number of requests per second that the store of the process group, usually one process, answers for all ranks;
+    None if that takes no time."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_host", "requests_in_flight"):
@@ -68,14 +68,14 @@ class Cluster:
                 raise PlanError(f"{name} of a cluster must be {'>= 0' if least_is_zero else '> 0'}, got {value!r}")
 
     def require(self, name: str, purpose: str) -> float:
-        """A bandwidth. Raises PlanError if the cluster was described without it."""
+        """Return a bandwidth. Raises PlanError if the cluster does not have it."""
         value = getattr(self, name)
         if value is None:
             raise PlanError(f"to estimate {purpose} the cluster needs a bandwidth: give {name}")
         return float(value)
 
     def by_host(self, per_rank: Ints) -> Ints:
-        """Sums over the ranks of each host."""
+        """Return the sums over the ranks of each host."""
         hosts = -(-len(per_rank) // self.ranks_per_host)
         padded = np.zeros(hosts * self.ranks_per_host, dtype=np.int64)
         padded[: len(per_rank)] = per_rank
@@ -84,49 +84,49 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a plan costs. Arrays have one entry per rank or per host."""
+    """The cost of a plan. Arrays have one entry per rank or per host."""
 
     kind: Literal["load", "save", "transfer"]
     cluster: Cluster
     rank_needed_bytes: Ints
-    """What each rank reads, writes or receives from others, as the plan says."""
+    """Bytes that each rank reads, writes, or receives from others according to the plan."""
     rank_requests: Ints
-    """Reads after coalescing, files written, or peers received from."""
+    """Number of reads after coalescing, of files written, or of peers received from."""
     rank_bytes: Ints
-    """What each rank really reads (gaps between needed bytes included), writes or receives."""
+    """Bytes that each rank transfers in fact: reads include gaps between needed bytes."""
     host_in_bytes: Ints
-    """What comes into each host: from storage, or from other hosts."""
+    """Bytes that each host receives from storage or from other hosts."""
     host_out_bytes: Ints
-    """What goes out of each host: to storage, or to other hosts."""
+    """Bytes that each host sends to storage or to other hosts."""
     host_seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    """When each host is done, if storage as a whole is not the limit."""
+    """Time at which each host finishes, if the total bandwidth of storage is not the limit."""
     peak_host_bytes: Ints
-    """Tensors that each host holds at the same time."""
+    """Bytes of tensors that each host holds at the same time."""
     seconds: float
-    """When all are done."""
+    """Time at which all hosts finish."""
     control_seconds: float = 0.0
-    """Of these, what the ranks of a save or a load take to agree."""
+    """Part of `seconds` that the ranks of a save or load take to agree."""
 
     @property
     def over_read(self) -> float:
-        """Bytes read for each byte needed; 1 for saves and transfers."""
+        """Bytes read per byte needed; 1 for saves and transfers."""
         needed = int(self.rank_needed_bytes.sum())
         return int(self.rank_bytes.sum()) / needed if needed else 1.0
 
     @property
     def slowest_host(self) -> int:
-        """The first host that is done last."""
+        """The first host that finishes last."""
         return int(self.host_seconds.argmax())
 
     @property
     def straggling(self) -> float:
-        """How many times the mean of the busy hosts the slowest takes; 1 is even."""
+        """Time of the slowest host divided by the mean of the busy hosts; 1 is even."""
         busy = self.host_seconds[self.host_seconds > 0]
         return float(busy.max() / busy.mean()) if len(busy) else 1.0
 
     @property
     def fits(self) -> bool | None:
-        """Whether every host has the memory; None if the cluster does not say how much there is."""
+        """True if every host has enough memory; None if the cluster does not say how much there is."""
         limit = self.cluster.host_memory_bytes
         return None if limit is None else bool(self.peak_host_bytes.max(initial=0) <= limit)
 
@@ -151,9 +151,9 @@ class Estimate:
 
 
 def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Estimate:
-    """Bytes, requests, memory and time of a plan, per rank and host. Items are not enumerated.
+    """Estimate bytes, requests, memory, and time of a plan, per rank and host. Items are not listed.
 
-    Raises PlanError for a cluster without the bandwidth that the plan needs, or for anything that is no plan.
+    Raises PlanError for a cluster without the bandwidth that the plan needs, or for a value that is not a plan.
     """
     if isinstance(plan, TransferPlan):
         return _estimate_transfers(plan, cluster)
@@ -243,11 +243,11 @@ class Comparison:
     """Estimates of one change for several targets."""
 
     estimates: dict[str, Estimate]
-    """By the name of the target, fastest first."""
+    """Estimates by the name of the target, fastest first."""
 
     @property
     def best(self) -> str:
-        """The fastest target of those that fit."""
+        """The fastest target that fits in memory."""
         return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
 
     def __str__(self) -> str:
@@ -281,10 +281,10 @@ def compare_topologies(
     *,
     live: bool = False,
 ) -> Comparison:
-    """What it costs to take a state from `source` to each of several targets: by a load, or if `live` by transfers
-    between running ranks.
+    """Estimate the cost of moving a state from `source` to each of several targets: by a load, or, if `live`, by
+    transfers between running ranks.
 
-    Raises PlanError if there is no target, or for a cluster without the bandwidth that is needed.
+    Raises PlanError if there are no targets, or for a cluster without the bandwidth that is needed.
     """
     if not targets:
         raise PlanError("there is no target to compare: give at least one layout or topology by name")

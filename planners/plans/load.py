@@ -1,4 +1,4 @@
-"""Load plans: which bytes of which saved chunks go where, for every rank; their proof, and their requests counted."""
+"""Load plans: for every rank, which bytes of which saved chunks go where; with proofs and request counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ReadItem(NamedTuple):
-    """One box of elements, from a saved chunk to the wanted rank's local tensor."""
+    """One box of elements, from a saved chunk to the rank's local tensor."""
 
     fqn: str
     owner: int
@@ -35,27 +35,27 @@ class ReadItem(NamedTuple):
     chunk: Box
     """The saved chunk, in global coordinates."""
     source: Box
-    """The overlap in the saved chunk's coordinates."""
+    """The overlap, in the saved chunk's coordinates."""
     target: Box
-    """The overlap in the target local tensor's coordinates; of equal sizes, up to `dims`."""
+    """The overlap, in the local tensor's coordinates. Its sizes are the same, except for `dims`."""
     nbytes: int
     """Bytes of the overlap, as saved."""
     part: int = 0
     """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a flat range."""
     saved_as: str | None = None
-    """Name of the saved tensor where a view gave it another."""
+    """Name of the saved tensor if a view gives it another."""
     dims: Dims | None = None
-    """Per dim of the target, the dim of the chunk that it follows, or None for a new dim of size 1; dims of the chunk
-    that are not named are of size 1. None: the same dims in the same order."""
+    """Per dim of the target, the dim of the chunk that it comes from, or None for a new dim of size 1. Dims of the
+    chunk that are not named have size 1. None: the same dims in the same order."""
 
     @property
     def saved_fqn(self) -> str:
-        """Name of the saved tensor that the chunk is of."""
+        """Name of the saved tensor that the chunk belongs to."""
         return self.fqn if self.saved_as is None else self.saved_as
 
     @property
     def box(self) -> Box:
-        """The overlap in global coordinates of the saved tensor."""
+        """The overlap, in global coordinates of the saved tensor."""
         return self.source.shift(self.chunk.offsets)
 
     def __str__(self) -> str:
@@ -66,27 +66,28 @@ class ReadItem(NamedTuple):
 
 
 class FillItem(NamedTuple):
-    """One box of a local tensor that is a constant, and is read from nowhere."""
+    """One box of a local tensor that has a constant value and is not read."""
 
     fqn: str
     target: Box
-    """In the coordinates of the target local tensor."""
+    """The box, in the coordinates of the local tensor."""
     value: float
     part: int = 0
     """As in `ReadItem`."""
 
 
 class ReadItems(PlanItems[ReadItem]):
-    """The items of one rank, in the order of the wanted names and of local elements."""
+    """The items of one rank, in the order of names and of local elements."""
 
     __slots__ = ()
 
 
 class LoadPlan(Plan[ReadItems]):
-    """What every wanted rank reads. Frozen.
+    """What every rank reads. Immutable.
 
-    A plan is its two layouts, and the views that wanted tensors are of saved ones: items are enumerated for the rank
-    that asks. A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
+    A plan consists of its two layouts, and of views if target tensors are composed of saved ones. Items are computed
+    for the rank that you ask for. A plan with explicitly listed items (`with_items`) keeps them, and `verify` checks
+    them.
     """
 
     __slots__ = ("_groups", "_rank_bytes", "saved", "views", "wanted")
@@ -100,7 +101,7 @@ class LoadPlan(Plan[ReadItems]):
     saved: StateLayout
     wanted: StateLayout
     views: dict[str, View]
-    """Wanted tensors that are made of saved ones; all others are saved under their own name."""
+    """Target tensors that are composed of saved ones. All others are saved under their own name."""
 
     def __init__(
         self,
@@ -116,32 +117,33 @@ class LoadPlan(Plan[ReadItems]):
         self._groups: tuple[dict[str, int], ...] | None = None
 
     def overlap(self, fqn: str) -> Overlap:
-        """The overlap of the saved and the wanted layout of a tensor, shared by all of the same geometry."""
+        """Return the overlap of the saved and the target layout of a tensor, shared by all tensors of the same
+        geometry."""
         wanted, view = self.wanted[fqn], self.views.get(fqn)
         if view is None:
             return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
         return view.overlap([self.saved[source.fqn].form for source in view.sources], wanted.form)
 
     def sources(self, fqn: str) -> tuple[str, ...]:
-        """Names of the saved tensors that a wanted one is made of."""
+        """Return the names of the saved tensors that a target tensor is composed of."""
         view = self.views.get(fqn)
         return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
-        """All that the plan of a tensor depends on but for names: those with equal keys share one plan."""
+        """Return all that the plan of a tensor depends on except names. Tensors with equal keys share one plan."""
         view = self.views.get(fqn)
         saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
         return self.wanted[fqn].geometry_key, None if view is None else view.geometry, saved
 
     def saved_itemsize(self, fqn: str) -> int:
-        """Bytes per element of a wanted tensor, as saved."""
+        """Return the bytes per element of a target tensor, as saved."""
         view = self.views.get(fqn)
         return self.saved[fqn].spec.itemsize if view is None else view.spec.itemsize
 
     def items(self, rank: int) -> ReadItems:
-        """What `rank` reads.
+        """Return what `rank` reads.
 
-        Raises PlanError for a rank outside the job, CoverageError if no saved chunk holds a wanted element.
+        Raises PlanError for a rank outside the job, and CoverageError if no saved chunk has a needed element.
         """
         return self.rank_items(rank)
 
@@ -163,9 +165,9 @@ class LoadPlan(Plan[ReadItems]):
         return itertools.chain.from_iterable(items for _, items in found)
 
     def groups(self) -> tuple[dict[str, int], ...]:
-        """Wanted names that share one plan, with their places among all wanted ones; found once.
+        """Target names that share one plan, with their positions among all target names. Computed once.
 
-        Raises LayoutMismatchError if a wanted tensor, or one that its view takes from, is not saved.
+        Raises LayoutMismatchError if a target tensor, or a source of its view, is not saved.
         """
         if self._groups is None:
             groups: dict[tuple[object, ...], dict[str, int]] = {}
@@ -178,7 +180,7 @@ class LoadPlan(Plan[ReadItems]):
         return self._groups
 
     def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
-        """What the layouts make `rank` read of one tensor, whatever was listed explicitly."""
+        """Return what the layouts make `rank` read of one tensor, ignoring explicitly listed items."""
         names, itemsize = self.sources(fqn) if fqn in self.views else (None,), self.saved_itemsize(fqn)
         try:
             return [
@@ -189,7 +191,7 @@ class LoadPlan(Plan[ReadItems]):
             raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
 
     def fills(self, rank: int) -> tuple[FillItem, ...]:
-        """The constants that views put in the local tensors of `rank`: padding, above all."""
+        """Return the constants that views put in the local tensors of `rank`, mostly padding."""
         check_rank(rank, self.world_size)
         return tuple(
             FillItem(fqn, slot.box, slot.value, slot.part)
@@ -199,7 +201,7 @@ class LoadPlan(Plan[ReadItems]):
         )
 
     def rank_bytes(self) -> Ints:
-        """Bytes that each rank reads, as saved: every wanted element once. Items are not enumerated."""
+        """Return the bytes that each rank reads, as saved: every needed element once. Items are not listed."""
         if self._rank_bytes is None:
             self._rank_bytes = self._count_bytes()
             self._rank_bytes.flags.writeable = False
@@ -232,7 +234,7 @@ class LoadPlan(Plan[ReadItems]):
         return count_reads(self).items
 
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong: per dim where both sides are products, item by item elsewhere."""
+        """Return all problems. Products of both sides are checked per dim, everything else item by item."""
         unfit = dict(_unfit(self))
         yield from (Finding(message, fqn) for fqn, message in unfit.items())
         fit = self
@@ -262,15 +264,14 @@ def plan_reads(
     allow_cast: bool = False,
     views: Mapping[str, View] | Iterable[View] = (),
 ) -> LoadPlan:
-    """What every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
+    """Plan what every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
 
-    `views` says which wanted tensors are made of saved ones of other names or shapes; views of tensors that are not
-    wanted are not used. Deterministic: a function of the arguments alone, the same on every rank.
+    `views` lists target tensors that are composed of saved ones with other names or shapes. Views of tensors that are
+    not in `wanted` are not used. Deterministic: the result depends only on the arguments and is the same on every rank.
 
     Raises:
-        LayoutMismatchError: names all wanted tensors, and all tensors that views take from, that are not saved, or
-            saved with another shape or (unless `allow_cast`, which leaves the cast to whoever obeys the plan) another
-            dtype.
+        LayoutMismatchError: names all target tensors, and all sources of views, that are not saved, or that are saved
+            with another shape or dtype. `allow_cast` accepts other dtypes and leaves the cast to the caller.
     """
     given = views.values() if isinstance(views, Mapping) else views
     used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}

@@ -87,18 +87,19 @@ class Provable(Protocol):
 
 
 def verify(subject: object) -> Report:
-    """Prove a layout or plan right, or say what is wrong with it. The report's `covers` says what "right" is. That a
-    layout is the one that was meant is never said: `Topology.uncut_axes` tells of axes that cut nothing.
+    """Prove that a layout or plan is correct, or report what is wrong with it. `covers` of the report says what was
+    proved. The proof does not say that a layout is the intended one: `Topology.uncut_axes` lists axes that shard
+    nothing.
 
-    A layout is right if its regions tile every tensor, each element once per group of replicas. A load plan is right
-    if every wanted element is written exactly once, from the saved element with the same global coordinates (or the one
-    that a view makes it of), out of a chunk that its owner holds, or is a constant that a view declares. A save plan
-    is right if every element is written exactly once, by a rank that holds it. A transfer plan is right if every needed
-    element arrives exactly once, from a rank that holds it. A schedule is right if its plan is, if no rank sends to two
-    or receives from two in one round, if its budget is kept, and if every byte of the plan travels once. A plan of
-    copies is right if what each rank writes is on so many other hosts.
+    A layout is correct if its regions cover every tensor, each element once per group of replicas. A load plan is
+    correct if every target element is written exactly once, from the saved element with the same global coordinates (or
+    the one that a view maps to it), out of a chunk that its owner holds, or is a constant of a view. A save plan is
+    correct if every element is written exactly once, by a rank that holds it. A transfer plan is correct if every
+    needed element arrives exactly once, from a rank that holds it. A schedule is correct if its plan is, if no rank
+    sends to two ranks or receives from two in one round, if it stays within its budget, and if every byte of the plan
+    is sent once. A copy plan is correct if the bytes of each rank are on `copies + 1` hosts.
 
-    Raises PlanError for a value of which nothing can be proved.
+    Raises PlanError for a value that is not a layout, plan, or schedule.
     """
     if isinstance(subject, TensorLayout):
         subject = StateLayout({subject.fqn: subject})
@@ -128,19 +129,19 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     kind: ClassVar[Literal["load", "save", "transfer"]]
     verb: ClassVar[str]
-    """What a rank does to its bytes."""
+    """What a rank does with its bytes."""
     covers: ClassVar[str]
-    """What is proved if nothing is wrong."""
+    """What is proved if there are no findings."""
     _MADE_OF: ClassVar[tuple[str, ...]]
     """The constructor's arguments without `explicit`: layouts first, the one that the plan leads to last of them."""
     _Listed: type[ItemsT]
 
     names: tuple[str, ...]
-    """The tensors that are read, written or moved."""
+    """The tensors that are read, written, or moved."""
     world_size: int
-    """How many ranks."""
+    """Number of ranks."""
     explicit: dict[int, ItemsT]
-    """Items listed by hand, by rank; they stand in for those that would be derived."""
+    """Explicitly listed items, by rank. They replace the computed ones."""
 
     def _list(self, names: Iterable[str], world_size: int, explicit: Mapping[int, Iterable[Any]] | None) -> None:
         """Raises PlanError for a rank outside the job."""
@@ -154,17 +155,17 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     @property
     def sides(self) -> dict[str, StateLayout]:
-        """The layouts that it is made of, by what they are to it; the last one is what it leads to."""
+        """The layouts of the plan by their role; the last one is the target."""
         return {name: value for name, value in self._made_of().items() if isinstance(value, StateLayout)}
 
     def with_items(self: PlanT, items: Mapping[int, Sequence[Any]]) -> PlanT:
-        """The same plan, but with the items of the given ranks replaced."""
+        """Return the same plan with the items of the given ranks replaced."""
         return type(self)(**self._made_of() | {"explicit": {**self.explicit, **items}})
 
     def rank_items(self, rank: int) -> ItemsT:
-        """What `rank` reads, writes or gets, listed by hand or derived.
+        """Return what `rank` reads, writes, or receives, listed or computed.
 
-        Raises PlanError for a rank outside the job, CoverageError if nobody has an element that is needed.
+        Raises PlanError for a rank outside the job, and CoverageError if no rank has a needed element.
         """
         check_rank(rank, self.world_size)
         return self.explicit[rank] if rank in self.explicit else self._Listed(self._derived(rank))
@@ -175,28 +176,28 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     @abstractmethod
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong."""
+        """Return all problems."""
 
     @abstractmethod
     def rank_bytes(self) -> Ints:
-        """Bytes that each rank reads, writes, or gets from others. Items are not enumerated."""
+        """Return the bytes that each rank reads, writes, or receives from others. Items are not listed."""
 
     @abstractmethod
     def geometries(self) -> int:
-        """How many groups of tensors share all planning."""
+        """Number of groups of tensors that share all planning."""
 
     @abstractmethod
     def item_counts(self) -> Ints | None:
-        """Items of each rank, without listing them; None where they depend on how chunks are divided."""
+        """Return the number of items of each rank without listing them; None if it depends on divided chunks."""
 
     def bytes(self, rank: int) -> int:
-        """Bytes that `rank` reads, writes, or gets from others."""
+        """Return the bytes that `rank` reads, writes, or receives from others."""
         check_rank(rank, self.world_size)
         return int(self.rank_bytes()[rank])
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all ranks together."""
+        """Bytes of all ranks."""
         return int(self.rank_bytes().sum())
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Schedules: the transfers of a plan as rounds; and their proof."""
+"""Schedules: the transfers of a plan in rounds, with proofs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SLACK_SHARE = 64
 
 
 class Message(NamedTuple):
-    """What one rank sends another in one round."""
+    """What one rank sends to another in one round."""
 
     round: int
     sender: int
     receiver: int
     pieces: tuple[TransferItem, ...]
-    """Parts of items, to be packed one behind another, each in row-major order of its box."""
+    """Parts of items, packed one after another, each in row-major order of its box."""
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """How many rounds."""
+        """Number of rounds."""
         return int(self.round.max()) + 1 if len(self) else 0
 
     @property
@@ -93,13 +93,13 @@ class Schedule:
         return int(self.sizes.sum())
 
     def round_bytes(self) -> Ints:
-        """The largest message of each round, in bytes: what bounds the round's time."""
+        """The largest message of each round in bytes, which determines the round's time."""
         out = np.zeros(self.rounds, dtype=np.int64)
         np.maximum.at(out, self.round, self.sizes)
         return out
 
     def inflight_bytes(self) -> Ints:
-        """The most bytes that each rank sends and receives together in one round."""
+        """The maximum of bytes that each rank sends and receives in one round."""
         world, sizes = self.plan.world_size, self.sizes
         keys = np.concatenate((self.round * world + self.sender, self.round * world + self.receiver))
         spots, inverse = np.unique(keys, return_inverse=True)
@@ -110,7 +110,7 @@ class Schedule:
         return out
 
     def messages(self, rank: int) -> tuple[Message, ...]:
-        """What `rank` sends and receives, round by round; within a round, what it sends comes first.
+        """Return what `rank` sends and receives, round by round. Within a round, sends come first.
 
         Raises PlanError for a rank outside the job.
         """
@@ -141,7 +141,7 @@ class Schedule:
         return self.round, self.sender, self.receiver, self.start, self.stop
 
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong, with its plan or by itself."""
+        """Return all problems of the schedule or its plan."""
         yield from self.plan.findings()
         number, sender, receiver = self.columns()[:3]
         if not len(number):
@@ -173,11 +173,11 @@ def slack_bytes(max_inflight_bytes: int) -> int:
 
 
 def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
-    """Rounds for all that crosses in `plan`: as few as the busiest rank has messages to send or to receive.
+    """Schedule all messages of `plan` in rounds. The number of rounds is that of the messages of the busiest rank.
 
     Args:
-        max_inflight_bytes: bound on what a rank sends and receives together in one round, and so on the buffers that
-            it needs if it waits for the end of each round.
+        max_inflight_bytes: limit for the bytes that a rank sends and receives in one round, and so for its buffers if
+            it waits for the end of each round.
 
     Raises PlanError for a budget of less than 128 bytes. Deterministic: the same on every rank.
     """

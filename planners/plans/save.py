@@ -1,4 +1,4 @@
-"""Save plans: every distinct chunk is written once, and replicas share the writing evenly; and their proof."""
+"""Save plans: every distinct chunk is written once, and replicas share the work evenly; with proofs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class WriteItem(NamedTuple):
 
     fqn: str
     box: Box
-    """The region, in global coordinates: what the file will hold as one array."""
+    """The region, in global coordinates. The file stores it as one array."""
     source: Box
-    """The same in the coordinates of the rank's local tensor."""
+    """The same region, in the coordinates of the rank's local tensor."""
     nbytes: int
     part: int = 0
     """Which of the rank's local tensors of this name."""
@@ -47,9 +47,9 @@ class WriteItems(PlanItems[WriteItem]):
 
 
 class SavePlan(Plan[WriteItems]):
-    """Who writes what, once. Frozen; a function of the layout alone.
+    """Which rank writes which chunk, once. Immutable; it depends on the layout alone.
 
-    A plan whose items were listed explicitly (`with_items`) keeps them, and `verify` judges them.
+    A plan with explicitly listed items (`with_items`) keeps them, and `verify` checks them.
     """
 
     __slots__ = ("_place", "_rank_bytes", "assignments", "divide_above_bytes", "layout", "ranks_per_host")
@@ -89,7 +89,7 @@ class SavePlan(Plan[WriteItems]):
         self._rank_bytes = loads
 
     def items(self, rank: int) -> WriteItems:
-        """What `rank` writes. Raises PlanError for a rank outside the job."""
+        """Return what `rank` writes. Raises PlanError for a rank outside the job."""
         return self.rank_items(rank)
 
     def _derived(self, rank: int) -> Iterable[WriteItem]:
@@ -108,10 +108,10 @@ class SavePlan(Plan[WriteItems]):
         return sorted(out, key=lambda item: (item.fqn, item.part, item.source))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
-        """Who writes a chunk of a tensor: (rank, region in global coordinates), which together are the chunk.
+        """Return the writers of a chunk: (rank, region in global coordinates). The regions together are the chunk.
 
-        `chunk` is one of `layout[fqn].chunks()`, or within one. Found without listing chunks or ranks. Raises
-        PlanError if nobody holds it.
+        `chunk` is one of `layout[fqn].chunks()`, or a box within one. Chunks and ranks are not listed. Raises PlanError
+        if no rank holds it.
         """
         found = tuple(self.writers_near(fqn, chunk))
         if not found:
@@ -119,7 +119,7 @@ class SavePlan(Plan[WriteItems]):
         return found
 
     def writers_near(self, fqn: str, box: Box) -> Iterator[tuple[int, Box]]:
-        """(rank, region in global coordinates) of all that is written and shares an element with `box`."""
+        """Return (rank, region in global coordinates) of all writes that share an element with `box`."""
         if fqn not in self._place:
             raise PlanError("there is no such tensor in this plan", fqn=fqn)
         assigned, t = self._place[fqn]
@@ -130,7 +130,7 @@ class SavePlan(Plan[WriteItems]):
                         yield rank, region
 
     def rank_bytes(self) -> Ints:
-        """Bytes that each rank writes. Items are not enumerated."""
+        """Return the bytes that each rank writes. Items are not listed."""
         return self._rank_bytes
 
     def geometries(self) -> int:
@@ -140,7 +140,7 @@ class SavePlan(Plan[WriteItems]):
         return None
 
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong. Where nothing was listed by hand, no rank's items are listed."""
+        """Return all problems. If no items were listed explicitly, none are computed."""
         if self.explicit:
             yield from _listed_findings(self)
             return
@@ -161,13 +161,13 @@ class SavePlan(Plan[WriteItems]):
 def plan_writes(
     layout: StateLayout, *, divide_above_bytes: int = DIVIDE_ABOVE_BYTES, ranks_per_host: int | None = None
 ) -> SavePlan:
-    """Who writes which chunk of `layout`, each element once, evenly in bytes over the ranks that hold it.
+    """Plan which rank writes which chunk of `layout`: each element once, with even bytes over the ranks that hold it.
 
-    With `ranks_per_host` hosts are kept even too: ranks 0 to ranks_per_host - 1 share the first one, and so on.
-    Deterministic: a function of the arguments alone, the same on every rank.
+    With `ranks_per_host`, hosts are balanced, too: ranks 0 to ranks_per_host - 1 share the first one, and so on.
+    Deterministic: the result depends only on the arguments and is the same on every rank.
 
-    Raises PlanError if two ranks hold regions that overlap without being equal, since then no rank's whole region
-    can be written once.
+    Raises PlanError if two ranks hold regions that overlap without being equal, because neither can then be written
+    once.
     """
     return SavePlan(layout, divide_above_bytes, ranks_per_host)
 

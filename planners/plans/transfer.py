@@ -53,13 +53,13 @@ class TransferItem(NamedTuple):
     fqn: str
     sender: int
     receiver: int
-    """Equal to the sender for a copy within a rank."""
+    """The same as the sender for a copy within a rank."""
     box: Box
     """The elements, in global coordinates."""
     source: Box
-    """The same in the coordinates of the sender's local tensor."""
+    """The same elements, in the coordinates of the sender's local tensor."""
     target: Box
-    """The same in the coordinates of the receiver's local tensor."""
+    """The same elements, in the coordinates of the receiver's local tensor."""
     nbytes: int
     """Bytes of the box, as the sender holds it."""
     source_part: int = 0
@@ -74,7 +74,7 @@ class TransferItem(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing crosses."""
+        """True for a copy within a rank."""
         return self.sender == self.receiver
 
     def __str__(self) -> str:
@@ -82,17 +82,17 @@ class TransferItem(NamedTuple):
 
 
 class TransferItems(PlanItems[TransferItem]):
-    """Items in the order of names, then of the sender's regions, then of the receiver's local elements. Their bytes are
-    those of copies within a rank, too."""
+    """Items in the order of names, then of the sender's regions, then of the receiver's elements. Their bytes include
+    copies within a rank."""
 
     __slots__ = ()
 
 
 class TransferPlan(Plan[TransferItems]):
-    """What every rank sends, receives and copies. Frozen.
+    """What every rank sends, receives, and copies. Immutable.
 
-    A plan is its two layouts: items are enumerated for the rank that asks. Receivers whose items were listed
-    explicitly (`with_items`) keep them, and `verify` judges them.
+    A plan consists of its two layouts. Items are computed for the rank that you ask for. Receivers with explicitly
+    listed items (`with_items`) keep them, and `verify` checks them.
     """
 
     kind, verb, _Listed = "transfer", "receives", TransferItems
@@ -110,10 +110,10 @@ class TransferPlan(Plan[TransferItems]):
         ranks_per_host: int | None = None,
         explicit: Mapping[int, Sequence[TransferItem]] | None = None,
     ) -> None:
-        """`names`: what is moved; both sides have it. Use `plan_transfers`, which checks that.
+        """`names`: the tensors to move, which both sides have. Use `plan_transfers`, which checks that.
 
         Raises PlanError for a name that one side lacks, for explicit items from or to ranks outside the job, and for
-        items to other receivers than they are listed for.
+        items that are listed for another receiver.
         """
         self.before, self.after, self.ranks_per_host = before, after, ranks_per_host
         self._list(names, max(before.world_size, after.world_size), explicit)
@@ -136,18 +136,18 @@ class TransferPlan(Plan[TransferItems]):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names that only the layout after has; nobody fills them."""
+        """Names that only the layout after has. They are not filled."""
         moved = set(self.names)
         return tuple(fqn for fqn in self.after if fqn not in moved)
 
     # --- one rank ---
 
     def items_to(self, rank: int) -> TransferItems:
-        """What arrives at `rank`, each wanted element once; copies within the rank included."""
+        """Return what arrives at `rank`, each needed element once, including copies within the rank."""
         return self.rank_items(rank)
 
     def items_from(self, rank: int) -> TransferItems:
-        """What `rank` sends to other ranks."""
+        """Return what `rank` sends to other ranks."""
         check_rank(rank, self.world_size)
         found: list[tuple[int, TransferItem]] = []
         for route in self.routes:
@@ -165,7 +165,7 @@ class TransferPlan(Plan[TransferItems]):
         return TransferItems([*(item for _, item in found), *(item for item in listed if not item.is_local)])
 
     def items(self) -> Iterator[TransferItem]:
-        """All items of all ranks, receiver by receiver, copies within a rank included."""
+        """Return all items of all ranks, receiver by receiver, including copies within a rank."""
         for rank in range(self.world_size):
             yield from self.items_to(rank)
 
@@ -180,7 +180,7 @@ class TransferPlan(Plan[TransferItems]):
         return (item for _, item in found)
 
     def first_items(self, route: Route, rank: int) -> list[TransferItem]:
-        """What arrives at `rank` of the first tensor of a route's group, whatever was listed explicitly."""
+        """Return what arrives at `rank` of the first tensor of a route's group, ignoring explicitly listed items."""
         fqn = route.group.names[0]
         return [
             TransferItem(fqn, route.senders(source, rank)[0], rank, *common)
@@ -192,7 +192,7 @@ class TransferPlan(Plan[TransferItems]):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """Who serves whom, one for each geometry, those of the most bytes first: so loads stay even."""
+        """Senders and receivers per geometry, the largest first, so that the load stays even."""
         groups = pair_groups(self.before, self.after, self.names)
         heavy = sorted(groups, key=lambda group: (-group.before.spec.nbytes * len(group), group.positions[0]))
         loads, out = np.zeros(self.world_size, dtype=np.int64), []
@@ -208,11 +208,11 @@ class TransferPlan(Plan[TransferItems]):
         return tuple(out)
 
     def traffic(self) -> Traffic:
-        """Bytes between every two ranks that exchange any, as columns sorted by sender and receiver."""
+        """Return the bytes between every two ranks that exchange any, as columns sorted by sender and receiver."""
         return total_traffic(self.traffic_blocks(), self.world_size)
 
     def traffic_blocks(self) -> Iterator[Traffic]:
-        """What `traffic` sums, bit by bit and in bounded memory: pairs of ranks may come up several times."""
+        """Yield the parts that `traffic` sums, in bounded memory. Pairs of ranks may occur several times."""
         listed = np.array(sorted(self.explicit), dtype=np.int64)
         for route in self.routes:
             for block in route.traffic():
@@ -223,20 +223,20 @@ class TransferPlan(Plan[TransferItems]):
             yield Traffic(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
     def sent_bytes(self) -> Ints:
-        """Bytes that each rank sends to others. Items are not enumerated."""
+        """Return the bytes that each rank sends to others. Items are not listed."""
         return self._totals[0]
 
     def received_bytes(self) -> Ints:
-        """Bytes that each rank gets from others. Items are not enumerated."""
+        """Return the bytes that each rank receives from others. Items are not listed."""
         return self._totals[1]
 
     def local_bytes(self) -> Ints:
-        """Bytes that each rank copies from its own tensors. Items are not enumerated."""
+        """Return the bytes that each rank copies from its own tensors. Items are not listed."""
         return self._totals[2]
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that cross between ranks: each needed byte once to each receiver that does not hold it."""
+        """Bytes sent between ranks: each needed byte once to each receiver that does not hold it."""
         return int(self.received_bytes().sum())
 
     @cached_property
@@ -263,9 +263,9 @@ class TransferPlan(Plan[TransferItems]):
         return sent, received, local
 
     def graph(self) -> nx.MultiDiGraph:
-        """The ranks that send or receive as nodes; one edge per sender, receiver and name, with its `nbytes`.
+        """Return a graph with ranks as nodes and one edge per sender, receiver, and name, with its `nbytes`.
 
-        The name is the edge's key. Enumerates all items: for thousands of ranks use `traffic`.
+        The name is the edge's key. This lists all items: for thousands of ranks, use `traffic`.
         """
         import networkx as nx  # a third of the time that `import planners` would take
 
@@ -288,7 +288,7 @@ class TransferPlan(Plan[TransferItems]):
         return len(self.routes)
 
     def item_counts(self) -> Ints:
-        """Items to each rank, copies within a rank included."""
+        """Return the number of items to each rank, including copies within a rank."""
         total = np.zeros(self.world_size, dtype=np.int64)
         for route in self.routes:
             total += route.intersection.counts(self.world_size) * len(route.group)
@@ -297,12 +297,12 @@ class TransferPlan(Plan[TransferItems]):
         return total
 
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong."""
+        """Return all problems."""
         try:
             routes = self.routes
         except CoverageError as error:
             element = error.box.offsets if error.box is not None else None
-            yield Finding("nobody holds this element", error.fqn, error.rank, element)
+            yield Finding("no rank holds this element", error.fqn, error.rank, element)
             return
         for route in routes:
             yield from alike(_route_findings(self, route), route.group.names)
@@ -334,26 +334,27 @@ def plan_transfers(
     allow_cast: bool = False,
     allow_missing: bool = False,
 ) -> TransferPlan:
-    """Who sends what to whom, so that ranks that hold `before` come to hold `after`.
+    """Plan which rank sends what to which, so that ranks with the layout `before` have the layout `after`.
 
-    A receiver that holds an element copies it. Others get it from one of its holders: on their own host if there is
-    one, else from all holders in turn, the least loaded first. Deterministic: a function of the arguments alone, the
-    same on every rank. Names that only `before` has are dropped.
+    A receiver that holds an element copies it. Others receive it from one of its holders: from their own host if
+    possible, otherwise from the holders in turn, the least loaded first. Deterministic: the result depends only on the
+    arguments and is the same on every rank. Names that only `before` has are dropped.
 
     Args:
         ranks_per_host: ranks 0 to n - 1 are on the first host, and so on; None if hosts do not matter.
-        allow_cast: dtypes may differ; bytes are counted, and cross, as before. The cast is up to who obeys the plan.
-        allow_missing: names that only `after` has are left alone, and are listed as the plan's `missing`.
+        allow_cast: dtypes may differ. Bytes are counted and sent in the dtype of `before`. The cast is left to the
+            caller.
+        allow_missing: names that only `after` has are not filled, and are listed as the plan's `missing`.
 
     Raises:
-        LayoutMismatchError: names all tensors whose shapes or dtypes differ, or that nobody holds before.
+        LayoutMismatchError: names all tensors whose shapes or dtypes differ, or that no rank holds before.
     """
     names = [fqn for fqn in after if fqn in before] if allow_missing else list(after)
     problems: list[str] = []
     for fqn in names:
         wanted, held = after[fqn].spec, before[fqn].spec if fqn in before else None
         if held is None:
-            problems.append(f"nobody holds {fqn!r} before")
+            problems.append(f"no rank holds {fqn!r} before")
         elif held.shape != wanted.shape:
             problems.append(f"{fqn!r} has shape {held.shape} before, but {wanted.shape} after")
         elif held.dtype != wanted.dtype and not allow_cast:

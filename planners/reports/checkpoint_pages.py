@@ -24,7 +24,7 @@ _MAX_ROWS = 1_000
 _MAX_LEVELS = 64
 _MAP_COLUMNS = 256
 _MAP_ROWS = 200
-_WHOLE = "Nothing is missing of what its metadata names; whether bytes were changed was not looked at."
+_WHOLE = "All files that its metadata names exist. Checksums were not compared: run reshard verify for that."
 
 
 class SavedFile(NamedTuple):
@@ -110,12 +110,12 @@ def checkpoint_page(shown: Shown) -> str:
         "checkpoint",
         data,
         title=escape(shown.title),
-        verdict=_listed("Not whole", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
+        verdict=_listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
         figures=_figures(shown.figures),
         kinds=_kinds(shown.layout, lie),
         steps=_steps(shown.steps),
         files=_files(shown.files),
-        warnings=_listed("To know", shown.warnings),
+        warnings=_listed("Warnings", shown.warnings),
     )
 
 
@@ -245,7 +245,7 @@ class _Pictures:
             largest.setdefault(self._key(name), name)
         for key, name in sorted(largest.items(), key=lambda item: -layout[item[1]].spec.nbytes):
             if room > 0:
-                picture = cuts(layout[name], layout.world_size, "How it is cut")
+                picture = cuts(layout[name], layout.world_size, "How it is sharded")
                 room -= len(picture)
                 self._numbers[key] = len(self.drawn)
                 self.drawn.append(picture)
@@ -261,7 +261,7 @@ def _lies(layout: TensorLayout) -> str:
     if layout.mesh is not None and layout.mesh.size > 1:
         return placed(layout)
     pieces = Owners(layout).pieces
-    return "whole, in one piece" if pieces <= 1 else f"{pieces:,} pieces"
+    return "in one piece" if pieces <= 1 else f"{pieces:,} pieces"
 
 
 def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
@@ -302,8 +302,8 @@ def _steps(steps: Sequence[SavedStep]) -> str:
         )
     left = f"<p>{len(steps) - len(rows):,} earlier ones are left out.</p>" if len(steps) > len(rows) else ""
     return (
-        '<section aria-labelledby="steps"><h2 id="steps">Checkpoints of the run</h2><p>What each one wrote, and what of'
-        ' it lies in files of earlier ones, which are stored once.</p><div class="scroll" tabindex="0"><table>'
+        '<section aria-labelledby="steps"><h2 id="steps">Checkpoints of the run</h2><p>What each one wrote, and what it'
+        ' shares with earlier ones, which is stored once.</p><div class="scroll" tabindex="0"><table>'
         f"<thead><tr><th>checkpoint</th><th>tensors</th><th>cost</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         f"</div>{left}</section>"
     )

@@ -33,7 +33,7 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     cut = [dim for dim, found in enumerate(at) if len(found) > 2]
     dims = sorted([*cut, *(dim for dim in range(len(at)) if dim not in cut)][:2])
     dims = [*[-1] * (2 - len(dims)), *dims]  # -1 is no dim: a tensor of one dim is a row, and one of none a cell
-    rest = "".join(f", at index 0 of dim {dim}, which is cut, too" for dim in cut if dim not in dims)
+    rest = "".join(f", at index 0 of dim {dim}, which is sharded, too" for dim in cut if dim not in dims)
     rows, columns = (at[dim] if dim >= 0 else [0, 1] for dim in dims)
     shown = [f"{what} are dim {dim}" for what, dim in zip(("rows", "columns"), dims) if dim >= 0]
     owners = Owners(layout)

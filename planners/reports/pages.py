@@ -1,4 +1,4 @@
-"""`to_html`: a plan as one self-contained page, of bounded size however many ranks and tensors there are."""
+"""`to_html`: a plan as one self-contained page of bounded size, for any number of ranks and tensors."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def to_html(
     target: str = "",
     cluster: Cluster | None = None,
 ) -> str:
-    """The plan as an HTML page: whether it is right (it is proved here), figures, the cuts of its largest tensors, who
-    gets what from whom, bytes per rank, and a table of tensors to search. Everything is inside; nothing is fetched.
+    """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors, traffic
+    between ranks, bytes per rank, and a searchable table of tensors.
 
         page = to_html(plan, source="run/step-1000", target="fsdp=3")
 
     Args:
-        title: shown on top; by default what the plan does, in words.
-        ranks_per_host: above 64 ranks the traffic is shown between hosts, and above 64 hosts between groups of them.
-        source: what it leads from, as people call it: a path, a topology.
-        target: what it leads to.
-        cluster: then the page has the time that `estimate` gives; its `ranks_per_host` count.
+        title: title of the page. Default: what the plan does.
+        ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
+        source: name of the source for readers, such as a path or a topology.
+        target: name of the target.
+        cluster: also show the time that `estimate` returns. Its `ranks_per_host` is used.
 
-    Raises PlanError for anything that is no plan, or for less than one rank per host.
+    Raises PlanError for a value that is not a plan, or for less than one rank per host.
     """
     if ranks_per_host < 1:
         raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
@@ -310,7 +310,7 @@ def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
             w, h = (w + 0.5, h + 0.5) if fine else (w, h)  # no seams where cells are not outlined
             body.append(_cell(x, y, w, h, ranks, world_size, few))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    note = "" if rows.exact and columns.exact else ", sampled: there are more cuts than can be shown"
+    note = "" if rows.exact and columns.exact else ", sampled: there are more shards than can be shown"
     label = f"{caption}: shape {list(shape)}{rest}{note}"
     words = escape(_words(layout, owner) + rest + note)
     return (

@@ -1,4 +1,4 @@
-"""Plans as text and in figures: at a glance, for one tensor, and what changes from one plan to another."""
+"""Plans as text and in numbers: an overview, one tensor, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
 ) -> str:
-    """The plan in words: totals, bytes per rank with a bar, and up to `limit` items (None: all) of the first ranks.
+    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None: all) of the first
+    ranks.
 
-    A schedule is listed round by round, up to `limit` of them. `width` is that of the terminal, in characters: bars are
-    as long as it leaves room for.
+    For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
@@ -50,9 +50,9 @@ def format_plan(
 
 
 def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> str:
-    """What a plan makes one rank do about one tensor, and why: what it holds or wants, and every item of it.
+    """Explain what a rank does with one tensor: what it holds or needs, and every item of it.
 
-    Raises PlanError for a name that the plan does not have, or a rank outside the job.
+    Raises PlanError for a name that is not in the plan, or a rank outside the job.
     """
     if isinstance(plan, SavePlan):
         return "\n".join(_explain_save(plan, _known(plan.layout.get(fqn), fqn), rank))
@@ -160,25 +160,25 @@ _LISTED = 10
 
 @dataclass(frozen=True, eq=False)
 class PlanDiff:
-    """The difference of two plans or layouts, from `a` to `b`."""
+    """The difference between two plans or layouts, from `a` to `b`."""
 
     only_a: tuple[str, ...]
-    """Names that only the first has."""
+    """Names that only `a` has."""
     only_b: tuple[str, ...]
-    """Names that only the second has."""
+    """Names that only `b` has."""
     changed: dict[str, str]
-    """Names whose shape, dtype or placement differs, with how."""
+    """Names whose shape, dtype, or placement differs, with the difference."""
     rank_bytes: tuple[Ints, Ints]
-    """Bytes of each rank in both: read, written, received or held. Ranks that one of them lacks have 0."""
+    """Bytes of each rank in both: read, written, received, or held. A rank that one of them lacks has 0."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether both are the same in all of this."""
+        """True if nothing differs."""
         return not (self.only_a or self.only_b or self.changed) and np.array_equal(*self.rank_bytes)
 
     @property
     def added_bytes(self) -> int:
-        """How many bytes more the second has in all; negative if fewer."""
+        """Total bytes of `b` minus those of `a`."""
         return int(self.rank_bytes[1].sum()) - int(self.rank_bytes[0].sum())
 
     def __str__(self) -> str:
@@ -205,9 +205,9 @@ class PlanDiff:
 def diff(
     a: LoadPlan | SavePlan | TransferPlan | StateLayout, b: LoadPlan | SavePlan | TransferPlan | StateLayout
 ) -> PlanDiff:
-    """What changes from `a` to `b`: two plans of one kind, or two layouts. Items are not enumerated.
+    """Compare two plans of one kind, or two layouts. Items are not listed.
 
-    Raises PlanError for two different kinds, or for anything else.
+    Raises PlanError for two different kinds, or for any other value.
     """
     if type(a) is not type(b):
         raise PlanError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}: give two of one kind")
@@ -279,18 +279,18 @@ class Bin:
 
 @dataclass(frozen=True, eq=False)
 class PlanStats:
-    """Figures of a plan. `rank_bytes` is what each rank reads, writes, or receives from others."""
+    """Totals of a plan. `rank_bytes` is what each rank reads, writes, or receives from others."""
 
     kind: Literal["load", "save", "transfer"]
     tensors: int
     geometries: int
-    """Groups of tensors that share all planning."""
+    """Number of groups of tensors that share all planning."""
     world_size: int
     rank_bytes: Ints
     items: Ints | None
-    """Items of each rank; None for save plans, whose items depend on how chunks are divided."""
+    """Number of items of each rank; None for save plans, where it depends on how chunks are divided."""
     uncut_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `StateLayout.uncut_axes`, of the layout that a plan leads to, or of the one that is saved."""
+    """See `StateLayout.uncut_axes`: of the target layout, or of the layout that is saved."""
 
     @property
     def total_bytes(self) -> int:
@@ -304,21 +304,21 @@ class PlanStats:
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes of a rank on average, idle ones included."""
+        """Mean bytes per rank, including idle ranks."""
         return float(self.rank_bytes.mean()) if len(self.rank_bytes) else 0.0
 
     @property
     def busiest_rank(self) -> int:
-        """The first rank that has `max_bytes`."""
+        """The first rank with `max_bytes`."""
         return int(self.rank_bytes.argmax())
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean the busiest rank has; 1 is even, and so is a plan without bytes."""
+        """Bytes of the busiest rank divided by the mean; 1 is even. A plan without bytes is even."""
         return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
 
     def histogram(self, bins: int = 10) -> tuple[Bin, ...]:
-        """Ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError for less than one."""
+        """Group ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError for less than one bin."""
         if bins < 1:
             raise PlanError(f"a histogram needs one bin or more, got {bins}")
         low, high = int(self.rank_bytes.min(initial=self.max_bytes)), self.max_bytes
@@ -331,7 +331,7 @@ class PlanStats:
         verb = {"load": "read", "save": "written", "transfer": "moved between ranks"}[self.kind]
         lines = [
             *(
-                f"axis {axis!r} cuts no tensor: {len(fqns)} are copied along it"
+                f"axis {axis!r} shards no tensor: {len(fqns)} are replicated over it"
                 for axis, fqns in self.uncut_axes.items()
             ),
             f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",
@@ -350,9 +350,9 @@ class PlanStats:
 
 
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
-    """Bytes and items of all ranks. Nothing is enumerated where both sides are products.
+    """Count the bytes and items of all ranks. Products of both sides are counted without listing items.
 
-    Raises PlanError for anything that is no plan.
+    Raises PlanError for a value that is not a plan.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")

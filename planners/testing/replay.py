@@ -1,4 +1,4 @@
-"""The slow, obvious truth: element ids moved through a plan with numpy, for tests to compare with."""
+"""A slow reference implementation: moves element ids through a plan with numpy, for tests to compare with."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def _replay_transfers(plan: TransferPlan, rank: int) -> dict[str, tuple[npt.NDAr
 def replay(
     plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None
 ) -> dict[str, tuple[npt.NDArray[Any], ...]]:
-    """What arrives in the local tensors of `rank`. `saved` gives the whole saved tensors, all of one kind of number;
-    without it, and for transfers, every element is its own row-major number.
+    """Return what arrives in the local tensors of `rank`. `saved` contains the full saved tensors, all of one numeric
+    kind. Without it, and for transfers, every element is its own row-major index.
 
-    Returns, for each wanted name, one array per local tensor; -1 marks elements that nothing was written to.
+    Returns, for each target name, one array per local tensor. -1 marks elements that were not written.
     """
     if isinstance(plan, TransferPlan):
         return _replay_transfers(plan, rank)

@@ -1,4 +1,5 @@
-"""`convert`: any checkpoint into any format that can be written, streamed, by as many processes as you like."""
+"""`convert`: any checkpoint to any format that can be written, in pieces, with any number of
+processes."""
 
 from __future__ import annotations
 
@@ -43,23 +44,24 @@ MEETING_S = 300.0
 
 @dataclass(frozen=True)
 class ConvertReport(WrittenReport, CheckedReport):
-    """What a conversion did. Equal on all ranks but for `phases`."""
+    """What a conversion did. Only `phases` differs between ranks."""
 
     source: str
     target: str
     files: tuple[str, ...]
-    """Files that hold tensors."""
+    """Number of files with tensors."""
     resumed: tuple[str, ...]
-    """Files that an interrupted conversion had finished; their checksums were compared."""
+    """Number of files that an interrupted conversion had finished. Their checksums were compared.
+    """
     left_out: tuple[str, ...]
-    """Keys of the source that the format cannot hold; with `normalized`, also what has no canonical name and is no
-    plain data: values of each rank, averages of the model."""
+    """Keys of the source that the format cannot store. With `normalized`, also values that have no
+    canonical name and are not plain data, such as per-rank values and averages of the model."""
     warnings: tuple[str, ...]
-    """What a reader of the source should know."""
+    """Warnings about the source."""
 
     @property
     def seconds(self) -> float:  # type: ignore[override]  # as the first release had it
-        """How long all of it took on this rank; `phases` has the parts."""
+        """Duration of the call on this rank. `phases` has its parts."""
         return self.phases.seconds
 
 
@@ -89,46 +91,54 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint to another format, other names, or another layout.
 
-        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
+        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True,
+        dtype="bfloat16")
 
-    Each process holds at most 48 MiB of tensors at a time, however large they are. The target is published last: a
-    conversion that was interrupted leaves nothing that opens as a checkpoint. The same call continues it; another one
-    to that target, and `prune`, remove what a killed one left.
+    Each process holds at most 48 MiB of tensors at a time, however large they are. The target is
+    published last: an interrupted conversion leaves nothing that opens as a checkpoint. Call
+    `convert` again with the same arguments to continue it. Another conversion to that target, and
+    `prune`, remove what a killed one left.
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
-        target: a folder, URL or `Storage`; for "torch_save" the path of a file.
-        format: what is written, such as "dcp". "huggingface" is another name of "safetensors", and
-            "torch" of "torch_save". Formats with names and shapes of their own are written from
+        target: a folder, URL, or `Storage`; for "torch_save" the path of a file.
+        format: the format to write, such as "dcp". "huggingface" is another name of "safetensors",
+            and "torch" of "torch_save". Formats with their own names and shapes are written from
             canonical names, with the same hints.
-        mapping: a `reshard.mapping.Mapping`, or a dict new name -> name in the source.
-        onto: write the files that the ranks of this layout or topology would have written (native and dcp).
+        mapping: a `reshard.mapping.Mapping`, or a dict from new names to names in the source.
+        onto: write the files that the ranks of this layout or topology would have written (native
+            and dcp).
         select: globs of the new names to write. Globs that begin with `!` exclude names.
-        dtype: floating-point tensors of at least one dim are converted to this one.
-        normalized: under canonical names first: see `Checkpoint.normalized`. Plain objects beside model and optimizer
-            keep their keys, if they have any but a file's; others are in `left_out`.
+        dtype: convert floating-point tensors of at least one dim to this dtype.
+        normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
+            beside model and optimizer keep their keys, unless the key is that of a file; the others
+            are listed in `left_out`.
         model_only: write only the model's tensors, under their canonical names without a prefix.
-        hints: facts that normalization needs and the checkpoint lacks, as errors ask for them.
+        hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
         max_shard_bytes: maximum size of a file. A larger tensor gets its own file. Not with `onto`.
-        check: False accepts a damaged source as it is, and computes new fingerprints for the target.
-        workers: processes on this machine that write files at the same time.
-        executor: writes each file as a task, for example on Dask, Ray, or MPI. Workers open source and target
-            themselves. Lost tasks are retried.
-        process_group: with torch.distributed initialized, the ranks that share the work. All must see the target.
+        check: False accepts a damaged source as it is, and computes new fingerprints for the
+            target.
+        workers: number of processes on this host that write files at the same time.
+        executor: writes each file as a task, for example on Dask, Ray, or MPI. Workers open source
+            and target themselves. Lost tasks are retried.
+        process_group: with torch.distributed initialized, the ranks that share the work. All must
+            see the target.
         alone: this process converts by itself, even in a running job.
-        overwrite: replace an existing checkpoint or file at `target` once the new one is complete. False: an existing
-            one is an error.
+        overwrite: replace an existing checkpoint or file at `target` once the new one is complete.
+            False: an existing one is an error.
         resume: continue an interrupted conversion with the same arguments.
         progress: show a progress bar if stderr is a terminal.
-        timeout: how long the call may take, in seconds or as a `timedelta`.
+        timeout: limit for the call, in seconds or as a `timedelta`.
 
-    Where the source has checksums and fingerprints, reads are compared with its checksums, and the result with its
-    fingerprints.
+    Where the source has checksums and fingerprints, the data that is read is compared with its
+    checksums, and the result with its fingerprints.
 
     Raises:
-        CorruptCheckpointError: the source was changed since it was saved. Nothing was published.
-        FormatError: the format cannot store the source, or there is already a checkpoint at `target`.
-        KeyMismatchError: the mapping or selection does not match the source. Others as `reshard.open`.
+        CorruptCheckpointError: the source changed after it was saved. Nothing was published.
+        FormatError: the format cannot store the source, or there is already a checkpoint at
+            `target`.
+        KeyMismatchError: the mapping or selection does not match the source. Others as
+            `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):

@@ -392,7 +392,7 @@ class Journal:
             return
         found = self._claim()
         if found is None or not found.is_of(self.holder):
-            now = "nobody is" if found is None or found.has_left else f"{found} is now"
+            now = "no process does" if found is None or found.has_left else f"{found} does"
             raise StorageError(
                 f"{self.holder} no longer converts to {self.storage.url}, {now}: all workers must see the same folder"
             )

@@ -1,4 +1,4 @@
-"""Fingerprints of a whole state dict: each rank sums up what it holds, and only the sums travel."""
+"""Fingerprints of a state dict: each rank digests its own shards, and only digests are exchanged."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["Exchange", "alone", "fingerprint", "holdings", "join"]
 
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Gives this rank's bytes to all ranks and returns those of all, in rank order."""
+"""Sends this rank's bytes to all ranks and returns those of all ranks, in rank order."""
 
 
 def alone(data: bytes) -> Sequence[bytes]:
-    """The exchange of a process that asks nobody: for a state that is whole on this rank."""
+    """The exchange of a single process: no other rank takes part."""
     return [data]
 
 
@@ -53,34 +53,35 @@ def fingerprint(
     key: Key = PUBLIC,
     executor: Executor | None = None,
 ) -> dict[str, str]:
-    """The fingerprint of every tensor of a (nested) state dict, or of a checkpoint, by its dotted
-    key.
+    """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by its
+    dotted key.
 
-    Of a state dict it is the same on every rank. With torch.distributed initialised this is
-    collective over the default group: all ranks call it, and each adds up its own part of DTensors
-    and ShardedTensors; no tensor is gathered, a rank says and hears of each its name and some 60
-    bytes. Replicas, and plain tensors of one name on several ranks, must agree bit by bit.
+    For a state dict, the result is the same on every rank. With torch.distributed initialized, the
+    call is collective over the default group: each rank digests its own shards of DTensors and
+    ShardedTensors. No tensor is gathered; a rank exchanges the name and about 60 bytes of each.
+    Replicas, and plain tensors with the same name on several ranks, must be equal bit for bit.
 
-    Of a checkpoint, given as a path, `Storage` or open `Checkpoint`, this process reads every
-    tensor, a window at a time; nobody else takes part, and what was saved along is not believed.
+    For a checkpoint, given as a path, `Storage`, or open `Checkpoint`, this process reads every
+    tensor, in pieces. Other ranks take no part, and saved fingerprints are not used.
 
     Args:
-        state_dict: tensors of any kind in nested containers, `LazyTensor`s of a checkpoint
-            included; or a checkpoint.
-        layouts: how plain local tensors lie in their global tensors, by dotted key; default: what
-            the tensors say.
-        rank: this process's rank in those layouts; default: its rank in the default group, else 0.
-        exchange: how bytes reach the other ranks; default: `reshard.ranks.group.Group`; `alone`
-            asks no other rank.
+        state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a
+            checkpoint; or a checkpoint.
+        layouts: layouts of plain local tensors, by dotted key. Default: the tensors say it
+            themselves.
+        rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
+        exchange: how bytes reach the other ranks. Default: `reshard.ranks.group.Group`. `alone`
+            uses this process only.
         key: see `Key`.
-        executor: reads a checkpoint, given by its path, in tasks, as for `reshard.convert`.
+        executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
 
     Raises:
-        ReplicaDriftError: replicas differ; names the tensors and the ranks, on all ranks.
-        LayoutError: ranks disagree about dtype or shape, or their parts do not make up whole
-            tensors.
-        CheckpointError: neither a state dict nor a checkpoint was given, or layouts for a
-            checkpoint.
+        ReplicaDriftError: replicas differ. The message names the tensors and the ranks, on all
+            ranks.
+        LayoutError: ranks disagree about dtype or shape, or their shards do not cover a full
+            tensor.
+        CheckpointError: the argument is neither a state dict nor a checkpoint, or layouts were
+            given for a checkpoint.
     """
     if executor is not None:
         check_executor(executor, 1, state_dict)

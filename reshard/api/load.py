@@ -1,4 +1,4 @@
-"""`load`: a saved state into a live one, in place, by a proved plan, with the truth about every key."""
+"""`load`: fills a state dict in place from a checkpoint. The plan is proved before anything is written."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     KeyMismatchError,
     LayoutError,
+    OptionError,
     format_names,
     renamed,
 )
@@ -74,40 +75,41 @@ def load(
     progress: bool = LoadOptions.progress,
     timeout: float | timedelta = DEADLINE_S,
 ) -> LoadReport:
-    """Fill `state_dict` in place from the checkpoint at `path`, from any saved layout and format.
+    """Fill `state_dict` in place from the checkpoint at `path`. Layouts and formats may differ.
 
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
-    containers. Before the first write, the plan is proved, every byte range is known to exist, and all blocks that a
-    rank reads for itself match their checksums. Data that is read for several ranks, or from an object store, is
-    checked as it arrives; the error then says if targets were already overwritten.
+    containers. Before the first write, reshard proves the plan, checks that every byte range exists, and compares all
+    blocks that a rank reads for itself with their checksums. Data that is read for several ranks, or from an object
+    store, is checked as it arrives. If that check fails, the error says whether targets were already overwritten.
 
     Args:
         path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. A mapping of globs to these three words decides by key: the
-            first glob that matches counts, and keys without a match are strict.
+            False or "partial": both are only reported. A mapping of globs to these three words sets the mode by key:
+            the first glob that matches counts, and keys without a match are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported.
             "saved": the target is replaced by a tensor of the saved dtype.
-        mapping: key in `state_dict` -> key in the checkpoint, for those that differ; or a `reshard.mapping.Mapping`
-            from the names and shapes of the checkpoint to those of `state_dict`.
-        dry_run: only report, also missing, unexpected, and mismatched keys. The target does not change.
-        check: compare what is read with checksums, where the format has them; `.bytes_unchecked` says how much was not.
-        read_once: True, or "job": ranks that want the same elements pass them on to one another through the process
-            group, so that no byte is read twice in the whole job; not with dtype_policy "saved". None, or "host": ranks
-            of one machine read for one another where that touches less, see docs/reading.md. False, or "rank": none do.
-        process_group: the ranks that load together. A key is unexpected only if none of them wants it.
-        alone: this process loads by itself, in a running job too; of sharded tensors it reads its own shards.
-        threads: at most so many copy at once; default: this process's share of the machine's processors, up to 8.
-        memory_budget_bytes: for staging, and data that cannot be mapped; at least 128 KiB; default: 32 MiB a thread.
+        mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping` from
+            the names and shapes of the checkpoint to those of `state_dict`.
+        dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
+        check: compare with checksums where the format has them. `.bytes_unchecked` counts bytes that were not compared.
+        read_once: True or "job": each byte is read once in the job, and ranks that need the same elements send them to
+            each other through the process group. Not with dtype_policy "saved". None or "host": ranks of one host read
+            for each other where that reads less, see docs/reading.md. False or "rank": each rank reads for itself.
+        process_group: the ranks that load together. A key is unexpected only if no rank's target has it.
+        alone: this process loads by itself, even in a running job. It reads its own shards of sharded tensors.
+        threads: maximum number of copy threads; default: this process's share of the host's processors, up to 8.
+        memory_budget_bytes: for staging, and for data that cannot be mapped; at least 128 KiB; default: 32 MiB per
+            thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
-        timeout: how long the call may take, in seconds or as a `timedelta`.
+        timeout: limit for the call, in seconds or as a `timedelta`.
 
-    Raises (nothing was written then; other ranks raise the same error or `RankFailedError`):
+    Raises (nothing was written; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
-        LayoutError: ranks pass different options other than mapping, check, threads, memory_budget_bytes, and
-            progress, or a target cannot be filled in place.
+        LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
+            target cannot be filled in place.
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
@@ -165,7 +167,7 @@ def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | 
     from reshard.mapping import Mapping as StateMapping
 
     if not isinstance(mapping, StateMapping):
-        raise KeyMismatchError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped
@@ -254,7 +256,7 @@ class _Load:
         """Collective: ranks that want the same elements agree on who reads them."""
         targets = self.match.targets
         if set(targets.replaced) - set(targets.resized):
-            raise KeyMismatchError('read_once does not go with dtype_policy="saved": use "cast", or read everything')
+            raise OptionError("read_once does not support dtype_policy='saved': use 'cast', or read_once='rank'")
         from reshard.execute.exchange import SharedReading
 
         tensors = {key: targets.tensors[key] for key in self.match.tensors if key not in targets.resized}
@@ -510,43 +512,42 @@ def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, ran
 
 @dataclass(frozen=True, repr=False)
 class LoadReport(FilledReport, CheckedReport):
-    """What a load did, or in a dry run would do, on this rank."""
+    """What a load did on this rank, or what it would do in a dry run."""
 
     path: str
     loaded: tuple[str, ...]
-    """Keys that were filled, tensors and objects."""
+    """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
-    """Keys of the target that the checkpoint, declared a subset when it was saved, does not claim to have."""
+    """Keys of the target that a declared subset (a save with `select`) leaves out."""
     mismatched: tuple[str, ...]
-    """Keys whose shape (or, under dtype_policy "error", dtype) differs, with both."""
+    """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that are gone, since a container without tensors was replaced by what was saved of it."""
+    """Values of the target that were lost because the saved container replaced one without tensors."""
     replaced: Mapping[str, tuple[str, str]]
-    """key -> (dtype saved, dtype that the target had) of what was replaced, by dtype_policy "saved"."""
+    """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]
-    """Keys that were filled from another key's tensor, to which they were tied when saved."""
+    """Keys that were filled from the tensor of another key, because the two were tied when saved."""
     bytes_needed: int
-    """Bytes of this rank's own elements, as saved; under `read_once`, of those that it reads."""
+    """Size of this rank's own elements, as saved. With `read_once`, of the elements that it reads."""
     bytes_read: int
-    """Bytes that this rank read of the data files for their elements, its own or those of others of its machine."""
+    """Bytes of elements that this rank read from data files, for itself or for other ranks of its host."""
     bytes_read_to_check: int
-    """Bytes that were read beside, for nothing but to check those: headers, the rest of a block."""
+    """Additional bytes that were read only to verify checksums: headers and the rest of a block."""
     bytes_checked: int
-    """Bytes that this rank checked against saved checksums, headers included. Of what ranks of a machine read for one
-    another, who reads a byte checks it."""
+    """Bytes that this rank compared with saved checksums, including headers. The rank that reads a byte for others
+    checks it."""
     dry_run: bool
     resized: tuple[str, ...] = ()
-    """Extra state of modules that had another shape or dtype than was saved, and was replaced by what was saved."""
+    """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (class saved, class found in its place now) of values that came back as another type: parts of a quantized
-    tensor in a dict, a plain dict for an OrderedDict."""
+    """key -> (saved class, class of the value now) of values that came back as another type, such as a plain dict for
+    an OrderedDict or a dict of inner tensors for a quantized tensor."""
     bytes_received: int = 0
-    """Bytes of elements that other ranks read for this one: of its machine, or under `read_once` of the whole job."""
+    """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`, of the job."""
 
     @property
     def ok(self) -> bool:
-        """Whether both sides had the same keys and shapes, nothing of the target is gone, and nothing came back as
-        another type than is known to have been saved."""
+        """True if both sides have the same keys, shapes, and types, and no value of the target was lost."""
         return not (self.missing or self.unexpected or self.mismatched or self.dropped or self.retyped)
 
     def __repr__(self) -> str:

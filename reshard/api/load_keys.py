@@ -14,7 +14,7 @@ import xxhash
 
 from reshard.api.key_suggestions import are_by_number, has_no_state_yet, section, shifted
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, OptionError, did_you_mean, format_ranks
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import tensor_class
@@ -67,7 +67,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the caller of `load` chose; see there for what each means. Raises KeyMismatchError for what is unknown."""
+    """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
 
     strict: bool | Mode | Mapping[str, Mode] = True
     dtype_policy: DtypePolicy = "error"
@@ -89,12 +89,9 @@ class LoadOptions:
             _check_choice("read_once", self.read_once, get_args(ReadOnce))
         if isinstance(self.strict, Mapping):
             for glob, mode in self.strict.items():
-                _check_choice(f"strictness of {glob!r}", mode, get_args(Mode))
-        elif not isinstance(self.strict, bool) and self.strict not in get_args(Mode):
-            modes = ", ".join(map(repr, get_args(Mode)))
-            raise KeyMismatchError(
-                f"strict must be True, False or a dict of globs to modes, or one of {modes}, got {self.strict!r}"
-            )
+                _check_choice(f"strict[{glob!r}]", mode, get_args(Mode))
+        elif not isinstance(self.strict, bool):
+            _check_choice("strict", self.strict, get_args(Mode), ", True, False, or a dict from globs to these words")
 
     def mode_of(self, key: str) -> Mode:
         """How strict the load is about a key: by the first glob that fits it."""
@@ -116,9 +113,10 @@ class LoadOptions:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
 
 
-def _check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
+def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
     if value not in known:
-        raise KeyMismatchError(f"{what} must be one of {', '.join(known)}, got {value!r}")
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise OptionError(f"{what} must be one of {', '.join(map(repr, known))}{others}; got {value!r}{meant}")
 
 
 # Which keys of a target and of a checkpoint belong together.

@@ -1,9 +1,8 @@
-"""Where a fresh optimizer's state is loaded to: memory for every state tensor of a checkpoint, with
-nothing stepped.
+"""Memory to load a fresh optimizer's state into, without a step of the optimizer.
 
-A new optimizer holds no state, so its state dict has no places to load into. What is to come is
-known all the same: the checkpoint says which parameters have which state, and a state tensor of the
-parameter's shape lies where the parameter lies.
+A new optimizer holds no state, so its state dict has nothing to fill. The checkpoint says which
+parameters have which state. A state tensor with the shape of its parameter is sharded like the
+parameter.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ __all__ = ["optimizer_destinations"]
 def optimizer_destinations(
     model: Models, optimizers: Optimizer | Iterable[Optimizer], source: Any, *, prefix: str = "optim"
 ) -> dict[str, Any]:
-    """An optimizer state dict with memory for the state that `source` holds; give it to `load`,
-    then to `set_optimizer_state_dict`. The optimizer is neither stepped nor changed.
+    """Allocate an optimizer state dict for the state that `source` contains, without stepping or
+    changing the optimizer.
+
+    Pass the result to `load`, then to `set_optimizer_state_dict`.
 
     Args:
         source: the checkpoint, open or as a path.
@@ -37,13 +38,13 @@ def optimizer_destinations(
             "" for none.
 
     Returns:
-        `{"state": {fqn: {name: value}}, "param_groups": [...]}`: state of the model's parameters
-        that were saved with some; tensors of the parameter's shape are sharded like it, in the
-        saved dtype; all others are whole. Groups
-        are the live ones. Where the flat form was saved, the flat form: `state.<fqn>.<name>` and
-        `param_groups.<fqn>.<field>` of the model's parameters. What was saved as one tensor under
-        several keys has one place; a load of the whole state makes it one with a parameter that it
-        was saved as one with.
+        `{"state": {fqn: {name: value}}, "param_groups": [...]}` for the model's parameters that
+        were saved with state. Tensors with the shape of the parameter are sharded like it, in the
+        saved dtype; all others are full tensors. Groups are those of the optimizer. If the flat
+        form was saved, the flat form is returned: `state.<fqn>.<name>` and
+        `param_groups.<fqn>.<field>`. A tensor that was saved once under several keys has one
+        destination. A load of the complete state ties it to a parameter again if the two were saved
+        as one.
 
     Raises:
         KeyMismatchError: the checkpoint has nothing under `prefix`.

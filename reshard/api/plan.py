@@ -1,4 +1,4 @@
-"""`plan`: what a change of topology would read, before anything runs."""
+"""`plan`: what a job with another topology would read from a checkpoint, without running it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["is_layout_file", "plan", "read_layout_file"]
 
 
 def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> LoadPlan:
-    """What every rank of `onto` would read from `source`: no process group, GPU or data is touched.
+    """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 
         plan = reshard.plan("run/step-1000", "fsdp=48,tp=16")
         print(planners.format_plan(plan, limit=3), planners.verify(plan).ok)
 
     Args:
         source: the path of a checkpoint or layout file, an open `Checkpoint`, or a `StateLayout`.
-        onto: the same, or a `Topology`, which then lays out all tensors of the source; or one in a few words, as the
-            command line takes it: "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4".
-        rules: placements by glob, for a topology with axes of your own: `plan(path, "dp=4", rules={"*": "S(0)"})`.
+        onto: the same, or a `Topology` for all tensors of the source, or its short form as on the command line:
+            "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4".
+        rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4", rules={"*": "S(0)"})`.
 
     Raises:
-        LayoutMismatchError: `onto` wants tensors that the source does not have, or of other shapes or dtypes.
-        PlanError: the words name no topology; it says what may have been meant.
-        LayoutError: `source` or `onto` is none of these, or there is no topology that the rules are for.
+        LayoutMismatchError: `onto` has tensors that the source lacks, or that have other shapes or dtypes there.
+        PlanError: the short form is not a topology. The message suggests the closest one.
+        LayoutError: `source` or `onto` has none of these types, or there are rules without a topology.
     """
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
@@ -60,15 +60,15 @@ def _side(given: Any, rules: Mapping[str, str] | None) -> Any:
 
 
 def is_layout_file(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file that may hold a layout, plan or topology."""
+    """Return True if the file may contain a layout, plan, or topology."""
     return Path(path).suffix in (".json", ".topology", ".txt") and Path(path).is_file()
 
 
 def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | None = None) -> StateLayout | Topology:
-    """The layout, or that which a plan leads to, of a `.json` file; of others the topology that they are the text of.
+    """Read the layout of a `.json` file, the target layout of a plan, or a topology in a text file.
 
-    Raises FormatError for JSON that holds something else, PlanError for text that is none of these,
-    StorageError for a file that cannot be read.
+    Raises FormatError for JSON with other contents, PlanError for text that is not a topology, and StorageError for a
+    file that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Moves state between ranks that are alive: any layout to any other, in place. See docs/live.md."""
+"""Moves state between running ranks, in place, from any layout to any other. See docs/live.md."""
 
 from __future__ import annotations
 
@@ -53,27 +53,29 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True, repr=False)
 class TransferReport(FilledReport):
-    """What a transfer did, on this rank where nothing else is said."""
+    """What a transfer did. Counts are of this rank unless stated otherwise."""
 
     moved: tuple[str, ...]
-    """Keys of all targets of the job that were filled, tensors and others."""
+    """Keys of all tensors and objects of the target that were filled, on any rank."""
     bytes_moved: int
-    """Bytes that crossed between ranks, of the whole job."""
+    """Bytes sent between ranks, in the job."""
     bytes_between_groups: int
-    """Of these, bytes from the ranks of the source to those of the target, where no rank is on both
-    sides; where `ranks_per_host` is given, bytes between hosts. 0 where there is one group only."""
+    """Of `bytes_moved`, bytes sent from source ranks to target ranks if no rank is on both sides.
+    With `ranks_per_host`, bytes sent between hosts. 0 if there is only one group."""
     bytes_among_receivers: int
-    """Of these, bytes that replicas of the target passed on to one another, each having got a part of them."""
+    """Of `bytes_moved`, bytes that replicas of the target sent to each other after each had
+    received a part."""
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
-    """Within this rank."""
+    """Bytes copied within this rank."""
     rounds: int
-    """Of the whole job."""
+    """Number of communication rounds, in the job."""
     buffer_bytes: int
-    """Memory that was needed besides sources and targets."""
+    """Memory used in addition to sources and targets."""
     planned: bool
-    """Whether the plan was made now, and not found from an earlier transfer of the same geometry."""
+    """True if this call made the plan; False if it reused the plan of an earlier transfer of the
+    same layouts."""
 
     def __repr__(self) -> str:
         """One line: what was moved, and the first names of what was not."""
@@ -218,7 +220,9 @@ class Prepared:
                 return
             if not may_repeat:
                 break
-            _log.warning("targets were not what came last: %d pairs of ranks move everything", totals[1])
+            _log.warning(
+                "targets differ from what the last transfer left: %d pairs of ranks send everything", totals[1]
+            )
             for exchange in exchanges:
                 exchange.move(group, waiter, again=True)
         raise ReshardError(
@@ -231,8 +235,8 @@ class Prepared:
         shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
-            f"the transfer ended midway, and its targets are undefined: {shown}. Fill them anew, through a new process "
-            f"group, since the old one may have messages under way. The cause: {error}",
+            f"the transfer failed midway, and its targets are undefined: {shown}. Fill them again in a new process "
+            f"group, because the old one may have pending messages. The cause: {error}",
             rank=rank,
             targets=keys,
         )
@@ -330,11 +334,12 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Prepared:
-    """Collective: make the plan and the buffers of a transfer that is run often, such as at every
-    step of a training.
+    """Make the plan and the buffers of a transfer that runs often, such as after every training
+    step.
 
-    What it holds is bound to the tensors given; their values may change between runs, and so may
-    their memory. Arguments and errors are those of `redistribute`; nothing is moved before `run`.
+    Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
+    `run`. The result refers to the tensors that you pass. Their values and their memory may change
+    between runs.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
@@ -360,35 +365,36 @@ def redistribute(
     check: bool = False,
     **options: Unpack[TransferOptions],
 ) -> TransferReport:
-    """Collective: fill `target`, in place, with what `source` holds, whatever the layouts of both.
+    """Fill `target` in place with the values of `source`, whatever the layouts of the two.
 
-    Both are (nested) state dicts: DTensors, ShardedTensors, plain tensors (whole on every rank that
-    has them, unless a layout says otherwise), and plain data, which is replaced. A rank gives None
-    or {} on a side of which it has no part: trainers may be other ranks than those that want the
-    model. Each byte that a rank lacks crosses to it once, and what a rank holds already it copies.
-    Ranks must agree on everything before a byte moves.
+    Collective. Both arguments are (nested) state dicts of DTensors, ShardedTensors, plain tensors,
+    and plain data. A plain tensor is a full tensor on every rank that has it, unless a layout says
+    otherwise. Plain data is replaced. A rank passes None or {} for a side that it does not take
+    part in: training ranks and inference ranks may be different ones. Each byte that a rank lacks
+    is sent to it once; what it already holds is copied locally. All ranks agree on the transfer
+    before any byte moves.
 
     Args:
-        process_group: the ranks that take part, in layouts named by their ranks in the default
+        process_group: the ranks that take part. Layouts name them by their ranks in the default
             group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
-        mapping: target -> source, for keys that differ; or a `reshard.mapping.Mapping` from the
-            naming and shaping of the source to that of the target.
-        views: targets that are made of sources of other shapes:
-            `planners.concat("wqkv", [q, k, v])`.
-        source_layouts, target_layouts: how plain local tensors lie in global ones, by key
+        mapping: target key -> source key, for keys that differ; or a `reshard.mapping.Mapping` from
+            the names and shapes of the source to those of the target.
+        views: targets that consist of sources of other shapes: `planners.concat("wqkv", [q, k,
+            v])`.
+        source_layouts, target_layouts: layouts of plain local tensors, by key
             (`planners.TensorLayout`).
-        strict: False leaves keys alone that only one side has.
-        dtype_policy: "error": dtypes must be equal; "cast": elements are converted, and cross in
-            the smaller dtype.
-        check_replicas: compare digests of what several ranks hold alike, before it is moved.
-        max_inflight_bytes: bound on the memory for messages under way, on each rank.
-        ranks_per_host: ranks 0 to n - 1 share a host, and so on: then bytes come from the same host
-            where they can.
-        timeout: how long each phase may take, in seconds or as a `timedelta`.
+        strict: False ignores keys that only one side has.
+        dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
+            smaller dtype.
+        check_replicas: compare digests of replicas before they are sent.
+        max_inflight_bytes: limit for the memory of messages in flight, on each rank.
+        ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host
+            where possible.
+        timeout: limit for each phase, in seconds or as a `timedelta`.
 
-    Raises (nothing was moved then; on the other ranks `RankFailedError`, or the same error):
-        KeyMismatchError: lists all missing, unexpected and mismatched keys; or values that differ
+    Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
+        KeyMismatchError: lists all missing, unexpected, and mismatched keys; or values differ
             between ranks.
         LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and
             target share memory.
@@ -412,19 +418,19 @@ def verify_live(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Report:
-    """Collective: compare every target tensor with what it is made of, by fingerprints: bit by bit,
-    in any layouts.
+    """Compare every target tensor with its sources, bit for bit, by fingerprints. Layouts may
+    differ.
 
-    Every rank sums up its own parts, and says and hears some 60 bytes for each tensor. Arguments
-    are those of `redistribute`. Where dtypes differ, sources are converted where they lie, and
-    compared to the last bit of the target's dtype; but all NaNs count as one, since torch makes
-    another one of the same element here and there.
+    Collective. Arguments are those of `redistribute`. Every rank digests its own shards, and sends
+    and receives about 60 bytes per tensor. Where dtypes differ, sources are converted to the
+    target's dtype first. All NaNs then count as equal, because torch's conversion can give the same
+    NaN different bits.
 
     Returns the same report on all ranks, with a finding for each target that differs.
 
     Raises:
         ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or
-            of the target, do not.
+            of the target, hold different ones.
         KeyMismatchError, LayoutError: as `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))

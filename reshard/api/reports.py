@@ -1,5 +1,4 @@
-"""What several reports say in the same words: of keys, of what was written, of checksums, of hosts; and of time, of
-which all ranks together make a trace."""
+"""What several reports have in common: keys, written bytes, checksums, hosts, and phases."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ __all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "Writt
 
 @dataclass(frozen=True, repr=False)
 class TimedReport(Tabled):
-    """Of a verb that takes time."""
+    """The report of a call that measures its time."""
 
     phases: Span = field(compare=False)
-    """When each part of it began and ended, on this rank."""
+    """When each phase began and ended, on this rank."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Time of this rank, by phase."""
+        """Seconds per phase on this rank."""
         return self.phases.by_phase()
 
     @renamed(deadline_s="timeout")
@@ -45,17 +44,18 @@ class TimedReport(Tabled):
         alone: bool = False,
         timeout: float | timedelta = 300.0,
     ) -> None:
-        """Collective: write the phases of all ranks to the file `path`, in the format of Chrome's traces.
+        """Write the phases of all ranks to the file `path`, in the format of Chrome traces.
 
-        Perfetto and `chrome://tracing` open it: a process a rank, a row a thread, and as a kind of their own the waits
-        for other ranks. The first rank writes; all have to call it with their reports of one and the same call.
+        Collective: all ranks call it with their reports of the same call, and the first rank writes. Perfetto and
+        `chrome://tracing` open the file. It shows each rank as a process, with a row per thread, and marks waits for
+        other ranks.
 
         Args:
             process_group: the ranks that made the call.
-            alone: only this rank's phases, by this rank.
-            timeout: how long the call may take, in seconds or as a `timedelta`.
+            alone: write only this rank's phases, without other ranks.
+            timeout: limit for the call, in seconds or as a `timedelta`.
 
-        Raises LayoutError where ranks have reports of different verbs, StorageError where the file cannot be written.
+        Raises LayoutError if ranks pass reports of different calls, and StorageError if the file cannot be written.
         """
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("timeline"):
@@ -70,49 +70,48 @@ class TimedReport(Tabled):
 
 @dataclass(frozen=True, repr=False)
 class FilledReport(TimedReport):
-    """Of a load or a transfer, which fill a target."""
+    """The report of a load or transfer, which fills a target."""
 
     missing: tuple[str, ...]
-    """Keys of the target that nobody has for it; they keep the values they had."""
+    """Keys of the target that the source does not have. They keep their values."""
     unexpected: tuple[str, ...]
-    """Keys that no rank's target has; they were not read or moved."""
+    """Keys of the source that no rank's target has. They were not read or moved."""
     cast: Mapping[str, tuple[str, str]]
-    """Key of the target -> (dtype before, dtype of the target) of what was converted."""
+    """Key of the target -> (dtype before, dtype of the target) of converted tensors."""
 
 
 @dataclass(frozen=True, repr=False)
 class WrittenReport(TimedReport):
-    """Of a save or a conversion, which write a checkpoint."""
+    """The report of a save or conversion, which writes a checkpoint."""
 
     tensors: int
     objects: int
     total_bytes: int
-    """Bytes of all tensors, each distinct element once."""
+    """Bytes of all tensors. Each element counts once."""
     aliases: Mapping[str, str]
-    """Tied tensors that were stored once: key -> the key that holds them."""
+    """Tied tensors that were stored once: key -> the key that stores them."""
 
 
 @dataclass(frozen=True, repr=False)
 class CheckedReport(TimedReport):
-    """Of a load or a conversion, which read a checkpoint."""
+    """The report of a load or conversion, which reads a checkpoint."""
 
     format: str
-    """Of the checkpoint that was loaded, or written."""
+    """Format of the checkpoint that was loaded or written."""
     bytes_unchecked: int
-    """Bytes of the elements that were asked for, of a load those of this rank, that nobody compared
-    with a checksum: the format has none, `check` was off, or it would have cost too much, see
-    `reshard.stored.checksums.may_check`."""
+    """Bytes of the requested elements (in a load, of this rank) that were not compared with a checksum: the format has
+    none, `check` was off, or the check would have read too much, see `reshard.stored.checksums.may_check`."""
     unchecked: str
-    """In words, what was not compared; empty where every byte was, and of a conversion what was
-    written with the saved fingerprints."""
+    """In words, what was not compared. Empty if every byte was, and for a conversion that wrote the saved fingerprints.
+    """
 
 
 @dataclass(frozen=True, repr=False)
 class HostsReport(TimedReport):
-    """Of what hosts keep in their memory. Each rank has its own."""
+    """The report of a call that uses the memory of hosts. Each rank has its own."""
 
     bytes_received: int
-    """By this rank, from other hosts: of copies, or of what was recovered."""
+    """Bytes that this rank received from other hosts: copies or recovered data."""
 
 
 # Chrome's traces, which Perfetto opens: ranks are their processes.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, the newest whole one below a folder, and the removal of all but the newest."""
+"""The checkpoints of a run: list them, find the newest complete one, and remove old ones."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ class Step:
     """The number in its name; None for Lightning's `last.ckpt`."""
     path: str
     format: str | None
-    """None if it cannot be opened."""
+    """Its format; None if it cannot be opened."""
     nbytes: int
-    """Of its tensors, as far as they are known."""
+    """Size of its tensors, as far as known."""
     problem: str | None
-    """Why it is not complete; None if it is, as far as names and sizes of files tell."""
+    """Why it is not complete; None if it is complete, judged by the names and sizes of its files.
+    """
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
-    """The checkpoints of the run in a folder, whoever wrote them, the oldest first: those that
-    `reshard.open(folder)` chooses from. Empty for a folder that is no run's; two levels of names
-    are looked at.
+    """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
 
-    Raises FormatError for a local folder that holds much and nothing of any checkpoint, or two
-    runs.
+    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run.
+    Two levels of folder names are searched.
+
+    Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
+    two runs.
     """
     found = []
     for seen in steps_at(folder, is_sure=True):
@@ -60,32 +62,35 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint at or directly below `folder`, by the time that its save was
-    begun; else None.
+    """Return the newest complete checkpoint at or directly below `folder`, or None. The time at
+    which its save began counts.
 
-    A folder without a whole manifest, or whose files are missing or short, does not count.
+    A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
+    missing or truncated.
 
-    Raises FormatError if one is of a newer version: it may be the latest.
+    Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
+    newest.
     """
     found = complete(folder)
     return found[-1][1] if found else None
 
 
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
-    """Remove all but the `keep_last` newest complete checkpoints directly below `folder`; returns
-    their paths.
+    """Remove all complete checkpoints directly below `folder` except the `keep_last` newest. Return
+    the removed paths.
 
-    Their manifests go first, so that nothing that looks complete is left by a removal cut short,
-    which the next one takes up. What killed saves and conversions have left goes too. Broken
-    checkpoints neither count nor go, nor do those that a save is replacing just now. Only what
-    saves and conversions have written is removed: other files stay, and their folders with them.
-    An `executor` removes the files of each checkpoint in a task.
+    Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
+    the next call finishes it. Files that killed saves and conversions left are removed, too.
+    Damaged checkpoints and those that a save is replacing at the moment stay, and do not count.
+    Only files that saves and conversions wrote are removed: other files stay, and so do their
+    folders. With an `executor`, each checkpoint is removed in a task.
 
-    Raises CheckpointError for `keep_last` < 1; FormatError if a checkpoint is of a newer version.
+    Raises CheckpointError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
+    checkpoint.
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise CheckpointError(
-            f"keep_last must be a whole number >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+            f"keep_last must be an integer >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
     check_executor(executor, 1, folder)
     found = [path for _, path, is_below in complete(folder) if is_below]
@@ -145,7 +150,7 @@ def remove_checkpoints(
 def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
     """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
     if isinstance(folder, Storage):
-        raise CheckpointError(f"a path or URL is wanted, got the storage {folder.url}: checkpoints are told by paths")
+        raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
     found = []
     for name in storage.list():

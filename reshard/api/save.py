@@ -1,4 +1,4 @@
-"""`save` and `async_save`: every rank derives the same plan, writes its part once, and one manifest makes it count."""
+"""`save` and `async_save`: all ranks derive one plan, each writes its part once, and the manifest is published last."""
 
 from __future__ import annotations
 
@@ -90,18 +90,18 @@ def save(
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
 
-    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An
-    existing checkpoint at `path` stays until the new one is complete.
+    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
+    checkpoint at `path` stays until the new one is complete.
 
         state = {"model": reshard.get_model_state_dict(model), "step": step}
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
-        path: a local folder, a URL, or a `Storage`, the same for all ranks and visible to all.
+        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
-        alone: this process saves by itself, even in a running job: full tensors, to a path of its own.
-        select: globs of the keys to save, such as `["model.*"]`. Each must match a key of some rank. The checkpoint
-            is then a declared subset: loads require the keys that the globs match and report the others.
+        alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
+        select: globs of the keys to save, such as `["model.*"]`. Each must match a key of some rank. The checkpoint is
+            then a declared subset: loads require the keys that the globs match and report the others.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
@@ -113,7 +113,7 @@ def save(
             written again. The new checkpoint is still complete by itself: see docs/incremental.md.
         ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
-        timeout: how long the call may take, in seconds or as a `timedelta`.
+        timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
         KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
@@ -134,7 +134,7 @@ def save(
 
 
 class PendingSave:
-    """A save in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, future: Future[SaveReport]) -> None:
         self._future = future
@@ -142,7 +142,8 @@ class PendingSave:
 
     @renamed(timeout_s="timeout")
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the save. Raises its error, as `save` does, or TimeoutError after `timeout` seconds."""
+        """Wait for the save and return its report. Raises the errors of `save`, and TimeoutError after `timeout`
+        seconds."""
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(
                 f"this save runs in process {self._pid}, and process {os.getpid()} is a fork of "
@@ -159,7 +160,7 @@ class PendingSave:
                 forget_background_save(self._future)  # whoever asked knows: the next save need not tell it again
 
     def done(self) -> bool:
-        """Whether the save has ended, with or without an error."""
+        """Return True if the save has ended, successfully or not."""
         return self._future.done()
 
 
@@ -177,14 +178,14 @@ def async_save(
     stage: Stage = "host",
     **options: Unpack[SaveKeywords],
 ) -> PendingSave:
-    """Save in the background: like `save`, but returns as soon as this rank's part is copied.
+    """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The saved state is that of the call. Tensors on a device are copied to pinned host memory on a stream of their own,
-    after the pending work of your stream, and the call waits for these copies. Tensors on the host are copied there.
-    The memory is reused by the next save. With `stage="device"`, tensors on a device are copied on the device if it
-    has room, and the call does not wait. Each rank may choose its own `stage`.
+    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
+    separate stream, after the pending work of the current stream, and the call waits for these copies. Tensors on the
+    host are copied there. The next save reuses the memory. With `stage="device"`, tensors on a device are copied on the
+    device if it has room, and the call does not wait. Each rank may choose its own `stage`.
 
-    At most `max_in_flight` saves of this process run at once: a further call first waits for the oldest. It raises the
+    At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
     error of an earlier save on all ranks, unless all of them have called its `result()`. Saves to the same path run one
     after another.
     """
@@ -278,7 +279,7 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
-        _log.warning("all is written again: the checkpoint that the save is based on cannot be opened: %s", error)
+        _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
         return None, choice._replace(passed_over=(*choice.passed_over, str(error)))
 
 
@@ -636,7 +637,7 @@ def _await_all() -> None:
     for future in list(_saves):
         error = future.exception()
         if error is not None:
-            _log.error("a save in the background failed, and nobody asked for its result", exc_info=error)
+            _log.error("a save in the background failed, and its result() was not called", exc_info=error)
 
 
 threading._register_atexit(_await_all)  # type: ignore[attr-defined]
@@ -648,20 +649,20 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Equal on all ranks but for `bytes_written`, `bytes_reused`, `phases` and `passed_over`."""
+    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `passed_over` differ between ranks."""
 
     path: str
     save_id: str
     bytes_written: int
     """Bytes of tensors that this rank wrote."""
     per_rank: tuple[str, ...]
-    """Keys of which each rank's own value was kept."""
+    """Keys for which the value of every rank was saved."""
     base: str | None = None
-    """The save id of the checkpoint that this one was compared with."""
+    """The save id of the checkpoint that this save used as its base."""
     bytes_reused: int = 0
-    """Bytes of tensors that this rank did not write, since a file of an earlier save has them."""
+    """Bytes of tensors that this rank did not write because a file of an earlier save has them."""
     passed_over: tuple[str, ...] = ()
-    """What of earlier checkpoints this rank could not rely on, and why: what it might have reused was written."""
+    """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data again."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""

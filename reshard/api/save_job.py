@@ -312,7 +312,7 @@ def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToW
             copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
             return ToWrite.where_it_is(copies)
         except torch.OutOfMemoryError as error:
-            _log.warning("no room to stage on the device, so the host takes it, and the call waits: %s", error)
+            _log.warning("no space to stage on the device: the call stages on the host and waits: %s", error)
     return _to_host(entries, fingerprints=fingerprints)
 
 
@@ -395,7 +395,7 @@ def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, 
         except (CheckpointError, StorageError) as error:
             is_other = isinstance(error, FormatError) and not isinstance(error, NewerVersionError)
             if not (is_other or isinstance(error, CheckpointNotFoundError)):
-                _log.warning("%s is passed over as a base to save on: %s", folder or path, error)
+                _log.warning("%s cannot be the base of the save: %s", folder or path, error)
                 passed.append(str(error))
             elif wanted != "auto":
                 raise
@@ -460,8 +460,8 @@ def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
     (parent, _), (other, name) = _parent(path), _parent(wanted)
     if not parent or not other or place_of(open_storage(parent)) != place_of(open_storage(other)):
         raise CheckpointError(
-            f"base must be the checkpoint at {path} itself or one in a folder beside it, got {os.fspath(wanted)}: its "
-            "files get second names in the new folder. Save beside it, or leave base out"
+            f"base must be the checkpoint at {path} itself or one in a folder next to it, got {os.fspath(wanted)}: its "
+            "files are linked into the new folder. Save next to it, or leave out base"
         )
     return name
 

@@ -111,7 +111,7 @@ def _begin(order: _Order) -> Callable[[Any], Any]:
         work: Work[Any, Any] = pickle.loads(order.work)  # from the driver, which may run what it likes here
     except (AttributeError, ImportError) as error:
         raise CheckpointError(
-            f"what is to be done cannot be unpacked: {error}: define it in a module that workers can import"
+            f"the work cannot be unpickled: {error}: define it in a module that workers can import"
         ) from error
     return work.begin()
 
@@ -190,7 +190,7 @@ def _packed(work: object) -> bytes:
         return pickle.dumps(work)
     except Exception as error:  # whatever a value's own pickling does
         raise CheckpointError(
-            f"what is to be done cannot be sent to workers: {error}: functions and classes in it must be those of a "
+            f"the work cannot be sent to workers: {error}: functions and classes in it must be those of a "
             "module, and no lambdas"
         ) from error
 
@@ -281,11 +281,11 @@ class _Driver:
                 f"a task was lost {tries} times, the last time by {_words(error)}: does it end its worker, by taking "
                 f"too much memory? {self._so_far}"
             ) from error
-        _log.warning("a task was lost, and is given out again: %s", _words(error))
+        _log.warning("a task was lost and is submitted again: %s", _words(error))
 
     def _broken(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"the executor is broken: {_words(error)}. {self._so_far}; with a new executor, the same call goes on"
+            f"the executor is broken: {_words(error)}. {self._so_far}; the same call with a new executor continues"
         )
 
     @property

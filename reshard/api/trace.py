@@ -1,9 +1,8 @@
-"""`trace_layout`: a job's own parallelization code run on meta tensors, rank by rank, in one
-process with no data.
+"""`trace_layout`: runs a job's own parallelization code on meta tensors, for each rank, in one
+process.
 
-A fake process group of any size lets the code believe that it is rank r of the job. What it makes
-of its model then says how every tensor is placed, so that a plan speaks of the real model, and not
-of rules about it.
+A fake process group of any size lets the code run as rank r of the job. The resulting model shows
+how every tensor is placed, so a plan describes the real model and not a set of rules.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ __all__ = ["trace_layout"]
 
 
 def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[int] | None = None) -> StateLayout:
-    """Where every tensor of a job of `world_size` ranks lives, by running the job's own code here.
+    """Return the layout of a job with `world_size` ranks by running the job's own code in this
+    process.
 
     Args:
-        build: makes and parallelizes what one rank has, as the job would: a module, a list of
-            modules (the pipeline stages of the rank), or a state dict of such tensors. It runs with
+        build: builds and parallelizes what one rank has, as in the job: a module, a list of modules
+            (the pipeline stages of the rank), or a state dict of such tensors. It runs with
             `torch.device("meta")` as default device and a default process group whose collectives
             do nothing. It must build the same for the same rank.
-        world_size: ranks of the job.
-        ranks: run as these ranks only; those that share a mesh with one of them are taken to be
-            like it. None runs as rank 0 and, along each axis of each mesh that it finds, as one
-            more rank. Where that one has something else (a pipeline stage, experts of its own), or
-            where no mesh reaches, all ranks are run.
+        world_size: number of ranks of the job.
+        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to be
+            like it. None: run as rank 0 and, along each axis of each mesh, as one more rank. If
+            that rank has something else (a pipeline stage, its own experts), or if a rank is in no
+            mesh, run as all ranks.
 
     Returns:
-        The layout of the whole job. Plain tensors are whole on every rank that has them. A name
+        The layout of the job. Plain tensors are full tensors on every rank that has them. A name
         that several meshes have in the same way (weights tied across pipeline stages) is replicated
         over them.
 
     Raises:
-        LayoutError: a process group is initialized already; ranks disagree about a tensor; a
+        LayoutError: a process group is initialized already, ranks disagree about a tensor, or a
             placement is not known.
-        What `build` raises, with a note that says as which rank.
+        What `build` raises, with a note that names the rank.
     """
     if world_size < 1:
         raise LayoutError(f"a job has at least 1 rank, got world_size={world_size}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, OptionError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tree import needs_class, restore_types, unresolved_class
@@ -276,14 +276,14 @@ _OWN = ("views", "source_layouts", "target_layouts", "timeout")
 
 
 def complete(given: TransferOptions) -> TransferOptions:
-    """All options. Raises TypeError for one that there is not, LayoutError for a policy that is not
-    known, a budget that is too small, or two views of one name."""
+    """All options. Raises TypeError for one that there is not, OptionError for a policy that is not
+    known, LayoutError for a budget that is too small, or two views of one name."""
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
     options["views"] = views = list(options["views"])
     if options["dtype_policy"] not in ("error", "cast"):
-        raise LayoutError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
+        raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
     if options["max_inflight_bytes"] < 1024:
         raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
     if len({view.spec.fqn for view in views}) != len(views):

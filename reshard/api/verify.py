@@ -1,6 +1,6 @@
-"""`verify` and `compare`: is a checkpoint complete and undamaged, and are two equal, in any layouts.
+"""`verify` checks that a checkpoint is complete and undamaged; `compare` finds differences between two.
 
-Both work tensor by tensor, in pieces of bounded size, with no model, GPU or process group.
+Both process one tensor at a time, in pieces of bounded size. They need no model, GPU, or process group.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def verify(
         reshard.verify("run/step-1000").raise_if_failed()
 
     Every call checks that all files exist with the right sizes, that the chunks of each tensor cover it exactly once,
-    that the plan by which the native format finds its bytes is right, and that an index for Hugging Face tools agrees
-    with the manifest. `deep` also reads every byte and compares blocks with checksums, tensors with fingerprints, and
-    records of `torch.save` (in DCP files, too) with the CRC-32 of their zip archives, where the format has them.
+    that the plan by which the native format finds its bytes is correct, and that an index for Hugging Face tools agrees
+    with the manifest. `deep` also reads every byte. It compares blocks with checksums, tensors with fingerprints, and
+    records of `torch.save` (also in DCP files) with the CRC-32 of their zip archives, where the format has them.
 
     Args:
         path: a folder, file, URL, `Storage`, or open `Checkpoint`.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
-        workers: processes on this machine that read at the same time.
+        workers: number of processes on this host that read at the same time.
         executor: runs the reads as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report. Findings name the file, and the tensor and byte range where they are known. `covered` says for
-    how many bytes a changed bit would have been found: none in formats without checksums, such as safetensors. Damage
-    is a finding; the call raises only if there is no checkpoint, or none in a known format.
+    Returns a report. Each finding names the file and, where known, the tensor and byte range. `covered` says for how
+    many bytes a changed bit would have been found: none in formats without checksums, such as safetensors. Damage is a
+    finding, not an exception. The call raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     try:
@@ -383,25 +383,25 @@ def compare(
     progress: bool = False,
     measure: bool = False,
 ) -> CompareReport:
-    """Do two checkpoints, or a checkpoint and a state dict, hold the same?
+    """Compare two checkpoints, or a checkpoint and a state dict.
 
-    Names, shapes, dtypes, objects and values are compared, also those that are each rank's own; layouts and formats do
-    not matter. Values are compared bit
-    by bit (so NaN equals the same NaN, and -0.0 differs from 0.0), or within `atol + rtol * |b|` if either is given.
+    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may differ.
+    Values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
+    values are equal within `atol + rtol * |b|`.
 
     Args:
-        a, b: a path, an open `Checkpoint`, or a (nested) state dict of whole tensors.
-        by_fingerprint: the quick answer: where both sides were saved with fingerprints and these are equal, values are
-            taken for equal and not read, so that damage since the save is not found. Not with a tolerance.
-        labels: what findings call the two; default: their paths.
-        workers: processes on this machine that compare at the same time.
-        executor: compares in tasks, as for `reshard.convert`. Both checkpoints are given by path then.
+        a, b: a path, an open `Checkpoint`, or a (nested) state dict of full tensors.
+        by_fingerprint: compare saved fingerprints instead of values where both sides have them. This is fast, but does
+            not find damage since the save. Not with a tolerance.
+        labels: names for the two sides in findings; default: their paths.
+        workers: number of processes on this host that compare at the same time.
+        executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
         progress: show a progress bar if stderr is a terminal.
-        measure: also say by how much each tensor differs, which takes some more time: `.measures`, `.to_html()`.
+        measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
 
-    Returns a report with every difference; of each differing tensor the first differing element, in row-major order;
-    and what cannot be read. Its `covered` says how many bytes of `a` were read and compared with those of `b`, and not
-    by fingerprints alone.
+    Returns a report. It lists every difference, with the first differing element of each tensor in row-major order, and
+    everything that cannot be read. `covered` says how many bytes of `a` were read and compared with those of `b`, not
+    counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
     with engine(executor, workers) as hands:
@@ -462,13 +462,14 @@ class CompareReport(Report):
     """What `compare` found."""
 
     measures: Mapping[str, Measure] | None = None
-    """By how much each tensor of both sides differs, where that was asked for; those that cannot be compared, since
-    their shapes differ, are not in it."""
+    """By how much each tensor differs, if you passed `measure`. Tensors whose shapes differ have no entry."""
     labels: tuple[str, str] = ("", "")
 
     def to_html(self) -> str:
-        """A page of what differs: a map over layers, and a table of tensors. Raises CheckpointError if nothing was
-        measured."""
+        """Return an HTML page of the differences: a map over layers and a table of tensors.
+
+        Raises CheckpointError if `compare` was called without `measure`.
+        """
         measures = self.measures
         if measures is None:
             raise CheckpointError("nothing was measured: call compare(..., measure=True)")

@@ -146,8 +146,6 @@ def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
 
 FORMAT = Format(
     _NAME,
-    looks_for="pytorch_model_fsdp_0/, pytorch_model_fsdp_0_rank<r>.bin or model.safetensors, with optimizer.bin, "
-    "scheduler.bin, random_states_0.pkl ...",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

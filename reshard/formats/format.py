@@ -56,8 +56,6 @@ class Format:
     """A format. What a program does not need before it reads, normalizes or writes, is imported by then."""
 
     name: str
-    looks_for: str
-    """The files that mark it, for the message when nothing fits."""
     checksums: str
     """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
     detect: Callable[[Storage, Mapping[str, int]], bool]

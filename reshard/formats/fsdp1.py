@@ -513,7 +513,6 @@ def _by_pieces(
 
 FORMAT = Format(
     "fsdp1",
-    looks_for="<name>_<rank>.pt, with flat parameters or pieces of optimizer states",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

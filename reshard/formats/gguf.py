@@ -485,8 +485,8 @@ def _entries(
             raise CorruptCheckpointError(f"{source.label}: its header has the tensor {name!r} twice")
         if at != wanted:
             raise CorruptCheckpointError(
-                f"{source.label}: tensor {name!r} should begin {wanted} bytes behind the header, and the header says "
-                f"{at}: it would overlap others or leave a hole"
+                f"{source.label}: tensor {name!r} should begin {wanted} bytes after the header, and the header says "
+                f"{at}: it would overlap others or leave a gap"
             )
         wanted = -(-(at + nbytes) // alignment) * alignment
         entries[name] = GgufTensor(shape, type_, data_at + at, nbytes)
@@ -662,7 +662,6 @@ def _refuse(label: str) -> NoReturn:
 
 FORMAT = Format(
     "gguf",
-    looks_for="*.gguf",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,

@@ -32,7 +32,6 @@ def open(files: Files) -> Contents:
 
 FORMAT = Format(
     _NAME,
-    looks_for=".metadata and meta.pt",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reshard.formats.format import Format, Writing
-from reshard.native.manifest import MANIFEST
 from reshard.native.reader import detect, open
 from reshard.stored.checksums import EVERY_BLOCK
 
@@ -18,7 +17,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "native",
-    looks_for=MANIFEST,
     checksums=EVERY_BLOCK,
     detect=detect,
     open=open,

@@ -106,7 +106,6 @@ def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents,
 
 FORMAT = Format(
     _NAME,
-    looks_for="*.nemo, model_config.yaml beside model_weights/, or context/ beside weights/",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -65,9 +65,7 @@ class _Run(NamedTuple):
             return []
         more = f", and {len(self.beside) - 1} more" if len(self.beside) > 1 else ""
         where = path_below(path, self.beside[0])
-        return [
-            f"beside the steps lies {self.beside[0]}{more}, which was not opened: to open it, give its path, {where}"
-        ]
+        return [f"{self.beside[0]}{more} beside the steps was not opened: to open it, pass its path, {where}"]
 
 
 @gc_paused()
@@ -94,9 +92,7 @@ def open_contents(
         return _open_at(path, preferred, share, check, found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
-        raise FormatError(
-            f"{path.url} is {what}: a checkpoint of a run is opened by the path of the run, or by its own"
-        )
+        raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
     return _open_step(path, run, preferred, step, share, check)
 
 
@@ -126,8 +122,8 @@ def _run_at(
     if not steps and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
-            f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: no name among its "
-            f"{len(folders) + len(files)} entries and directly below them is that of a checkpoint's file. It "
+            f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: none of its "
+            f"{len(folders) + len(files)} entries, or of the names directly below them, is a file of a checkpoint. It "
             f"contains {', '.join(sorted((*folders, *files))[:5])}"
         )
     if is_sure or not marks:
@@ -143,8 +139,8 @@ def _run_at(
         owned.insert(0, MANIFEST)
     if owned:
         raise FormatError(
-            f"{_text(path)} is two things: a checkpoint, of {owned[0]}, and the folder of a run, whose steps are "
-            f"{_listed(steps)}. Say which: by step=, by the path of a step, or by {path_below(_text(path), owned[0])}"
+            f"{_text(path)} is both a checkpoint ({owned[0]}) and the folder of a run with the steps "
+            f"{_listed(steps)}. Choose one: pass step=, the path of a step, or {path_below(_text(path), owned[0])}"
         )
     return _Run(steps, [name for name in marks if name not in _OF_TREES])
 
@@ -187,7 +183,7 @@ def _open_step(
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
-            passed.append(f"{step.name} was passed over, which is newer but not complete: {error}")
+            passed.append(f"{step.name} is newer but was skipped because it is not complete: {error}")
             continue
         return replace(contents, warnings=(*contents.warnings, *passed, *run.not_opened(path))), url
     if passed:
@@ -278,8 +274,8 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if format.name != "native" or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
         return contents
     more = f", and {len(beside) - 1} more" if len(beside) > 1 else ""
-    told = f"beside {MANIFEST} lies {beside[0]}{more}, which was not opened: to open it, give its path"
-    return replace(contents, warnings=(*contents.warnings, told))
+    warning = f"{beside[0]}{more} beside {MANIFEST} was not opened: to open it, pass its path"
+    return replace(contents, warnings=(*contents.warnings, warning))
 
 
 def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
@@ -340,12 +336,13 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         return preferred
     if fitting:
         raise _mixture(url, fitting)
-    known = "; ".join(f"{format.name} ({format.looks_for})" for format in formats())
+    known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     raise FormatError(
-        f"{url} is not a checkpoint in a known format.{hint} It contains {some}. Expected one of: {known}"
+        f"{url} is not a checkpoint in a known format.{hint} It contains {some}. Known formats are {known}; "
+        "docs/formats.md says which files each of them has"
     )
 
 

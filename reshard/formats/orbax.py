@@ -265,7 +265,6 @@ def _beside(contents: Contents) -> Iterator[str]:
 
 FORMAT = Format(
     _NAME,
-    looks_for="_METADATA beside manifest.ocdbt or zarr arrays",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,

@@ -226,7 +226,6 @@ def _claim(contents: Contents) -> Contents | None:
 
 FORMAT = Format(
     "pipeline_stages",
-    looks_for="stage_<n>.pt, or pp_rank_<n>.pt",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -268,7 +268,6 @@ def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> T
 
 FORMAT = Format(
     "rank_files",
-    looks_for="*_world_size_<W>_rank_<R>.pt, or *_rank<R>.bin",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

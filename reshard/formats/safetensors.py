@@ -382,7 +382,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "safetensors",
-    looks_for="*.safetensors, *.safetensors.index.json",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,

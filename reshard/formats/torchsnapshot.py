@@ -302,7 +302,6 @@ def _primitive(kind: str, text: Any) -> Any:
 
 FORMAT = Format(
     "torchsnapshot",
-    looks_for=".snapshot_metadata",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,

@@ -26,7 +26,7 @@ HOW_TO_SAVE = (
 """What to do about state that only DeepSpeed can put together."""
 
 HOW_TO_GET = (
-    "take the whole state dict (full_state_dict=True, or iter_full), which all ranks gather together; or take it "
+    "get the full state dict (full_state_dict=True, or iter_full), which all ranks gather together; or get it "
     f"inside deepspeed.zero.GatheredParameters; or {HOW_TO_SAVE}"
 )
 HOW_TO_SET = (

@@ -107,7 +107,7 @@ class FlatPiece:
         if self.is_dtensor:
             raise NormalizationError(
                 f"FSDP1 has flattened the local part, of shape {self.shape}, of a parameter that tensor parallelism "
-                "has cut before: its state cannot be taken apart here. Use fully_shard (FSDP2) over tensor parallelism"
+                "has sharded before: its state cannot be split here. Use fully_shard (FSDP2) over tensor parallelism"
             )
         if not self.sharded or not self.numel:
             return local.detach().view(self.shape)

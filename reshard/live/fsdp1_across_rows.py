@@ -41,10 +41,10 @@ class _NoChunks(list[Any]):
         cut = self._tensor.flat_cut
         low, high = cut.ranges[torch.distributed.get_rank(cut.group)]
         raise LayoutError(
-            f"a parameter of shape {cut.shape} is cut across its rows by FSDP1's flat parameters: this rank holds its "
-            f"elements {low} to {high}, and no chunk of rows, which is what ShardedTensors of FSDP1 are taken for. Get "
-            "the state dict by reshard.dcp.state_dict, which sends every rank its chunk; or set it by "
-            "reshard.set_state_dict, which reads it as it lies"
+            f"a parameter of shape {cut.shape} is sharded across its rows by FSDP1's flat parameters: this rank holds "
+            f"its elements {low} to {high}, and not a chunk of rows, as ShardedTensors of FSDP1 must. Get "
+            "the state dict with reshard.dcp.state_dict, which sends every rank its chunk, or set it with "
+            "reshard.set_state_dict, which accepts it as it is"
         )
 
 

@@ -213,7 +213,7 @@ def _decode(data: Any) -> Any:
     if not isinstance(tag, str) or not tag.startswith("$"):
         return {k: _decode(v) for k, v in data.items()}
     if tag not in _DECODERS or len(data) != 1:
-        raise FormatError(f"{tag!r} marks no kind of plain data that is known here")
+        raise FormatError(f"{tag!r} is not a known kind of plain data")
     try:
         return _DECODERS[tag](data[tag])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:

@@ -232,34 +232,31 @@ def _selected(flat: Flat, select: Collection[str]) -> Flat:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Declares that `value` (a random state, a data loader's position) differs from rank to rank.
+    """Declares that `value` (a random state, the position of a data loader) differs from rank to rank.
 
-    Saving keeps every rank's value. Loading gives each rank its own back if as many ranks load as
-    saved. If not, `on_change` of the loading side decides.
+    A save stores the value of every rank. A load gives each rank its own value back if the number of ranks is the same.
+    Otherwise, `on_change` of the target decides.
     """
 
     value: Any = None
-    """A tensor; or plain data, with tensors among it of up to a MiB together. When loading, what is
-    there before."""
+    """A tensor, or plain data with tensors of up to 1 MiB in total. For a load: the current value."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
-    """`"error"`; `"keep"`: a rank beyond the saved ones keeps the value it has, others get theirs;
-    `"drop"`: every rank keeps the value it has; or a function of (values by saved rank, this rank,
-    world size) that gives the new value."""
+    """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved value get it, the
+    others keep their current value. `"drop"`: every rank keeps its current value. Or a function of (values by saved
+    rank, this rank, world size) that returns the new value."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
             raise KeyMismatchError(f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}")
 
     def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:
-        """The value of `rank` of `world_size` out of the saved ones, by rank.
+        """Return the value for `rank` of `world_size` from the saved values.
 
         Args:
-            saved: values by the rank that saved them, each of which may be read only when it is
-                asked for.
-            saved_world_size: how many ranks saved, of which some may have had no such value; 0 if
-                that is not known.
+            saved: values by the rank that saved them. Each is read when it is accessed.
+            saved_world_size: number of ranks that saved, including those without such a value; 0 if not known.
 
-        Raises KeyMismatchError where the numbers differ and nothing says what to do.
+        Raises KeyMismatchError if the numbers differ and `on_change` is `"error"`.
         """
         if rank in saved and world_size in (len(saved), saved_world_size):
             return saved[rank]

@@ -1,4 +1,4 @@
-"""Tensors of classes that are made of plain tensors, such as quantized ones: saved and filled as these."""
+"""Tensor classes that consist of plain tensors, such as quantized ones. Their inner tensors are saved and filled."""
 
 from __future__ import annotations
 
@@ -76,19 +76,22 @@ _registered = {
 def register_tensor_class(
     cls: type[torch.Tensor] | str, parts: Mapping[str, Follows], make: Make | None = None
 ) -> None:
-    """Say how the inner tensors of a tensor class follow the tensor, for those inside DTensors and of other shapes.
+    """Register how the inner tensors of a tensor class relate to the tensor. Needed inside DTensors and for other
+    shapes.
 
     Args:
-        cls: the class, or its full name, so that it need not be imported.
-        parts: inner tensor -> "flat": each of its elements stands for equally many of the tensor, in the order of its
-            flattening, as scales of blocks and packed codes do; "dims": each stands for a block of the tensor, of which
-            it has all dims, and one of size 1 is for the whole of that dim on all ranks; "whole": it is the same on
-            every rank, as a lookup table. Parts that are not named have the tensor's shape.
-        make: of the class, its inner tensors by name and a plain local tensor of the shape, dtype and device that is
-            wanted, a tensor of the class, made of these very inner tensors; for state of optimizers that have none yet.
-            Those that are "whole" are filled, others are not yet.
+        cls: the class, or its full name if it is not imported yet.
+        parts: inner tensor -> how it relates to the tensor. "flat": each of its elements belongs to an equal number of
+            elements of the flattened tensor, in order, such as scales of blocks and packed codes. "dims": each of its
+            elements belongs to a block of the tensor; it has the same dims, and a dim of size 1 applies to the full dim
+            on all ranks. "whole": it is the same on every rank, such as a lookup table. Parts that you leave out have
+            the tensor's shape.
+        make: a function of the class, its inner tensors by name, and a plain local tensor with the wanted shape, dtype,
+            and device. It returns a tensor of the class that uses these inner tensors. It is used for state of
+            optimizers that have none yet. Inner tensors that are "whole" have their values already; others are filled
+            later.
 
-    Raises KeyMismatchError for a word that is none of these.
+    Raises KeyMismatchError for any other word in `parts`.
     """
     words = get_args(Follows)
     if unknown := [name for name, how in parts.items() if how not in words]:
@@ -175,9 +178,9 @@ def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) 
     rows = _rows_of_blocks(whole, dim or 0, block)
     if dim is None or shape[dim] % rows or list(shape[dim + 1 :]) != list(whole[dim + 1 :]):
         raise LayoutError(
-            f"{of} has one element for each {block} of the tensor, of shape {list(whole)}, and the cut goes through "
-            f"blocks: they stay whole where dim {dim or 0} is cut at multiples of {rows}, and no later dim is. Use as "
-            "many ranks as leave them whole, or save plain values, by reshard.dequantized(state)"
+            f"{of} has one element for each {block} of the tensor, of shape {list(whole)}, and the sharding splits "
+            f"blocks. It must shard dim {dim or 0} at multiples of {rows} and no later dim. Use another "
+            "number of ranks, or save plain values with reshard.dequantized(state)"
         )
     per_row = rows * math.prod(whole[dim + 1 :]) // block
     return [*shape[:dim], shape[dim] // rows, *([per_row] if per_row > 1 else [])]
@@ -206,8 +209,11 @@ def _placed(
 
 
 def dequantized(state: Any) -> Any:
-    """The same nest with plain tensors in the place of those of quantized classes, which know `dequantize`; DTensors
-    are placed as before. To be saved where a cut goes through blocks, or for other tools."""
+    """Return the same nested state with plain tensors in place of quantized ones (classes with `dequantize`).
+
+    DTensors keep their placements. Use it to save a state that is sharded through quantization blocks, or for other
+    tools.
+    """
 
     def plain(path: KeyPath, leaf: Any) -> Any:
         del path

@@ -52,8 +52,8 @@ def warn_if_untried(version: str) -> None:
     if (major, minor) > NEWEST_TRIED:
         tried = ".".join(map(str, NEWEST_TRIED))
         warnings.warn(
-            f"reshard was tried with torch 2.6 to {tried}, and this is {version}: it goes on, but if layouts or state "
-            "dicts look wrong, report it with this version, or take one that was tried",
+            f"reshard was tested with torch 2.6 to {tried}, not with {version}. If layouts or state dicts look wrong, "
+            "use a tested version, or report the problem with this version",
             stacklevel=2,
         )
 
@@ -388,11 +388,9 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 
 def layout_of(state: Any, fqn: str = "") -> Any:
-    """The layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`,
-    named `fqn`).
+    """Return the layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
 
-    Of a state dict, everything that is no tensor is passed over. Plain tensors count as whole on
-    every rank.
+    Values that are not tensors are skipped. Plain tensors count as full tensors on every rank.
     """
     if is_tensor(state):
         return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
@@ -563,11 +561,11 @@ def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
 def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
     """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds,
     or all ranks."""
-    who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot tell by itself which it is"
+    who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot determine which one"
     return (
-        f"of shape {shape} may be cut in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. FSDP2 "
-        "cuts what tensor parallelism has left, `distribute_tensor` cuts from left to right, and for uneven pieces "
-        "that differs. Pad the dim to a multiple of the ranks that cut it, or redistribute to plain shards first"
+        f"of shape {shape} may be sharded in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. "
+        "FSDP2 shards after tensor parallelism, `distribute_tensor` shards from left to right, and uneven shards "
+        "then differ. Pad the dim to a multiple of the ranks that shard it, or redistribute to plain shards first"
     )
 
 

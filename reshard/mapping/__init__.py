@@ -1,11 +1,11 @@
-"""Mappings between namings and shapings of a state: declarative, reversible, and lazy to the byte.
+"""Mappings between the names and shapes of states: declarative, reversible, and lazy.
 
     from reshard.mapping import Mapping, Concat, Rename
     separate = ["{l+}.wq.weight", "{l+}.wk.weight", "{l+}.wv.weight"]
     mapping = Mapping([Concat(separate, "{l+}.wqkv.weight", parts=(4, 1, 1))])
     reshard.load(state, path, mapping=mapping)         # each rank reads its slice of the parts, by byte range
 
-`reshard.mapping.families` has ready ones between Hugging Face, torchtitan and Megatron.
+`reshard.mapping.families` has predefined mappings between Hugging Face, torchtitan, and Megatron.
 """
 
 from reshard.mapping.mapping import Mapping as Mapping, apply_dict as apply_dict

@@ -394,7 +394,7 @@ def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
     Raises NormalizationError where the rows of an expert are not known.
     """
     if model.expert_size < 1:
-        raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to tell them apart: {model}")
+        raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to separate them: {model}")
     stacks: list[Rule] = []
     halves: list[Rule] = []
     for name in ("gate_up_proj", "down_proj"):

@@ -1,10 +1,10 @@
-"""`Mapping`: rules that turn one naming and shaping of a state into another, lazily, and back.
+"""`Mapping`: rules that convert names and shapes of a state to others, lazily, and back.
 
     mapping = Mapping([Rename("tok_embeddings.weight", "model.embed_tokens.weight"), ...])
     mapping.apply(reshard.open(path))        another lazy checkpoint; nothing is read
-    (first | second).inverse()               stages one after another, and back
+    (first | second).inverse()               two stages in sequence, and the way back
 
-Within a stage every name is taken by the first rule that fits, and what no rule takes stays as it is.
+Within a stage, the first rule that matches a name applies. Names that match no rule stay the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Mapping", "apply_dict", "between"]
 
 
 class Mapping:
-    """Stages of rules. Equal rules make equal mappings."""
+    """Stages of rules. Mappings with equal rules are equal."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules)
@@ -46,18 +46,18 @@ class Mapping:
         return Mapping._of((*self.stages, *then.stages))
 
     def inverse(self) -> Mapping:
-        """The mapping back. Raises NormalizationError, naming the rule, where there is none."""
+        """Return the inverse mapping. Raises NormalizationError, which names the rule, if there is none."""
         return Mapping._of(tuple(rule.inverse() for rule in stage) for stage in reversed(self.stages))
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint under the new names and in the new shapes. Lazy: nothing is read but what shapes need.
+        """Return the checkpoint under the new names and in the new shapes, lazily. Only what determines shapes is read.
 
-        States of an optimizer, settings of parameters and lists of parameters follow the parameters that they
-        belong to; a state that has not the parameter's shape, such as a step, goes along as it is.
+        Optimizer states, per-parameter settings, and lists of parameters follow their parameters. A state without the
+        parameter's shape, such as a step, stays as it is.
 
         Raises:
-            KeyMismatchError: a tensor that a rule puts together with others is missing; two become one name.
-            PlanError, NormalizationError: shapes do not fit a rule; some only when the tensor is asked for.
+            KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors get the same name.
+            PlanError, NormalizationError: shapes do not fit a rule. Some of these are raised when the tensor is read.
         """
         contents = checkpoint.contents
         for stage in self.stages:
@@ -65,9 +65,9 @@ class Mapping:
         return Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
-        """What a state of these tensors becomes, as views of it: for `planners.plan_reads(..., views=...)`.
+        """Return the mapped state as views of its tensors, for `planners.plan_reads(..., views=...)`.
 
-        Raises as `apply` does, and NormalizationError for rules that compute.
+        Raises the errors of `apply`, and NormalizationError for rules that compute values.
         """
         made = {name: View.of(spec) for name, spec in specs.items()}
         for stage in self.stages:
@@ -76,7 +76,7 @@ class Mapping:
         return made
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """What becomes of each name that some rule takes, the names of numbered targets (unstacked ones) left out."""
+        """Return the new names of each name that a rule matches. Numbered targets (of `Unstack`) are left out."""
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:

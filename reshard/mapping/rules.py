@@ -1,11 +1,11 @@
-"""Rules: how tensors of one naming are made of tensors of another. Each is a value, and knows its inverse.
+"""Rules: each builds tensors under new names from tensors under old ones. A rule is a value and knows its inverse.
 
     Rename("layers.{i}.attention.wo.weight", "model.layers.{i}.self_attn.o_proj.weight")
     Concat(["{l+}.gate_proj.weight", "{l+}.up_proj.weight"], "{l+}.gate_up_proj.weight", parts=(1, 1))
     Stack("{l+}.experts.{e}.w1.weight", "{l+}.experts.w1", over="e")
 
-A rule only says what each element of its targets is made of: `build` takes views of the sources and gives views of the
-targets, and a plan goes through them down to bytes.
+A rule describes its targets as views: `build` converts views of the sources to views of the targets, and a plan follows
+them down to byte ranges.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Names = Sequence[str] | str
 
 @dataclass(frozen=True, init=False)
 class Rule(ABC):
-    """What some targets are made of. Equal rules compare equal and have one hash."""
+    """How to build targets from sources. Equal rules compare equal and have the same hash."""
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
     optional: ClassVar[bool] = False
-    """Whether names are left as they are where not all sources are there; else that is an error."""
+    """True: names stay the same if a source is missing. False: that is an error."""
     fill: float | None = field(default=None, repr=False, kw_only=True)
-    """What stands for states of an optimizer that some of the sources do not have; None: that is an error."""
+    """Value for optimizer states that some of the sources do not have. None: that is an error."""
 
     @abstractmethod
     def build(self, views: Sequence[View]) -> list[View]:
-        """Views of the targets, in order. Raises PlanError for shapes that do not fit."""
+        """Return views of the targets, in order. Raises PlanError for shapes that do not fit."""
 
     @abstractmethod
     def inverse(self) -> Rule:
-        """The rule that makes the sources of the targets. Raises NormalizationError where that cannot be."""
+        """Return the rule that builds the sources from the targets. Raises NormalizationError if there is none."""
 
     def _set(
         self,
@@ -85,7 +85,7 @@ class Rule(ABC):
                 raise NormalizationError(f"{self}: all sources must have the same words")
 
     def renamed(self, change: Callable[[str], str]) -> Rule:
-        """The same rule for other names: `change` is given the text of each pattern."""
+        """Return the same rule for other names: `change` is called with the text of each pattern."""
         made = copy.copy(self)
         for side in ("sources", "targets"):
             patterns = tuple(Pattern(change(p.text), p.number) for p in getattr(self, side))
@@ -95,7 +95,7 @@ class Rule(ABC):
 
     @property
     def over(self) -> str | None:
-        """The word that numbers the sources of one target, or the targets of one source."""
+        """The placeholder that numbers the sources of one target, or the targets of one source."""
         return self.sources[0].number or (self.targets[0].number if self.targets else None)
 
 
@@ -112,7 +112,7 @@ def _one(rule: Rule, views: Sequence[View]) -> View:
 
 @dataclass(frozen=True, init=False)
 class Rename(Rule):
-    """The same tensor under another name."""
+    """Gives a tensor another name."""
 
     def __init__(self, source: str, target: str) -> None:
         self._set(source, target)
@@ -126,7 +126,7 @@ class Rename(Rule):
 
 @dataclass(frozen=True, init=False)
 class Drop(Rule):
-    """Left out: rotary tables, states of quantization. What was left out does not come back."""
+    """Leaves tensors out, such as rotary tables and quantization state. The inverse does not bring them back."""
 
     def __init__(self, source: str) -> None:
         self._set(source, ())
@@ -140,11 +140,11 @@ class Drop(Rule):
 
 @dataclass(frozen=True, init=False)
 class Concat(Rule):
-    """Tensors one behind another along `dim`; with `groups`, group by group.
+    """Concatenates tensors along `dim`; with `groups`, group by group.
 
         groups=1: [q q q q k k v v]        groups=2: [q q k v  q q k v]      (query groups, as Megatron fuses them)
 
-    `parts` are their sizes in proportion, such as (4, 1, 1): only the inverse needs them.
+    `parts` are their relative sizes, such as (4, 1, 1). Only the inverse needs them.
     """
 
     parts: tuple[int, ...]
@@ -172,7 +172,7 @@ class Concat(Rule):
 
 @dataclass(frozen=True, init=False)
 class Split(Rule):
-    """One tensor cut along `dim` into parts of these sizes in proportion; inverse of `Concat`."""
+    """Splits a tensor along `dim` into parts of these relative sizes. Inverse of `Concat`."""
 
     parts: tuple[int, ...]
     groups: int
@@ -205,10 +205,10 @@ class Split(Rule):
 
 @dataclass(frozen=True, init=False)
 class Stack(Rule):
-    """Tensors numbered by `over`, side by side along a new dim `dim`: experts, layers.
+    """Stacks tensors that `over` numbers along a new dim `dim`, such as experts or layers.
 
-    Experts that saw no token have no optimizer state. A stack has one value for each element, so it is only made with
-    `fill`, the value that stands for theirs: 0 is what an optimizer begins with. A step is then the others' step.
+    Experts that received no token have no optimizer state, but a stack has a value for every element. It can then only
+    be built with `fill`, the value for missing states: optimizers begin with 0. The step is that of the other experts.
     """
 
     dim: int
@@ -230,9 +230,9 @@ class Stack(Rule):
 
 @dataclass(frozen=True, init=False)
 class Unstack(Rule):
-    """The elements of `dim` as tensors of their own, numbered by `over`; inverse of `Stack`, which gets the `fill`.
+    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which gets the `fill`.
 
-    What was filled in is not taken out again: every part has states where the stack has.
+    Filled values are not removed: if the stack has a state, every part has it.
     """
 
     dim: int
@@ -255,7 +255,7 @@ class Unstack(Rule):
 
 @dataclass(frozen=True, init=False)
 class Transpose(Rule):
-    """The dims in another order; by default the last two change places."""
+    """Reorders dims. Default: swaps the last two."""
 
     dims: tuple[int, ...]
 
@@ -274,11 +274,12 @@ class Transpose(Rule):
 
 @dataclass(frozen=True, init=False)
 class Reshape(Rule):
-    """The same elements in row-major order, from the shape `old` to `new`: heads that are a dim of their own.
+    """Changes the shape from `old` to `new` and keeps elements in row-major order, for example if heads are a separate
+    dim.
 
         Reshape("{l+}.query.kernel", "{l+}.q_proj.weight", old=(-1, 8, 64), new=(-1, 512))
 
-    One size of each may be -1: in `old` it is whatever the tensor has, in `new` what is left.
+    One size of each may be -1: in `old` it matches any size; in `new` it is inferred.
     """
 
     old: tuple[int, ...]
@@ -306,10 +307,10 @@ class Reshape(Rule):
 
 @dataclass(frozen=True, init=False)
 class Resize(Rule):
-    """`dim` of size `old` becomes `new`: rows of zeros are added at its end, or rows are cut off there.
+    """Changes the size of `dim` from `old` to `new`: adds rows of zeros at its end, or removes rows there.
 
-    The inverse of cutting off adds zeros: it is exact only where zeros were cut off, as the padding of a vocabulary.
-    A tensor whose dim has the size `new` already stays as it is.
+    The inverse of removing rows adds zeros. It is exact only if the rows were zeros, such as the padding of a
+    vocabulary. A tensor whose dim already has the size `new` stays the same.
     """
 
     old: int
@@ -334,9 +335,10 @@ class Resize(Rule):
 
 @dataclass(frozen=True, init=False)
 class Rope(Rule):
-    """Rows of queries or keys between two ways of rotating them: pairs (x0 y0 x1 y1) and halves (x0 x1 y0 y1).
+    """Converts the rows of query or key weights between two rotary conventions: pairs (x0 y0 x1 y1) and halves (x0 x1
+    y0 y1).
 
-    Each head of `head_size` rows is permuted by itself; `to` is "halves" (as Hugging Face wants them) or "pairs".
+    Each head of `head_size` rows is permuted separately. `to` is "halves" (Hugging Face) or "pairs".
     """
 
     head_size: int
@@ -398,11 +400,12 @@ _MASTERS = ("fp32_param", "master_param", "fp32", "param")
 
 
 class Computing(Rule):
-    """A rule that computes its one target while it is read. Not for plans of metadata alone: it gives no views."""
+    """A rule that computes its single target when it is read. It gives no views, so plans from metadata alone cannot
+    use it."""
 
     @abstractmethod
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
-        """The target under its name; `state` is what the sources are called as states, "" for parameters."""
+        """Return the target under its name. `state` is the optimizer state that it is; "" for parameters."""
 
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(f"{self} is computed: no view of stored elements describes it")
@@ -410,9 +413,10 @@ class Computing(Rule):
 
 @dataclass(frozen=True, init=False)
 class Cast(Computing):
-    """Floating-point tensors with at least one dim as another dtype, converted while they are read; others stay.
+    """Converts floating-point tensors with at least one dim to another dtype when they are read. Other tensors stay the
+    same.
 
-    `old` is the dtype to go back to; without it there is no inverse.
+    `old` is the dtype of the inverse. Without it, there is no inverse.
     """
 
     dtype: str
@@ -435,12 +439,12 @@ class Cast(Computing):
 
 @dataclass(frozen=True, init=False)
 class Offset(Computing):
-    """Every element plus `by`: weights of norms that are centred at 0 in one framework and at 1 in another.
+    """Adds `by` to every element, for norm weights that are centered at 0 in one framework and at 1 in another.
 
-    Moments of an optimizer stay as they are, masters change with the parameter. Sums are rounded to the tensor's dtype:
-    a bfloat16 of 0.001 plus 1 is 1. With `exact`, a tensor of which an element would not come back by the inverse is
-    refused when it is first asked for, and is read once for that; a `Cast` to a wider dtype before avoids it. Only the
-    sign of a zero is not kept.
+    Optimizer moments stay the same; master weights change like the parameter. Sums are rounded to the tensor's dtype:
+    in bfloat16, 0.001 plus 1 is 1. With `exact`, a tensor with an element that the inverse would not restore is an
+    error when it is first read, and the tensor is read once for this check. A `Cast` to a wider dtype before avoids the
+    error. The sign of zeros is not kept.
     """
 
     by: float
@@ -461,9 +465,10 @@ class Offset(Computing):
 
 @dataclass(frozen=True, init=False)
 class Dequantize(Computing):
-    """Block-quantized weights, times their scales, as `dtype`, computed while they are read. Not reversible.
+    """Multiplies block-quantized weights by their scales when they are read, and returns them as `dtype`. Not
+    reversible.
 
-    A weight without scales is left as it is.
+    A weight without scales stays the same.
     """
 
     optional: ClassVar[bool] = True
@@ -490,9 +495,10 @@ class Dequantize(Computing):
 
 @dataclass(frozen=True, init=False)
 class Mxfp4(Computing):
-    """Weights of four bits in blocks with scales, as gpt-oss stores them, as `dtype`, computed while they are read.
+    """Converts MXFP4 weights (four bits, with a scale per block), as gpt-oss stores them, to `dtype` when they are
+    read.
 
-    They come out transposed, as the same weights are stored where they are not quantized. Not reversible.
+    The result is transposed, which is how the unquantized weights are stored. Not reversible.
     """
 
     optional: ClassVar[bool] = True
@@ -530,7 +536,7 @@ _WORD = re.compile(r"\{([A-Za-z_]\w*)(\+?)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of names; `number` is the word that stands for a number."""
+    """A pattern of names. `number` is the placeholder that stands for a number."""
 
     text: str
     number: str | None = None

@@ -137,7 +137,9 @@ class Generation:
             release(self.storage, self.save_id)
             remove_dead(self.storage)
         except ReshardError as error:
-            _log.warning("%s is saved, but what is no longer needed could not be removed: %s", self.storage.url, error)
+            _log.warning(
+                "%s was saved, but files that are no longer needed could not be removed: %s", self.storage.url, error
+            )
 
     def _table(self, written: Mapping[int, Written]) -> TableRecord | None:
         """Of many data files a table, which is stored."""
@@ -439,11 +441,11 @@ def index_problem(native: NativeFacts) -> str | None:
     files = {int(rank): record.name for rank, record in native.manifest.files.items()}
     expected = None if native.manifest.tables else _weight_map(native.plan, files)
     if expected is None:
-        return f"{where}: no index belongs here, since the tensors are not whole in one file; remove it"
+        return f"{where}: there must be no index, because tensors span several files; remove it"
     try:
         index = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"{where}: it is no index: {error}"
+        return f"{where}: it is not an index: {error}"
     found, metadata = index.weight_map, {"total_size": native.plan.total_bytes}
     wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
     if not wrong and index.metadata != metadata:

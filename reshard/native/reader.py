@@ -39,12 +39,11 @@ from reshard.stored.tensor import Extent, LazyChunks, StoredChunk, StoredTensor
 
 __all__ = [
     "ALL", "ArrayPart", "NativeFacts", "Share", "checksums", "compare_ranges", "detect",
-    "is_replaced", "look_for_files", "looks_for", "name", "open", "read_parts", "write_parts",
+    "is_replaced", "look_for_files", "name", "open", "read_parts", "write_parts",
 ]  # fmt: skip
 
 
 name = "native"
-looks_for = "manifest.json"
 checksums = EVERY_BLOCK
 
 

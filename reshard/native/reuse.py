@@ -112,7 +112,7 @@ class Base:
     def pass_over(self, error: object) -> None:
         """Note and log what cannot be relied on; what of it would have been reused is written."""
         if str(error) not in self.passed_over:
-            _log.warning("what the base of the save has there is written again: %s", error)
+            _log.warning("data that the base of the save has is written again: %s", error)
             self.passed_over[str(error)] = None
 
     def live_share(self, file: str) -> float:

@@ -398,7 +398,7 @@ class Group:
         try:
             first = rounds.fail(mine)
         except ReshardError as lost:
-            error.add_note(f"the other ranks could not be told: {lost}")
+            error.add_note(f"the other ranks could not be notified: {lost}")
             return
         if first != mine:
             error.add_note(f"before that, {first.message}")

@@ -104,7 +104,7 @@ def _tell(call: Span) -> None:
 
         tell(call)
     except Exception:  # as with listeners
-        _log.exception("OpenTelemetry could not be told of %s", call.name)
+        _log.exception("OpenTelemetry could not record %s", call.name)
 
 
 @dataclass(frozen=True)

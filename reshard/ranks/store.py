@@ -70,7 +70,7 @@ class SharedStore:
         with self._answering():
             prefixed: Any = PrefixStore("reshard", self._store if self._client is None else self._client())
             if prefixed.check(["probe"]):  # which nobody ever sets
-                raise RuntimeError("it has what nobody has stored")
+                raise RuntimeError("it returned a key that was never stored")
         return cast(KeyValueStore, prefixed)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The six functions: canonical state dicts out of live models and optimizers, and back into them."""
+"""Get canonical state dicts from live models and optimizers, and set them again."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def _quietly() -> Iterator[None]:
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state dict under canonical names; its tensors share memory with the model unless
-    the options move or gather them.
+    """Return the model's state dict under canonical names. Its tensors share memory with the model
+    unless the options move or gather them.
 
     Args:
-        model: a module under any nesting of parallelisms, or a list of modules (the pipeline stages
+        model: a module with any nesting of parallelisms, or a list of modules (the pipeline stages
             of this rank).
-        submodules: return only what belongs to these.
+        submodules: return only what belongs to these modules.
 
     Raises:
-        NormalizationError: two places have one canonical name.
+        NormalizationError: two tensors have the same canonical name.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -67,19 +67,19 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The state of one or several optimizers, by canonical parameter names; nothing is stepped or
-    initialised.
+    """Return the state of one or more optimizers by canonical parameter names, without stepping or
+    initializing them.
 
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the
         flat form. A parameter that never had a gradient is in its group and not in `state`.
-        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`.
-        Where there is no state at all, the dict knows where it
-        is to go: a load into it takes what the checkpoint has.
+        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`. If
+        no parameter has state, `reshard.load` can still fill the dict: it allocates what the
+        checkpoint has.
 
     Raises:
-        NormalizationError: a parameter is in two optimizers, or two places of the model have one
-            canonical name.
+        NormalizationError: a parameter is in two optimizers, or two tensors of the model have the
+            same canonical name.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -94,7 +94,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`get_model_state_dict` and `get_optimizer_state_dict` in one."""
+    """Call `get_model_state_dict` and `get_optimizer_state_dict`, and return both results."""
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
@@ -106,15 +106,15 @@ def get_state_dict(
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> SetReport:
-    """Write a canonical state dict into the model. The dict stays as it is, and shares no memory
+    """Copy a canonical state dict into the model. The dict does not change, and shares no memory
     with the model.
 
-    Whole tensors are cut locally to what the rank holds; sharded ones are copied where both sides
-    are sharded alike, and otherwise gathered one at a time. Any one name of a tied tensor will do.
+    Full tensors are sharded locally. Sharded ones are copied if both sides have the same sharding,
+    and otherwise gathered one at a time. Any name of a tied tensor is enough.
 
     Raises:
-        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit; lists
-            all of them, and nothing was changed.
+        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The
+            message lists all of them. Nothing was changed.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):
@@ -134,18 +134,18 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> OptimizerReport:
-    """Give the optimizers the saved state, nested or flat, whatever state they hold now.
+    """Set the state of the optimizers from a dict, nested or flat. It replaces the state that they
+    have.
 
-    State keeps the dtype it was saved with. Group fields keep the live type (a float lr stays a
-    float); fields that the dict lacks keep the live value. Parameters that were saved without state
-    end up without state.
+    State keeps the dtype it was saved with. Group fields keep the type they have in the optimizer
+    (a float lr stays a float), and fields that the dict lacks keep their value. Parameters that
+    were saved without state have none afterwards.
 
     Raises:
-        KeyMismatchError: the dict says nothing about a parameter, or has state for one that the
-            model does not have (if strict), or a state tensor has a wrong shape; nothing was
-            changed.
-        NormalizationError: the saved groups contradict the live ones, or the dict has an unknown
-            form.
+        KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
+            have (if strict), or a state tensor has a wrong shape. Nothing was changed.
+        NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
+            unknown form.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):
@@ -165,10 +165,9 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> SetReport:
-    """`set_model_state_dict` and `set_optimizer_state_dict` in one; both are checked before either
-    is written.
+    """Set model and optimizers. Both are checked before either is written.
 
-    An empty `model_state_dict` leaves the model alone.
+    An empty `model_state_dict` leaves the model unchanged.
     """
     opts = as_options(options)
     with setting(opts, alone=not _broadcast(opts)):

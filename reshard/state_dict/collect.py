@@ -80,22 +80,21 @@ def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, 
 def iter_full(
     model: Models, *, to_rank: int | None = None, cpu_offload: bool = True, options: StateDictOptions | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (canonical name, whole value) one by one, in the order of the names; nothing is kept
-    between two.
+    """Yield (canonical name, full value) pairs one at a time, in the order of the names.
 
-    Collective where the model is sharded: every rank must run the iterator to its end. At any
-    moment a rank holds at most one gathered tensor beside the model's own memory (and, while it is
-    gathered, its pieces).
+    Collective if the model is sharded: every rank must run the iterator to its end. A rank holds at
+    most one gathered tensor at a time in addition to the model's own memory (and, while it gathers,
+    the shards of that tensor).
 
     Args:
-        to_rank: yield on this rank only; on the others the iterator is empty, but must be run all
-            the same. A name whose holders do not include this rank (another pipeline stage's) is
-            yielded by the lowest that has it.
+        to_rank: yield on this rank only. On other ranks the iterator is empty, but you must still
+            run it to its end. A name that this rank does not hold (another pipeline stage's) is
+            yielded by the lowest rank that holds it.
         cpu_offload: yield tensors on the CPU.
 
     Raises:
-        NormalizationError: on all ranks, if some of them lack a name that they should gather
-            together.
+        NormalizationError: on all ranks, if a rank lacks a name that it should gather together with
+            others.
     """
     opts = as_options(options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`FqnMap`: the mapping from live names to canonical ones, to be looked at."""
+"""`FqnMap`: maps the names of a live model to canonical names."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["FqnEntry", "FqnMap", "fqn_map"]
 
 @dataclass(frozen=True)
 class FqnEntry:
-    """One live name and what is known of it."""
+    """One name in the live model, and what is known about it."""
 
     live: str
-    """Name in the live module, with every wrapper's segment; for a parameter outside the model,
-    ""."""
+    """Name in the live module, including the segments of wrappers; "" for a parameter outside the
+    model."""
     canonical: str
     kind: str
-    """"parameter", "buffer" or "extra_state"."""
+    """"parameter", "buffer", or "extra_state"."""
     wrappers: tuple[str, ...]
-    """Classes of the wrappers on the way, outermost first."""
+    """Classes of the wrappers around it, outermost first."""
     aliases: tuple[str, ...]
     """Other canonical names of the same tensor."""
     ids: tuple[tuple[int, int], ...]
     """(optimizer, id in its own state dict) of the parameter."""
     stage: int
-    """Position of its module in the list that was given."""
+    """Index of its module in the list of stages."""
     offset: int
-    """How much was added to the stage's own layer number."""
+    """Number that was added to the stage's own layer number."""
     persistent: bool
-    """Whether it is part of state dicts."""
+    """True if it is part of state dicts."""
     requires_grad: bool
     shape: tuple[int, ...]
     """Global shape; () for extra state."""
 
 
 class FqnMap(Mapping[str, FqnEntry]):
-    """Canonical name to entry, in the order of the model; `str` prints a table.
+    """A mapping from canonical names to entries, in the order of the model. `str` prints a table.
 
-    A name that several stages have appears once here; `entries` has every live place.
+    A name that several stages have appears once here. `entries` lists every occurrence.
     """
 
     def __init__(self, entries: tuple[FqnEntry, ...]) -> None:
@@ -63,13 +63,13 @@ class FqnMap(Mapping[str, FqnEntry]):
 
     @property
     def live_to_canonical(self) -> dict[str, str]:
-        """Canonical name of every live one; of a single module or of stages whose live names
-        differ."""
+        """Return the canonical name of every live name, for a single module or for stages whose
+        live names differ."""
         return {entry.live: entry.canonical for entry in self.entries if entry.live}
 
     def parameter_order(self, optimizer: int = 0) -> list[str]:
-        """Canonical names by the ids of one optimizer: the `order` that `normalize` wants for its
-        raw state dict."""
+        """Return canonical names in the order of the ids of one optimizer: the `order` that
+        `normalize` needs for its raw state dict."""
         ids = {number: entry.canonical for entry in reversed(self.entries) for k, number in entry.ids if k == optimizer}
         return [ids[number] for number in sorted(ids)]
 
@@ -91,10 +91,10 @@ class FqnMap(Mapping[str, FqnEntry]):
 
 
 def fqn_map(model: Models, *optimizers: Optimizer, modifiers: str = "_fqn_modifiers") -> FqnMap:
-    """How the live names of a model, or of a list of modules, become canonical ones.
+    """Map the live names of a model, or of a list of modules, to canonical names.
 
-    Raises NormalizationError if two different tensors have one canonical name, or two optimizers
-    one parameter.
+    Raises NormalizationError if two different tensors have the same canonical name, or two
+    optimizers have the same parameter.
     """
     live = LiveModel(model, modifiers)
     live_optimizers = LiveOptimizers(live, optimizers)

@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage that numbers its layers from 0, and the numbers that they have in the whole
+    """A pipeline stage that numbers its layers from 0, with the offset of its layers in the full
     model.
 
     Stage(module, {"layers": 8})       # layers.0 of this module is layers.8 of the model
@@ -39,8 +39,8 @@ class Stage:
 
     module: nn.Module
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Canonical name of each numbered container in the stage, and the number of its child 0 in the
-    whole model."""
+    """Canonical name of each numbered container in the stage -> number of its child 0 in the full
+    model."""
 
     def __post_init__(self) -> None:
         for name, offset in self.offsets.items():
@@ -206,7 +206,7 @@ class LiveModel:
             if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
                 raise NormalizationError(
                     f"every parameter of the model is empty{where()}, but {slot.name!r} belongs to {slot.owner}: "
-                    "something has taken the elements away. Take the state dict where the parameters are whole"
+                    "its elements were removed. Get the state dict where the parameters are full tensors"
                 )
 
     def refuse_partitioned(self, fix: str) -> None:

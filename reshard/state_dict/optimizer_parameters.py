@@ -130,8 +130,8 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     return (
         f"{names} has no parameter of the model{where()}. Perhaps it was made before the model was wrapped: "
-        "fully_shard, to_empty and their like put new parameters in the place of the old ones, which it goes on to "
-        "train in vain. Make it of model.parameters() after wrapping; if it was made for another model, give that one. "
+        "fully_shard, to_empty, and similar calls replace parameters, and the optimizer still has the old ones. "
+        "Create it from model.parameters() after wrapping. If it belongs to another model, pass that one. "
         f"Of an optimizer that DeepSpeed's ZeRO has taken over, whose parameters are flat partitions now, {HOW_TO_SAVE}"
     )
 

@@ -1,4 +1,4 @@
-"""What the six functions are told and what they tell: options of getting and setting, and the report of a set."""
+"""Options of the get and set functions, and the reports of the set functions."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """How the six get and set functions work; the fields mean what they mean in
+    """Options of the six get and set functions, with the meaning they have in
     `torch.distributed.checkpoint`.
 
     Raises NormalizationError for `broadcast_from_rank0` without `full_state_dict`.
     """
 
     full_state_dict: bool = False
-    """Getting: gather every tensor, so that the dict holds plain tensors only. Setting: the dict
-    holds whole tensors and each rank takes its own part. Both are collective where the model is
-    sharded."""
+    """Get: gather every tensor, so the dict holds full tensors only. Set: the dict holds full
+    tensors, and each rank takes its own shard. Both are collective if the model is sharded."""
     cpu_offload: bool = False
-    """Getting: tensors on the CPU. With `full_state_dict`, each name is returned by one rank only:
-    rank 0, or the lowest rank that holds it where ranks hold different names (pipeline stages); the
-    others get an empty dict."""
+    """Get: return tensors on the CPU. With `full_state_dict`, one rank returns each name: rank 0,
+    or the lowest rank that holds it if ranks hold different names (pipeline stages). The other
+    ranks get an empty dict."""
     ignore_frozen_params: bool = False
-    """Getting: leave out parameters that require no gradient. Setting: do not miss them."""
+    """Get: leave out frozen parameters. Set: do not report them as missing."""
     keep_submodule_prefixes: bool = True
-    """With `submodules`: whether names stay relative to the whole model or become relative to the
+    """With `submodules`: True keeps names relative to the model; False makes them relative to the
     submodule."""
     strict: bool = True
-    """Setting: whether missing and unexpected names are an error or only reported."""
+    """Set: True makes missing and unexpected names an error; False only reports them."""
     broadcast_from_rank0: bool = False
-    """Setting: only rank 0 has the dict, and sends to each rank the elements that this rank
-    holds."""
+    """Set: only rank 0 has the dict. It sends each rank the elements of its shards."""
     flatten_optimizer_state_dict: bool = False
-    """Getting: one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, in which
-    pipeline stages do not collide; of a parameter that has no state while others have,
-    `state.<fqn>` is an empty dict. Setting accepts both forms whatever this says."""
+    """Get: return one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, so that
+    pipeline stages do not collide. If some parameters have state and others have none,
+    `state.<fqn>` of the latter is an empty dict. Set accepts both forms in any case."""
     dsd_fqn_modifiers: str = "_fqn_modifiers"
-    """Name of the method by which a module of the user declares children that leave no trace in
-    names: it returns {name shown: name of the hidden child}."""
+    """Name of the method by which a module declares children that do not appear in names. It
+    returns {name shown: name of the hidden child}."""
 
     in_chunks: ClassVar[bool] = False
     """Getting: see `InChunks`. No field, since torch's own helpers take the fields for theirs."""
@@ -81,7 +79,7 @@ def as_options(given: Any) -> StateDictOptions:
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor whose dtype changed on its way into the model."""
+    """A tensor whose dtype changed when it was copied into the model."""
 
     name: str
     saved: str
@@ -96,32 +94,31 @@ class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
     missing: tuple[str, ...] = ()
-    """Parameters of the optimizers that the dict says nothing about, or of which a flat dict lacks
-    the state without saying that there was none; they keep no state."""
+    """Parameters of the optimizers that the dict lacks. A flat dict also lacks a parameter if it
+    neither has its state nor says that there was none. These parameters have no state afterwards.
+    """
     cold: tuple[str, ...] = ()
-    """Parameters that the dict lists in a group but has no state for: saved before their first
+    """Parameters that the dict lists in a group without state: they were saved before their first
     gradient."""
     unexpected: tuple[str, ...] = ()
-    """Names in the dict that are no parameter of these optimizers."""
+    """Names in the dict that are not parameters of these optimizers."""
     foreign: tuple[str, ...] = ()
-    """State of a kind that the optimizer does not have, "<parameter>.<key>", such as Adam's in SGD;
-    it was left out."""
+    """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was
+    left out."""
     outside: tuple[str, ...] = ()
-    """Parameters of the optimizers that the model does not have,
+    """Parameters of the optimizers that the model does not have, as
     "outside_model.<optimizer>.<group>.<position>"."""
     filled: tuple[str, ...] = ()
-    """Parameters without saved state whose state is zeros now, since they share an FSDP1 flat
-    parameter with others
-    that have some: `use_orig_params=True` keeps them apart."""
+    """Parameters without saved state whose state is now zeros, because they share an FSDP1 flat
+    parameter with others that have state. `use_orig_params=True` keeps them apart."""
     untied: tuple[str, ...] = ()
-    """State, "<parameter>.<key>", that shared memory with other state or with the model and does
-    not now: as it was given, or as the optimizer had it, while values were given that differ. Each
-    has its value in memory of its own."""
+    """State, as "<parameter>.<key>", that shared memory with other state or with the model (in the
+    dict, or in the optimizer before, if the dict has different values), and no longer does. Each
+    has its value in its own memory."""
     kept_fields: tuple[str, ...] = ()
-    """Group fields that the dict lacks, so that the live value stayed:
-    "<optimizer>.<group>.<field>"."""
+    """Group fields that the dict lacks, as "<optimizer>.<group>.<field>". They keep their value."""
     added_fields: tuple[str, ...] = ()
-    """Group fields that the live group did not have."""
+    """Group fields that the optimizer's group did not have."""
 
     def __repr__(self) -> str:
         return f"OptimizerReport({_first_of_each(self)})"
@@ -140,37 +137,36 @@ def _first_of_each(report: Any) -> str:
 class SetReport(Tabled):
     """What `set_model_state_dict` or `set_state_dict` found and did.
 
-    Reads as the pair (missing_keys, unexpected_keys) that torch's own functions return.
+    Unpacks to the pair (missing_keys, unexpected_keys) that torch's own functions return.
     """
 
     missing: tuple[str, ...] = ()
-    """Names of the model that the dict does not have, under any of their aliases."""
+    """Names of the model that the dict does not have, under any alias."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that the model does not have."""
     aliases: tuple[str, ...] = ()
-    """Those of `unexpected` whose tensor the dict also has under a name that was set: they were
-    tied where the dict comes from, so that nothing is lost but the tie."""
+    """Names of `unexpected` that were tied, in the dict, to a name that was set. Only the tie is
+    lost."""
     reshaped: tuple[str, ...] = ()
-    """One-element tensors whose saved shape was () and the live one (1,), or the other way
-    round."""
+    """One-element tensors with saved shape () and shape (1,) in the model, or the reverse."""
     cast: tuple[Cast, ...] = ()
     """Tensors whose dtype changed."""
     untouched: tuple[str, ...] = ()
-    """Parameters and buffers, those outside state dicts too, that nothing was written to: they are
-    what the model's constructor or `to_empty` left there."""
+    """Parameters and buffers, including those outside state dicts, that were not written. They
+    still have the values that the model's constructor or `to_empty` gave them."""
     uninitialised: tuple[str, ...] = ()
-    """Those of `untouched` that are still on the meta device, without any value."""
+    """Names of `untouched` that are still on the meta device, without values."""
     optimizer: OptimizerReport | None = None
-    """Of `set_state_dict` only."""
+    """The optimizer's report; `set_state_dict` only."""
 
     @property
     def missing_keys(self) -> list[str]:
-        """`missing`, by torch's name."""
+        """The same as `missing`, with torch's name."""
         return list(self.missing)
 
     @property
     def unexpected_keys(self) -> list[str]:
-        """`unexpected`, by torch's name."""
+        """The same as `unexpected`, with torch's name."""
         return list(self.unexpected)
 
     def __repr__(self) -> str:

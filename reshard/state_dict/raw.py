@@ -51,23 +51,23 @@ class Normalized(dict[str, Any]):
 def normalize(
     raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
 ) -> Normalized:
-    """Bring a raw state dict to canonical names; a new dict, the values are shared and the input
-    stays as it is.
+    """Convert a raw state dict to canonical names. Returns a new dict that shares the values; the
+    input does not change.
 
-    Understands a model's state dict, an optimizer's (`state` and `param_groups`, by name or by
-    integer id), the flat optimizer form, and dicts that hold several of these under keys of their
-    own. Everything else passes through.
+    It accepts a model's state dict, an optimizer's (`state` and `param_groups`, by name or by
+    integer id), the flat optimizer form, and dicts that contain several of these under their own
+    keys. Everything else is kept unchanged.
 
     Args:
-        names: the canonical names, where they are known (`fqn_map(model)` will do): they settle
-            what text alone cannot, whether a segment `module` is a wrapper's.
-        order: canonical parameter names by integer id, for optimizers that were saved by ids. It is
-            the order of the optimizer's parameters (`fqn_map(model, optimizer).parameter_order()`),
-            not that of the state dict.
+        names: the canonical names, if you know them (`fqn_map(model)` works). They decide what the
+            text of a name cannot: whether a segment `module` belongs to a wrapper.
+        order: canonical parameter names by integer id, for optimizers that were saved by ids. This
+            is the order of the optimizer's parameters (`fqn_map(model,
+            optimizer).parameter_order()`), not of the state dict.
 
     Raises:
-        NormalizationError: two names become one, an id lies outside `order`, or there are ids and
-            no `order`.
+        NormalizationError: two names become one, an id is not in `order`, or there are ids and no
+            `order`.
     """
     work = _Normalizing(frozenset(names) if names is not None else None, order)
     out = Normalized(work.tree(raw, "the state dict"))

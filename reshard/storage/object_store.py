@@ -217,7 +217,7 @@ class ObjectStorage(Storage):
             elif not isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
                 raise
             elif self.read(name) != bytes(data):  # else the answer to a first try that had arrived was lost
-                raise StorageError(f"{name} in {self.url} was published by somebody else meanwhile") from error
+                raise StorageError(f"{name} in {self.url} was published by another process in the meantime") from error
 
     def delete(self, name: str) -> None:
         check_name(name, self.url)

@@ -54,7 +54,7 @@ class TarStorage(Storage):
                     if member.offset_data + member.size > size:
                         raise tarfile.ReadError(f"{name!r} of {member.size} bytes ends behind it")
                     if member.issparse():
-                        raise FormatError(f"{self.url}: {name!r} in it is stored with holes, which is not supported")
+                        raise FormatError(f"{self.url}: {name!r} in it is a sparse file, which is not supported")
                     if member.isreg():
                         places[name] = member.offset_data, member.size
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:

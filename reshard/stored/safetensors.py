@@ -181,7 +181,7 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
     at = 0
     for name, _, start, stop in found:
         if start != at:
-            what = "overlaps the one before" if start < at else f"leaves a hole of {start - at} bytes"
+            what = "overlaps the one before" if start < at else f"leaves a gap of {start - at} bytes"
             raise CorruptCheckpointError(
                 f"{source.label}: tensor {name!r} at [{start}, {stop}) {what}; the header is wrong"
             )

@@ -295,7 +295,7 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
-        """The key it has in the checkpoint."""
+        """Key of the tensor in the checkpoint."""
         return self.stored.fqn
 
     @property
@@ -305,7 +305,7 @@ class LazyTensor:
 
     @property
     def ndim(self) -> int:
-        """How many dims."""
+        """Number of dims."""
         return len(self.stored.spec.shape)
 
     @property
@@ -315,11 +315,11 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the full tensor in bytes."""
         return self.stored.spec.nbytes
 
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.stored.spec.numel
 
     @classmethod

@@ -165,7 +165,7 @@ def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
 def test_half_a_call_is_told_the_whole(call, told) -> None:
     with pytest.raises(TypeError, match=told):
         call()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'strct'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strct': did you mean 'strict'"):
         reshard.load({}, "path", strct=False)  # type: ignore[call-arg]
 
 

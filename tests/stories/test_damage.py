@@ -276,7 +276,7 @@ def test_an_index_for_hugging_face_tools_that_says_other_than_the_manifest(tmp_p
             (finding,) = reshard.verify(tmp_path, deep=deep).findings
             assert f"{index.name}: it says that {words}" in finding.message
     index.write_bytes(b"\xff{")
-    assert f"{index.name}: it is no index" in reshard.verify(tmp_path).findings[0].message
+    assert f"{index.name}: it is not an index" in reshard.verify(tmp_path).findings[0].message
     index.unlink()
     assert reshard.verify(tmp_path).ok
 
@@ -296,7 +296,7 @@ def test_every_flipped_bit_of_an_index_for_hugging_face_tools_is_found(tmp_path)
 def test_an_index_beside_tensors_in_several_files(path):
     (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
-    assert "no index belongs here" in reshard.verify(path).findings[0].message
+    assert "there must be no index" in reshard.verify(path).findings[0].message
 
 
 def test_converting_over_an_older_checkpoint_leaves_no_index_of_it(tmp_path):

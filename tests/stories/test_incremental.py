@@ -285,7 +285,7 @@ def test_no_storage_but_its_own_has_a_neighbour():
 def test_bases_that_are_none(tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "model.pt")
     reshard.save(lora(1), tmp_path / "elsewhere" / "step-1")
-    with pytest.raises(CheckpointError, match=r"at .*step-2 itself or one in a folder beside it"):
+    with pytest.raises(CheckpointError, match=r"at .*step-2 itself or one in a folder next to it"):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "elsewhere" / "step-1")
     with pytest.raises(CheckpointNotFoundError):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "step-1")

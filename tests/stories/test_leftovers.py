@@ -180,7 +180,7 @@ def test_a_file_url_whose_path_would_be_cut_off_is_refused(tmp_path):
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
 def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
-    with pytest.raises(CheckpointError, match="keep_last must be a whole number"):
+    with pytest.raises(CheckpointError, match="keep_last must be an integer"):
         reshard.prune(tmp_path, keep_last=keep_last)
 
 
@@ -188,7 +188,7 @@ def test_folders_that_are_no_paths():
     for wrong in (None, 5):
         with pytest.raises(StorageError, match=f"a path must be text, but is {type(wrong).__name__}"):
             reshard.latest_complete(wrong)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="a path or URL is wanted, got the storage memory:"):
+    with pytest.raises(CheckpointError, match="expected a path or URL, got the storage memory:"):
         reshard.prune(MemoryStorage("some"), keep_last=1)  # type: ignore[arg-type]
 
 
@@ -210,7 +210,7 @@ def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplo
 
     reshard.save(STATE, tmp_path)
     reshard.save({"w": torch.zeros(3)}, Faulty(open_storage(tmp_path), fault))
-    assert "is saved, but what is no longer needed could not be removed: permission denied" in caplog.text
+    assert "was saved, but files that are no longer needed could not be removed: permission denied" in caplog.text
     assert reshard.verify(tmp_path).ok
     assert not reshard.open(tmp_path)["w"][...].any()
     reshard.save(STATE, tmp_path)

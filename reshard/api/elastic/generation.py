@@ -602,16 +602,17 @@ def free_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, repr=False)
 class TierSaveReport(HostsReport):
-    """What `Tier.save` did. Equal on all ranks but for `bytes_received` and `phases`."""
+    """What `Tier.save` did. Only `bytes_received` and `phases` differ between ranks."""
 
     number: int
-    """Of the generation: larger than those of all that were there before."""
+    """Number of the generation. It is larger than those of all earlier generations."""
     step: int
     save_id: str
     total_bytes: int
-    """Bytes of all tensors, each distinct element once."""
+    """Bytes of all tensors. Each element counts once."""
     bytes_by_host: Mapping[str, int]
-    """Bytes of tensors that each host holds of this generation, copies included; of two at most at a time."""
+    """Bytes of tensors of this generation that each host holds, including copies. A host holds at
+    most two generations."""
 
     def __repr__(self) -> str:
         """One line."""
@@ -624,19 +625,21 @@ class TierSaveReport(HostsReport):
 
 @dataclass(frozen=True, repr=False)
 class TierRestoreReport(HostsReport):
-    """What `Tier.restore` did. Equal on all ranks but for `bytes_received`, `load` and `phases`."""
+    """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
 
     number: int | None
-    """Of the generation that was loaded; None if all came from the fallback, so that nothing is left in memory."""
+    """Number of the generation that was loaded. None if everything came from the fallback, and
+    memory holds nothing."""
     step: int | None
     from_fallback: tuple[str, ...]
-    """Tensors that survived nowhere, and came from the fallback, which has the same: by fingerprint."""
+    """Tensors that survived on no host and were read from the fallback, which has the same values
+    by fingerprint."""
     passed_over: tuple[str, ...]
-    """Newer generations, and those that hosts have brought back from which the job had not gone on:
-    what each is, and why it was not loaded."""
+    """Generations that were not loaded, and why: newer ones, and those from which the job did not
+    continue."""
     bytes_checked: int
-    """Bytes of blocks that this rank has compared with their checksums: of all files that were
-    left, and again of what came from other hosts."""
+    """Bytes of blocks that this rank compared with their checksums: all remaining files, and data
+    received from other hosts again."""
     load: LoadReport
 
     def __repr__(self) -> str:
@@ -656,9 +659,9 @@ class GatherReport(Tabled):
     step: int
     files: int
     nbytes: int
-    """Of data files."""
+    """Size of the data files in bytes."""
     passed_over: tuple[str, ...] = ()
-    """Generations that are not older states of this one, and why they were not taken."""
+    """Generations that are not earlier states of this one, and why they were not used."""
 
     def __repr__(self) -> str:
         """One line."""

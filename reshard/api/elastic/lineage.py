@@ -101,7 +101,7 @@ class FoundGenerations:
             step: that was asked for.
         """
         return [
-            f"{self._where(kept)} is left behind: {self._why_left(kept, taken, step)}"
+            f"{self._where(kept)} was not used: {self._why_left(kept, taken, step)}"
             for kept in sorted(self.made, reverse=True)
             if kept != taken and kept not in tried and not self._went_on(kept, taken)
         ]
@@ -114,13 +114,11 @@ class FoundGenerations:
             for kept in tied
         ]
         steps = list(dict.fromkeys(f"step={kept.step}" for kept in tied))
-        choice = (
-            f"Say which is to be taken, by {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
-        )
+        choice = f"Choose one: pass {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
         return (
-            "it cannot be told which generation the job lived on last: incarnations of it kept these, none of them "
-            f"knew of the other, and by the clocks of the hosts they lived at the same time: {'; '.join(spans)}. "
-            f"{choice} the folders of those that are to be left: {', '.join(kept.folder for kept in tied)}"
+            "it is not known which generation the job used last: runs of the job that did not know of each other, "
+            f"and that overlapped in time by the clocks of the hosts, kept these: {'; '.join(spans)}. "
+            f"{choice} the folders of the generations that you do not want: {', '.join(kept.folder for kept in tied)}"
         )
 
     def _knew(self, one: GenerationFolder, other: GenerationFolder) -> bool:

@@ -121,10 +121,10 @@ def _none_text(
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
         why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
-        return f"no generation of step {step} in {settings.folder} survives whole: {why}"
+        return f"no generation of step {step} in {settings.folder} is complete: {why}"
     none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
-    advice = "" if fallback is not None else ". Give a checkpoint as fallback=, or start anew"
-    return f"no generation in {settings.folder} survives whole: {none}{advice}"
+    advice = "" if fallback is not None else ". Pass a checkpoint as fallback=, or start from scratch"
+    return f"no generation in {settings.folder} is complete: {none}{advice}"
 
 
 def _first_whole(
@@ -285,7 +285,7 @@ class _JudgedGeneration:
         lost = lost_boxes(self.native, self.by_host)
         if not lost:
             return _Verdict("", ())
-        text = f"{self.kept} is not whole: {missing_text(lost)}"
+        text = f"{self.kept} is not complete: {missing_text(lost)}"
         if fallback is None:
             return _Verdict(text, ())
         try:
@@ -295,7 +295,7 @@ class _JudgedGeneration:
         mine, theirs = self.native.manifest.fingerprints, others.fingerprints or {}
         other = [fqn for fqn in lost if fqn not in self.checkpoint or mine.get(fqn, "") != theirs.get(fqn)]
         if other:
-            why = "by fingerprint" if mine and theirs else "as nobody can tell where one side has no fingerprints"
+            why = "by fingerprint" if mine and theirs else "which cannot be checked if one side has no fingerprints"
             return _Verdict(f"{text}; the fallback does not have the same {other[0]!r}, {why}", ())
         return _Verdict("", tuple(lost))
 
@@ -398,29 +398,26 @@ def gather(
     overwrite: bool = False,
     executor: Executor | None = None,
 ) -> GatherReport:
-    """Put one checkpoint together out of what the hosts of a job have kept. Needs no job and no
-    model.
+    """Build one checkpoint from the folders that the hosts of a job left, without a running job or a model.
 
         report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
 
-    Every block is compared with its checksum; of several copies, and of several damaged ones, what
-    is good is taken.
+    Every block is compared with its checksum. If one copy is damaged, the good blocks of all copies are used.
 
     Args:
-        folders: of hosts, each the folder of a `Tier` and in it the name of the host.
-        out: where the checkpoint goes.
-        step: which generation; by default the newest, by the decision of `Tier.restore`. If that is
-            not whole, an older one must be asked for.
-        overwrite: a checkpoint that is there is replaced.
-        executor: compares and writes in tasks; all workers see all folders.
+        folders: one per host: the folder of a `Tier` and in it the name of the host.
+        out: path of the new checkpoint.
+        step: which generation. Default: the newest, as `Tier.restore` decides. If that one is not complete, you must
+            pass the step of an older one.
+        overwrite: replace an existing checkpoint.
+        executor: compares and writes in tasks. All workers must see all folders.
 
     Raises (nothing is written then):
-        CheckpointNotFoundError: no folder has a generation that counts, or none of this step.
-        CorruptCheckpointError: what is left is not whole: it names tensors and regions, and an
-            older one that is whole.
-        CheckpointError: it cannot be told which generation the job lived on last: `step` can say
-            it.
-        FormatError: a checkpoint is at `out` already.
+        CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
+        CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
+            generation that is complete.
+        CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
+        FormatError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
@@ -439,7 +436,9 @@ def gather(
     look = _Look(wanted, places, executor)
     if look.lost:
         others = [kept for kept in older if kept.step != wanted.step and not _Look(kept, places).lost]
-        hint = f"step {others[0].step} is whole: ask for it by step={others[0].step}" if others else "none other is"
+        hint = (
+            f"step {others[0].step} is complete: pass step={others[0].step}" if others else "no other step is complete"
+        )
         raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
     commit.refuse_foreign(storage)
     there = commit.published(storage)

@@ -1,4 +1,4 @@
-"""`Tier`: a job's last states in the memory of its hosts, or on their local disks."""
+"""`Tier`: keeps a job's last states in the memory of its hosts, or on their local disks."""
 
 from __future__ import annotations
 
@@ -72,29 +72,30 @@ _PACED_BYTES = 4 << 20
 
 @renamed(keep="save", async_keep="async_save", recover="restore")
 class Tier:
-    """A folder on each host in which the job keeps its last states: in shared memory, which
-    survives the processes, or on a local disk, which survives the host's restart as well.
+    """An in-memory checkpoint: a folder on each host that holds the last states of a job. In shared
+    memory it survives the processes; on a local disk it also survives a restart of the host.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
         tier.save(state, step=100)        # collective, each few steps
-        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and layouts
+        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and
+        layouts
 
-    Each host has a folder of its own below `folder`. There are two generations at most: the last
-    that is whole, and beside it the next while it is made; until then, where hosts come back with
-    different ones, what each has brought.
+    Each host has its own folder below `folder`. It holds at most two generations: the last complete
+    one, and the next one while it is written. If hosts come back with different generations, each
+    keeps its own until then.
 
     Args:
-        folder: a local path, the same on all hosts; another one for each job.
-        host: name of this rank's host; by default that of the machine. Ranks that give one name
+        folder: a local path, the same on all hosts. Each job needs its own.
+        host: name of this rank's host; default: the name of the machine. Ranks with the same name
             share the folder.
-        copies: how many hosts may be lost, whichever they are, without losing a byte; so many other
-            hosts have a copy of what a rank writes.
+        copies: number of hosts that may be lost at once without losing data. Each rank's data is
+            copied to this number of other hosts.
         process_group: the ranks that save and restore together; default: the default group, or this
             process alone.
-        max_inflight_bytes: bound on the memory for messages under way, on each rank.
-        timeout: how long each call may take, in seconds or as a `timedelta`.
+        max_inflight_bytes: limit for the memory of messages in flight, on each rank.
+        timeout: limit for each call, in seconds or as a `timedelta`.
 
-    Raises CheckpointError for arguments that cannot be.
+    Raises CheckpointError for invalid arguments.
     """
 
     @renamed(deadline_s="timeout")
@@ -133,23 +134,23 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> TierSaveReport:
-        """Collective: keep a state dict as the next generation; the one before is removed once all
-        hosts have it.
+        """Collective: save a state dict as the next generation. The previous one is removed once
+        all hosts have the new one.
 
-        Each rank writes its part of what `reshard.save` would save, with checksums, and its copies
-        are sent and checked before the generation counts anywhere. A failure or kill at any point
-        leaves the one before.
+        Each rank writes the part that `reshard.save` would write, with checksums. Its copies are
+        sent and checked before the generation counts. A failure or kill at any point leaves the
+        previous generation.
 
         Args:
-            step: the caller's number of it, which `restore` reports.
-            check_replicas: as of `reshard.save`.
-            fingerprints: digest each tensor: without them, `restore` cannot fill what is lost from
-                a fallback.
+            step: your number for this state; `restore` reports it.
+            check_replicas: as in `reshard.save`.
+            fingerprints: store a fingerprint of each tensor. Without them, `restore` cannot fill
+                lost tensors from a fallback.
 
-        Raises, beside what `reshard.save` does (nothing is kept then, and the generation before
+        Raises the errors of `reshard.save`, and (nothing is kept then, and the previous generation
         stays):
             LayoutError: there are fewer hosts than `copies + 1`.
-            StorageError: a host has no room for what it must hold, or its folder belongs to another job.
+            StorageError: a host does not have enough space, or its folder belongs to another job.
         """
         group = self._group()
         with phase("keep", path=self.settings.folder), group.together("Tier.save"):
@@ -166,15 +167,17 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> PendingKeep:
-        """Like `save`, but returns as soon as each rank has copied its part within its own memory.
-        The saved state is that of the call. Files are written and copies are sent while the job
-        trains, over a gloo group of their own. Until all are there, the generation before counts.
+        """Like `save`, but return as soon as each rank has copied its part in memory.
 
-        At most one is in progress: the next call of any method first waits for it and raises its
-        error on all ranks, unless they have asked for its `result()`.
+        The generation has the values at the time of the call. Files are written and copies are sent
+        while the job trains, over a separate gloo group. The previous generation counts until all
+        copies are there.
+
+        At most one save is in progress: the next call of any method first waits for it and raises
+        its error on all ranks, unless they have called its `result()`.
 
         Args:
-            bytes_per_s: bound on what each rank sends and receives together, on average.
+            bytes_per_s: limit for the average bandwidth that each rank uses to send and receive.
         """
         group = self._group()
         with phase("async_keep", path=self.settings.folder, goes_on=True):
@@ -212,26 +215,27 @@ class Tier:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> TierRestoreReport:
-        """Collective: fill `state_dict`, in place, with the newest generation that survives whole,
-        whatever ranks, hosts and layouts there are now. All ranks load the same one, or none. What
-        a host brings back from which the job had not gone on is not newer, whatever its number, and
-        is told in `TierRestoreReport.passed_over`.
+        """Collective: fill `state_dict` in place from the newest generation that survives
+        completely. Ranks, hosts, and layouts may differ.
 
-        Blocks that do not have their checksums count as lost, and another host's copy is taken.
-        What a host lacks comes to it once, from hosts that have it. All else is as with
-        `reshard.load`, and so are the errors.
+        All ranks load the same generation, or none. Blocks whose checksums do not match count as
+        lost, and another host's copy is used. Each host receives what it lacks once, from hosts
+        that have it. If a host brings back a generation from which the job did not continue, that
+        generation does not count as newer, whatever its number; `TierRestoreReport.passed_over`
+        lists it. Everything else, including errors, is as in `reshard.load`.
 
         Args:
-            fallback: a checkpoint, by path, URL or `Storage`. Tensors that survive nowhere come
-                from it if it has the same by fingerprint; else an older generation is taken, or the
-                whole fallback, whichever is the newer.
-            step: take a generation of this step, or none; by default the newest.
-            strict, dtype_policy, mapping: as of `reshard.load`.
+            fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are
+                read from it if it has the same values by fingerprint. Otherwise an older generation
+                or the complete fallback is loaded, whichever is newer.
+            step: load a generation of this step, or none. Default: the newest.
+            strict, dtype_policy, mapping: as in `reshard.load`.
 
-        Raises, alike on all ranks (nothing was written then):
-            CheckpointNotFoundError: nothing is whole: it names for each generation what is missing.
-            CheckpointError: it cannot be told which of two generations the job lived on last:
-                `step` can say it.
+        Raises (nothing was written; the same error on all ranks):
+            CheckpointNotFoundError: no generation is complete. The message says what each one
+                lacks.
+            CheckpointError: there are two candidates for the last generation. Pass `step` to
+                choose.
         """
         self._settle()
         group = self._group()
@@ -248,7 +252,8 @@ class Tier:
             return report
 
     def clear(self) -> None:
-        """Collective: remove everything that the job keeps, on all hosts: when it has ended well."""
+        """Collective: remove everything that the job keeps, on all hosts. Call it when the job has
+        succeeded."""
         self._settle()
         group = self._group()
         with group.together("clear"):

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: one object that keeps the checkpoints of a training run. It decides, the verbs do the work."""
+"""`CheckpointManager`: manages the checkpoints of a training run. It decides when; `save` and `load` do the work."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
 
 @dataclass(frozen=True)
 class StepReport(Tabled):
-    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saved or keeps anything."""
+    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saves the step anywhere."""
 
     step: int
     storage: str
-    """Why the step goes to storage; empty if it does not."""
+    """Why the step is saved to storage; empty if it is not."""
     memory: str
     """Why it is kept in memory; empty if it is not."""
     preempted: str
-    """Who asks the job to end: the step is whole in storage, and the loop had better end now. Else empty."""
+    """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
+    no request."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -57,14 +58,14 @@ class StepReport(Tabled):
 
 @dataclass(frozen=True, repr=False)
 class RestoreReport(Tabled):
-    """What `CheckpointManager.restore` did. Equal on all ranks but for `load`."""
+    """What `CheckpointManager.restore` did. Only `load` differs between ranks."""
 
     step: int
     path: str
-    """Where it comes from: the folder of the memory tier, or the checkpoint in storage."""
+    """Source of the state: the folder of the memory tier, or the checkpoint in storage."""
     from_memory: bool
     passed_over: tuple[str, ...]
-    """Newer ones that could not be taken, and why."""
+    """Newer steps that could not be loaded, and why."""
     load: LoadReport
 
     def __repr__(self) -> str:
@@ -74,8 +75,8 @@ class RestoreReport(Tabled):
 
 
 class CheckpointManager:
-    """The checkpoints of a training run below `root`: saved when they are due, in the background; kept as long as they
-    are wanted; restored in whatever topology there is then.
+    """Manages the checkpoints of a training run below `root`: saves them in the background when they are due, removes
+    old ones, and restores the newest one in any topology.
 
         state = {"model": model, "optim": optimizer, "step": 0}
         with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
@@ -190,7 +191,7 @@ class CheckpointManager:
         for name in ("whole_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
-                raise CheckpointError(f"{name} must be a whole number >= 1, got {its!r}")
+                raise CheckpointError(f"{name} must be an integer >= 1, got {its!r}")
         check_bytes_per_s(self._bytes_per_s)
 
     def save(
@@ -225,7 +226,7 @@ class CheckpointManager:
         if due.preempted:
             self.wait()
             if self._claim is not None:
-                _log.warning("step %d is saved in %s, as asked by %s", step, self.root, due.preempted)
+                _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
         return StepReport(step, due.storage, due.memory, due.preempted)
 
@@ -357,7 +358,8 @@ class CheckpointManager:
                 when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
-        Raises, beside what `reshard.load` does, CheckpointNotFoundError if the step is not there, or none is whole.
+        Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist or no step is
+        complete.
         """
         self.wait()
         group = self._group()
@@ -403,7 +405,7 @@ class CheckpointManager:
         if wanted is None and not steps:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"
-        why = "; ".join(passed) or f"its whole steps are {', '.join(map(str, steps)) or 'none'}"
+        why = "; ".join(passed) or f"its complete steps are {', '.join(map(str, steps)) or 'none'}"
         raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}")
 
     def _load(
@@ -551,7 +553,7 @@ class _Signals:
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in numbers}
         elif numbers:
-            _log.warning("signals do not ask for a save: only a manager that is made in the main thread catches them")
+            _log.warning("signals cannot request a save: create the manager in the main thread to handle them")
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a fork that knows nothing of the run

@@ -1,4 +1,4 @@
-"""What a manager decides by, as values: when a step is due, which steps stay, and who may ask for a save."""
+"""Policies of a checkpoint manager: when to save, which steps to retain, and what may request a save."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Every:
         if self.steps is None and self.seconds is None:
             raise CheckpointError("Every needs steps=, seconds= or both")
         if self.steps is not None and not _is_count(self.steps):
-            raise CheckpointError(f"Every: steps must be a whole number >= 1, got {self.steps!r}")
+            raise CheckpointError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
             raise CheckpointError(f"Every: seconds must be a positive number, got {self.seconds!r}")
 
     def is_multiple(self, step: int, before: int) -> bool:
-        """Whether a multiple of `steps` lies behind step `before`, up to and with `step`."""
+        """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
         return self.steps is not None and step // self.steps > before // self.steps
 
     def why(self, step: int, before: int, waited_s: float) -> str:
-        """Why the step is due; empty if it is not.
+        """Return why the step is due; empty if it is not.
 
         Args:
-            before: the step of the call before.
-            waited_s: since the last that was due.
+            before: the step of the previous call.
+            waited_s: seconds since the last step that was due.
         """
         if self.is_multiple(step, before):
             return f"every {self.steps} steps"
@@ -81,24 +81,24 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not _is_count(self.last):
-            raise CheckpointError(f"Keep: last must be a whole number >= 1, or None for all, got {self.last!r}")
+            raise CheckpointError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
         if self.every is not None and not _is_count(self.every):
-            raise CheckpointError(f"Keep: every must be a whole number of steps >= 1, got {self.every!r}")
+            raise CheckpointError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise CheckpointError(
-                f"Keep: best must be a whole number, with the name of its metric, got {self.best!r} and {self.metric!r}"
+                f"Keep: best must be an integer, with the name of its metric, got {self.best!r} and {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps that have the metric, the best first."""
+        """Return the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         rows = [(sign * its[self.metric], -step) for step, its in metrics.items() if self.metric in its]
         return [-step for _, step in sorted(rows)]
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Of all steps that there are, with the metrics of each, those that stay."""
+        """Return the steps that stay, given all steps and their metrics."""
         steps = sorted(metrics)
         if self.last is None:
             return set(steps)
@@ -129,7 +129,7 @@ class Preemption:
                 raise CheckpointError(f"Preemption: {number!r} is not a signal")
 
     def asked(self) -> list[str]:
-        """Who asks now, but for signals."""
+        """Return what requests a save now, except signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
         return [*found, *(["Preemption.asks"] if self.asks is not None and self.asks() else [])]
 
@@ -141,7 +141,7 @@ def checked_step(step: object) -> int:
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
             number = operator.index(step)
     if number < 0:
-        raise CheckpointError(f"step must be a whole number >= 0, got {step!r}")
+        raise CheckpointError(f"step must be an integer >= 0, got {step!r}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Which samples of a data set are next: one position in one order, whatever number of ranks share it."""
+"""A sampler whose position in the data set does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _CHUNK = 1 << 16
 
 
 class ElasticSampler(Sampler[int]):
-    """A part of each epoch's samples, which goes on where all parts stopped, on any number of parts.
+    """A sampler for one rank's share of each epoch. It resumes exactly, also with another number of ranks.
 
-    All parts draw one order of the data set and take turns in it. So what they have taken together, in as many batches
-    each, is the beginning of that order, and one number says which: it is the same on all ranks, and the state of the
-    next job, however many parts that has. No sample is lost and none is taken twice.
+    All parts use the same order of the data set and take samples in turn. If they have taken the same number of
+    batches, the samples taken so far are a prefix of that order, and its length is the state. The state is the same on
+    all ranks and does not depend on their number. No sample is lost or repeated.
 
     Args:
-        size: samples in the data set.
-        part, parts: this rank's share, such as its coordinate among those that get different data, and their number;
-            of the whole job's ranks where they are not given.
-        shuffle: draw an order for each epoch, from `seed` and its number.
-        tail: when the rest of an epoch is no multiple of `parts`: `"keep"` what there is, so that some parts have one
-            sample less, `"drop"` the last ones, or `"repeat"` the first ones of the rest.
+        size: number of samples in the data set.
+        part, parts: index of this rank's share, such as its data-parallel rank, and the number of shares. Default: the
+            rank and world size of the job.
+        shuffle: shuffle each epoch, from `seed` and the number of the epoch.
+        tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so some parts have one
+            sample less. `"drop"`: leave out the last samples. `"repeat"`: repeat the first samples of the rest.
 
     Attributes:
-        epoch, position: where all parts are, together.
+        epoch, position: the common position of all parts.
     """
 
     def __init__(
@@ -60,12 +60,16 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if not self._is_counted:
-            raise LayoutError("batches that nobody counts would be taken twice: iterate over sampler.over(loader)")
+            raise LayoutError(
+                "a plain loop over the loader would repeat batches after a restart: iterate over sampler.over(loader)"
+            )
         return (index for chunk in torch.split(self._own(), _CHUNK) for index in chunk.tolist())
 
     def over(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """The batches of the rest of the epoch, by a loader that has this sampler; counted as the caller takes them,
-        and not as workers fetch them. Then the next epoch begins."""
+        """Yield the batches of the rest of the epoch from a loader that uses this sampler.
+
+        A batch counts when you receive it, not when a worker fetches it. Then the next epoch begins.
+        """
         batches = getattr(loader, "batch_sampler", None)
         per_batch = 1 if batches is None else batches.batch_size
         self._is_counted = True
@@ -78,11 +82,11 @@ class ElasticSampler(Sampler[int]):
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks."""
+        """Return the position. It is the same on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises KeyMismatchError for the position in another order."""
+        """Set the position. Raises KeyMismatchError if it belongs to another order."""
         other = [
             f"{key} is {own!r}, was {state.get(key)!r}" for key, own in self._order().items() if state.get(key) != own
         ]

@@ -104,7 +104,7 @@ def _first_ones(parts: list[_Heard]) -> _Heard:
 
 
 def _one_of_many(rank: int) -> CheckpointError:
-    return CheckpointError(f"rank {rank} failed, too: of so many only the errors of the first {_WHOLE} travel")
+    return CheckpointError(f"rank {rank} failed, too: only the errors of the first {_WHOLE} ranks are sent")
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
     wrong = [text for key, value in wanted.items() if (text := _misfit(key, value, saved.get(key)))]
     if not missing and not wrong:
         return
-    lines = ["the checkpoint does not fit what is to be loaded:"]
+    lines = ["the checkpoint does not match the state to load:"]
     for key in missing:
         close = difflib.get_close_matches(key, list(saved), n=1, cutoff=0.75) if len(missing) < 20 else []
         lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))

@@ -384,7 +384,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "dcp",
-    looks_for=".metadata and *.distcp, or __<rank>.metadata",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -23,8 +23,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "deepspeed",
-    looks_for="latest, and mp_rank_*_model_states.pt, zero_pp_rank_*_optim_states.pt or layer_*-model_states.pt below "
-    "it",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -23,8 +23,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "megatron",
-    looks_for="latest_checkpointed_iteration.txt, or metadata.json with a sharded_backend or common.pt, beside "
-    ".metadata",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
@@ -45,7 +43,6 @@ def _legacy_normalizer() -> Normalizer:
 
 LEGACY = Format(
     "megatron_legacy",
-    looks_for="mp_rank_<tp>[_<pp>][_<ep>]/model_optim_rng.pt",
     checksums=CRC_OF_RECORDS,
     detect=detect_legacy,
     open=open_legacy,

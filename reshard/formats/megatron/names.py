@@ -393,7 +393,7 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     if not found:
         hints.missing(
             "tp_dims",
-            f"the files do not say how tensor parallelism over {tp} ranks cuts {name!r}, and its name is not known",
+            f"the files do not say how tensor parallelism over {tp} ranks shards {name!r}, and its name is not known",
             f"{{{name!r}: 0}}",
         )
     return found[0]

@@ -17,7 +17,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "torch_checkpointing",
-    looks_for="metadata.pkl and <item>_<rank>.pt",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

@@ -377,7 +377,6 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "torch_save",
-    looks_for="a file of torch.save: *.pt, *.pth, *.bin, *.ckpt",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,

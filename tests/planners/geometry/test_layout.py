@@ -58,7 +58,7 @@ def test_layouts_are_values():
         (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be text"),
         (
             lambda: TensorLayout(SPEC, "dp=2", "S(2)"),
-            r"cuts a dim that the shape \(7, 4\) does not have \(tensor 'w'\)",
+            r"shards a dim that the shape \(7, 4\) does not have \(tensor 'w'\)",
         ),
         (lambda: TensorLayout(SPEC, "dp=2,tp=2", "S(0)"), "has 2 axes, but 1 placements were given"),
         (lambda: TensorLayout(SPEC, "dp=2", "Z(0)"), "unknown placement 'Z"),

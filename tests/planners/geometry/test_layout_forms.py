@@ -86,7 +86,7 @@ def test_owners_and_ranks_say_the_same():
     ("make", "message"),
     [
         (lambda: ProductForm.make(Mesh({"dp": 2}), []), "has 1 axes, but 0 placements"),
-        (lambda: PRODUCT.check(()), r"S\(0\) on axis 'dp' cuts a dim that the shape \(\) does not have"),
+        (lambda: PRODUCT.check(()), r"S\(0\) on axis 'dp' shards a dim that the shape \(\) does not have"),
         (lambda: BoxesForm.make({-1: []}), "ranks must be >= 0"),
         (lambda: BoxesForm.make({4: []}, world_size=3), "there are 3 ranks only"),
         (lambda: BOXES.check((3, 3)), r"outside the shape \(3, 3\) \(rank 0"),

@@ -53,7 +53,7 @@ def test_local_starts_follow_local_order():
     ("cuts", "message"),
     [
         (((BlockShard(0, (4, 3)), 2),), "add up to 7, but the dim has 8 elements"),
-        (((Shard(0), 2), (BlockShard(0, (4, 4)), 2)), "must be the first placement that cuts its dim"),
+        (((Shard(0), 2), (BlockShard(0, (4, 4)), 2)), "must be the first placement that shards its dim"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(cuts, message):

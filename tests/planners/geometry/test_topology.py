@@ -150,7 +150,7 @@ def test_topologies_that_cannot_be_are_refused(make, message):
             "dp=2",
             {"*": "S(1)"},
             {},
-            r"the rule for '\*' \(S\(1\)\): .* cuts a dim .* \(tensor 'layers.0.norm.weight'\)",
+            r"the rule for '\*' \(S\(1\)\): .* shards a dim .* \(tensor 'layers.0.norm.weight'\)",
         ),
         ("dp=2,tp=2", {"*": "S(0)"}, {}, r"1 placements, but the axes \['dp', 'tp'\] are free"),
         ("dp=2,tp=2", {"*": "dp: S(0)"}, {}, "axis 'tp' is neither named nor fixed by a home"),

@@ -161,7 +161,7 @@ def test_sharded_to_copied_at_scale_is_not_enumerated():
 def test_tensors_on_one_side_only():
     before, after = state("S(0)", "dp=2", names=["a", "b"]), state("S(0)", "dp=3", names=["b", "c"])
 
-    with pytest.raises(LayoutMismatchError, match="nobody holds 'c' before"):
+    with pytest.raises(LayoutMismatchError, match="no rank holds 'c' before"):
         plan_transfers(before, after)
     plan = plan_transfers(before, after, allow_missing=True)
 

@@ -65,7 +65,7 @@ def test_a_save_that_was_begun_is_finished(end: str, code: int, tmp_path: Path) 
 
 def test_a_failure_that_nobody_asks_for_is_told(tmp_path: Path) -> None:
     done = run(tmp_path / "c", "pass", "fail")
-    assert "a save in the background failed, and nobody asked" in done.stderr
+    assert "a save in the background failed, and its result() was not called" in done.stderr
     assert "the disk burns" in done.stderr
     assert not list((tmp_path / "c").glob("*"))
 

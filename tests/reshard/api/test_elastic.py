@@ -191,7 +191,7 @@ def test_an_older_generation_is_taken_whole_and_the_report_says_why(tmp_path: Pa
 
     assert {end.step for end in ends} == {1}
     assert is_step(found, 1)
-    assert "generation 2 (step 2) is not whole" in ends[0].passed_over[0]
+    assert "generation 2 (step 2) is not complete" in ends[0].passed_over[0]
     assert "'w' lacks Box[240:300, 0:1000], written by rank 4" in ends[0].passed_over[0]
 
 
@@ -214,7 +214,7 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
 
     refused, _ = ends(0, None)
     assert type(refused) is CheckpointNotFoundError
-    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Give a checkpoint as fallback" in str(refused)
+    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Pass a checkpoint as fallback" in str(refused)
     filled, found = ends(0, tmp_path / "same")
     assert (filled.step, filled.from_fallback) == (1, ("w",))
     assert is_step(found, 1)
@@ -329,7 +329,7 @@ def test_what_a_host_brings_back_is_not_newer_than_what_the_job_kept_without_it(
     (why,) = report.passed_over
     assert report.step == 15
     assert why == (
-        "generation 3 (step 30) on host 'a' is left behind: a later incarnation of the job, by the clocks of the "
+        "generation 3 (step 30) on host 'a' was not used: a later incarnation of the job, by the clocks of the "
         "hosts, kept generation 1 (step 15) and had not recovered this one"
     )
     told = capsys.readouterr().out
@@ -352,7 +352,7 @@ def test_a_later_incarnation_that_knew_of_an_earlier_is_later_whatever_the_clock
     report = small(tmp_path, ["later", "a"], now=3e8)
     assert report.step == 6
     assert report.passed_over[0] == (
-        "generation 2 (step 20) on host 'later' is left behind: a later incarnation of the job, which knew of it, kept "
+        "generation 2 (step 20) on host 'later' was not used: a later incarnation of the job, which knew of it, kept "
         "generation 4 (step 6) and had not recovered this one"
     )
 
@@ -364,10 +364,10 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
 
     refused = small(run_, ["a", "b"])
     assert type(refused) is CheckpointError
-    for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "by step=30 or step=15"):
+    for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "pass step=30 or step=15"):
         assert part in str(refused)
     assert "by one that began at 1970-01-01 00:16:40.000 UTC" in str(refused)
-    with pytest.raises(CheckpointError, match="it cannot be told which generation the job lived on last"):
+    with pytest.raises(CheckpointError, match="it is not known which generation the job used last"):
         reshard.elastic.gather([run_ / "a", run_ / "b"], out)
     assert not out.exists()
     assert reshard.elastic.gather([run_ / "a", run_ / "b"], out, step=30).step == 30
@@ -376,7 +376,7 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
     assert "no generation of step 7" in str(none)
     assert "the 2 hosts have 30, 15" in str(none)
     report = small(run_, ["a", "b"], step=30)
-    assert report.passed_over == ("generation 1 (step 15) on host 'b' is left behind: step 30 is asked for",)
+    assert report.passed_over == ("generation 1 (step 15) on host 'b' was not used: step 30 is asked for",)
     assert small(run_, ["a", "b"]).step == 30
 
 
@@ -385,7 +385,7 @@ def test_of_two_lives_with_the_same_step_one_must_be_removed(tmp_path: Path) -> 
         small(tmp_path, [host], 15, recovers=False, now=1000.0)
     refused = small(tmp_path, ["a", "b"], step=15)
     assert type(refused) is CheckpointError
-    assert "Remove the folders of those that are to be left: 00000001-step-15-" in str(refused)
+    assert "Remove the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
     shutil.rmtree(tmp_path / "b")
     assert small(tmp_path, ["a", "b"]).step == 15
 
@@ -405,7 +405,7 @@ def test_folders_of_earlier_releases_whose_numbers_and_times_contradict_are_refu
     unrecorded(tmp_path)
     refused = small(tmp_path, ["a", "b"])
     assert type(refused) is CheckpointError
-    assert "by step=15 or step=30" in str(refused) or "by step=30 or step=15" in str(refused)
+    assert "pass step=15 or step=30" in str(refused) or "pass step=30 or step=15" in str(refused)
     small(tmp_path, ["a", "b"], 40, step=15)
     assert small(tmp_path, ["a", "b"]).step == 40
 

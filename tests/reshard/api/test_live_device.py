@@ -95,7 +95,7 @@ def _run(mesh: Any, order: simulated.Order, *, delta: bool = False) -> bool:
                         good &= torch.equal(local.cpu(), wanted[key] * again * 4**step)
                 source["columns"].to_local().mul_(2)  # the memory of all sources
     logging.getLogger("reshard").removeHandler(warned)
-    again = [record for record in warned.buffer if "targets were not what came last" in record.msg]
+    again = [record for record in warned.buffer if "targets differ from what the last transfer left" in record.msg]
     return good and not seen.faults and not again  # differences that arrive wrong would come once more
 
 

@@ -175,7 +175,7 @@ def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
     assert (report, value) == (None, -1.0)
     with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (None, [])
-        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* its whole steps are none"):
+        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* its complete steps are none"):
             manager.restore({"w": torch.zeros(3)}, 7)
 
 
@@ -311,8 +311,8 @@ def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -
 
 BAD = [
     ({"every": 5}, "every must be reshard.Every"),
-    ({"every": Every(steps=1), "whole_every": 0}, "whole_every must be a whole number >= 1"),
-    ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be a whole number >= 1"),
+    ({"every": Every(steps=1), "whole_every": 0}, "whole_every must be an integer >= 1"),
+    ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= where there is a memory= tier"),
     ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
@@ -331,11 +331,11 @@ def test_options_that_cannot_be_are_told(options: Any, words: str, tmp_path: Pat
 
 POLICIES = [
     (lambda: Every(), "steps=, seconds= or both"),
-    (lambda: Every(steps=0), "steps must be a whole number >= 1"),
-    (lambda: Every(steps=True), "steps must be a whole number >= 1"),
+    (lambda: Every(steps=0), "steps must be an integer >= 1"),
+    (lambda: Every(steps=True), "steps must be an integer >= 1"),
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
-    (lambda: Keep(last=0), "last must be a whole number >= 1"),
-    (lambda: Keep(every=-1), "every must be a whole number"),
+    (lambda: Keep(last=0), "last must be an integer >= 1"),
+    (lambda: Keep(every=-1), "every must be an integer"),
     (lambda: Keep(best=2), "with the name of its metric"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def test_a_task_that_ends_its_worker_is_tried_a_few_times(caplog: pytest.LogCapt
     with Processes(1) as executor:
         with pytest.raises(CheckpointError, match=r"a task was lost 4 times.*BrokenProcessPool.*of 2 tasks are done"):
             run_tasks(Deadly(), ["die", "live"], executor, lambda task, pid: done.append(task))
-        assert sum("given out again" in record.message for record in caplog.records) >= tasks.TRIES - 1
+        assert sum("submitted again" in record.message for record in caplog.records) >= tasks.TRIES - 1
         run_tasks(Deadly(), ["live"] * 3, executor, lambda task, pid: done.append(task))
     assert done[-3:] == ["live"] * 3
 
@@ -147,7 +147,7 @@ def test_a_broken_executor_is_one_error_and_the_call_goes_on(
     with DyingAfter(2, context) as executor, pytest.raises(CheckpointError) as caught:
         reshard.convert(source, tmp_path / "c", executor=executor, **options)
     assert "the executor is broken" in str(caught.value)
-    assert "of 60 tasks are done; with a new executor, the same call goes on" in str(caught.value)
+    assert "of 60 tasks are done; the same call with a new executor continues" in str(caught.value)
 
     with spawned(2) as executor:
         report = reshard.convert(source, tmp_path / "c", executor=executor, **options)

@@ -236,10 +236,10 @@ def test_a_lazy_tensor_says_how_to_read_it(use: Callable[[Any], Any]) -> None:
 def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(
-        FormatError, match=r"not a checkpoint in a known format. It contains notes.txt. Expected one of: native"
+        FormatError, match=r"not a checkpoint in a known format. It contains notes.txt. Known formats are native, "
     ):
         open_checkpoint(tmp_path)
-    with pytest.raises(FormatError, match=r"\.metadata and \*\.distcp.*\*\.safetensors.*a file of torch\.save"):
+    with pytest.raises(FormatError, match=r" dcp, safetensors, torch_save, .*docs/formats\.md"):
         open_checkpoint(tmp_path / "notes.txt")
 
 

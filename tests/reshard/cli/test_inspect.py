@@ -229,7 +229,7 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
     [passed] = told["newest"]["warnings"]
-    assert passed.startswith("checkpoint/step-20 was passed over")
+    assert passed.startswith("checkpoint/step-20 is newer but was skipped")
     assert told["newest"] | {"warnings": []} == json.loads(say("inspect", first.path, "--json").out)
     assert "float32 [2]" in say("inspect", tmp_path, "--step", "10").out
     assert reshard.steps(tmp_path / "checkpoint" / "step-10") == []
@@ -284,7 +284,7 @@ def test_a_map_fits_the_terminal_however_many_cuts_there_are(layout: TensorLayou
     assert len({len(line) for line in drawn}) <= 1
     assert all(len(line) <= 60 for line in drawn)
     assert len(drawn) < 40
-    assert ("which is cut, too" in text) == (layout.spec.shape == (4, 4, 4)), "the only one of three cuts"
+    assert ("which is sharded, too" in text) == (layout.spec.shape == (4, 4, 4)), "the only one of three cuts"
 
 
 def test_a_short_form_is_explained(say) -> None:

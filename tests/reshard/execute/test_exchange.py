@@ -135,7 +135,7 @@ def test_a_load_reads_every_needed_byte_once_in_the_whole_job(tmp_path):
     for rows in zip(*ranks, strict=True):
         case = rows[0]["case"]
         if case == "saved":
-            assert all("read_once does not go with" in row["refused"] for row in rows)
+            assert all("read_once does not support" in row["refused"] for row in rows)
             continue
         assert not any(row["wrong"] for row in rows), case
         read = sum(row[True][0] for row in rows)

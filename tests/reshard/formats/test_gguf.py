@@ -192,7 +192,7 @@ BAD = {
     "huge": (gguf({"a": (0, (1 << 62, 1 << 62), b"")}), "truncated"),
     "type": (gguf({"a": (99, (4,), b"")}), "ggml type 99"),
     "odd rows": (gguf({"a": (8, (2, 33), b"")}), "33 elements, which Q8_0 cannot split into blocks of 32"),
-    "shifted": (gguf({"a": A}, shift=32), "'a' should begin 0 bytes behind the header, and the header says 32"),
+    "shifted": (gguf({"a": A}, shift=32), "'a' should begin 0 bytes after the header, and the header says 32"),
     "cut": (gguf({"a": A})[:-20], "truncated"),
     "twice": (gguf({"ab": A, "ac": A}).replace(b"ac", b"ab"), "'ab' twice"),
     "alignment": (gguf({"a": A}, {"general.alignment": 1 << 30})[:200], "truncated|no number"),

@@ -213,7 +213,7 @@ BAD = {
     "huge": ({"a": entry(shape=[2**61, 2**61, 2**61])}, b"x" * 8, "needs"),
     "too few bytes": ({"a": entry(shape=[3])}, b"x" * 8, "needs 12 bytes"),
     "unknown dtype": ({"a": entry(dtype="F7")}, b"x" * 8, "unknown safetensors dtype 'F7'"),
-    "a hole": ({"a": entry(), "b": entry(data_offsets=[12, 20])}, b"x" * 20, "'b' at .12, 20. leaves a hole of 4"),
+    "a hole": ({"a": entry(), "b": entry(data_offsets=[12, 20])}, b"x" * 20, "'b' at .12, 20. leaves a gap of 4"),
     "an overlap": ({"a": entry(), "b": entry(data_offsets=[4, 12])}, b"x" * 12, "'b' at .4, 12. overlaps"),
     "truncated": ({"a": entry()}, b"x" * 7, "was truncated"),
     "bytes behind": ({"a": entry()}, b"x" * 9, "or appended to"),

@@ -159,9 +159,9 @@ def test_blocks_stay_as_they_are_on_other_numbers_of_ranks(tmp_path):
 
 
 def refusals(path, alone):
-    with pytest.raises(LayoutError, match="blocks: they stay whole where dim 0 is cut at multiples of 2, and no later"):
+    with pytest.raises(LayoutError, match=r"blocks. It must shard dim 0 at multiples of 2 and no later"):
         first(path, (16, 4), [Shard(1)])
-    with pytest.raises(LayoutError, match="cut goes through blocks"):
+    with pytest.raises(LayoutError, match="sharding splits blocks"):
         resumed(alone, (12, 4), [Shard(1)])
     model, optimizer = job((11, 8), [Shard(0)])
     optimizer.step()

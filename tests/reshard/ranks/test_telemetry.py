@@ -160,7 +160,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
         for one in points["reshard.bytes"]
     }
     assert (moved["load", None], moved["load", "CheckpointNotFoundError"]) == (NBYTES, 0)
-    assert "OpenTelemetry could not be told of save" in told["err"], "and the save was made"
+    assert "OpenTelemetry could not record save" in told["err"], "and the save was made"
     assert reshard.verify(tmp_path / "e").ok
 
 
