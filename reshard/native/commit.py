@@ -38,7 +38,7 @@ from reshard.native.reader import NativeFacts, detect
 from reshard.ranks import liveness
 from reshard.ranks.global_state import GlobalState
 from reshard.state import path_to_json
-from reshard.storage.base import Storage, is_temporary
+from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
@@ -374,7 +374,7 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
     """
     for folder in storage.empty_folders():
         if is_generation(folder) or folder in others:
-            storage.delete(f"{folder}/{CLAIM}")
+            storage.delete(f"{folder}/{NOTHING}")
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:

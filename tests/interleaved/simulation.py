@@ -179,7 +179,10 @@ class Simulation:
         self.struck = 0
         """The number of the operation at which a process was killed."""
         self.violations: list[str] = []
+        self.replaces: dict[str, str | None] = {}
+        """Which save the save of an id was to replace, of those that came to publish."""
         self._calm = 0
+        self._has_ended = False
         self._files: dict[int, str] = {}
 
     # --- processes ---
@@ -226,7 +229,7 @@ class Simulation:
 
     def kill(self, process: Process) -> None:
         """Nothing of it runs any more."""
-        process.is_dead = True
+        process.is_dead = self._has_ended = True
         process.resumes_at = None
         self.dead_pids.add(process.number)
         process.job.dead.add(process.rank)
@@ -243,7 +246,8 @@ class Simulation:
         self._hub = greenlet.getcurrent()
         before: _Task | None = None
         while True:
-            self._bury()
+            if self._has_ended:
+                self._bury()
             self._notice()
             ready = [t for t in self._ready if t.process.resumes_at is None]
             if not ready:
@@ -276,9 +280,11 @@ class Simulation:
                 task.run.switch()
         finally:
             self._task = None
+            self._has_ended = self._has_ended or task.run.dead
 
     def _bury(self) -> None:
         """Tasks of the dead: none of them gets to an operation again."""
+        self._has_ended = False
         for task in self._tasks:
             if task.process.is_dead and not (task.run is not None and task.run.dead):
                 if task.run is None:
@@ -337,7 +343,8 @@ class Simulation:
             return
         if process.is_dead:
             raise Died
-        if not self._calm:
+        is_alone = bool(self._calm) or (kind == "replace" and name.endswith("/manifest.json"))
+        if not is_alone:
             self._ready.append(self._task)  # type: ignore[arg-type]
             self._leave()
         self.ops += 1
@@ -348,16 +355,16 @@ class Simulation:
         if self.log is not None:
             self.log.append(told)
         if process.fault is not None and process.ops >= process.fault.at:
-            self._strike(process, process.fault, kind)
+            self._strike(process, process.fault, kind, is_alone=is_alone)
 
-    def _strike(self, process: Process, fault: Fault, kind: str) -> None:
+    def _strike(self, process: Process, fault: Fault, kind: str, *, is_alone: bool) -> None:
         if fault.kind == "kill":
             process.fault, self.struck = None, self.ops
             for other in process.job.processes:
                 if other is process or (fault.with_all and other.machine == process.machine and not other.is_over):
                     self.kill(other)
             raise Died
-        if fault.kind == "pause" and not self._calm:
+        if fault.kind == "pause" and not is_alone:
             process.fault = None
             process.resumes_at = self.ops + fault.length
             self._ready.append(self._task)  # type: ignore[arg-type]
@@ -621,8 +628,22 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, _OfProcess(simulation, own, getattr(module, name))))
         stack.enter_context(mock.patch.object(commit, "_begun", [0.0]))
+        stack.enter_context(mock.patch.object(commit.Generation, "_check_current", _at_once(simulation)))
         stack.enter_context(mock.patch.multiple(os, **_files(simulation)))
         yield
+
+
+def _at_once(simulation: Simulation) -> Callable[[commit.Generation], None]:
+    """The last look before a manifest is published and its rename are one: no file system has a rename on condition,
+    and docs/faults.md says so."""
+    real = commit.Generation._check_current
+
+    def check(generation: commit.Generation) -> None:
+        simulation.replaces[generation.save_id] = generation.replaces
+        with simulation.calm():
+            real(generation)
+
+    return check
 
 
 def _nobody(pid: int, signal: int) -> None:

@@ -80,13 +80,17 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen: list[int | None] = [None]
+        self.save_id: str | None = None
         self._known: tuple[Any, ...] = ()
 
-    def look(self, *, may_go: bool) -> None:
-        """Raises AssertionError for what may not be."""
-        now, before, name = self._step(), self.seen[-1], self.path.name
+    def look(self, replaces: dict[str, str | None], *, may_go: bool) -> None:
+        """Raises AssertionError for what may not be. `replaces`: save id -> that of the save that it may replace."""
+        before, before_id, name = self.seen[-1], self.save_id, self.path.name
+        now = self._step()
         if now == before:
             return
+        meant = replaces.get(self.save_id or "", before_id)
+        assert meant == before_id or now is None, f"{name}: step {now} took the place of {before}, published meanwhile"
         self.seen.append(now)
         assert now is not None or may_go, f"{name} had step {before}, and now has none"
         assert now is None or now not in self.seen[:-1], f"{name} went back: {self.seen}"
@@ -101,7 +105,9 @@ class Watch:
         try:
             found = reshard.open(self.path)
             step = int(found.objects["step"])
-            known = self._files([MANIFEST, *found.contents.details(NativeFacts).files])
+            native = found.contents.details(NativeFacts)
+            self.save_id = native.manifest.save_id
+            known = self._files([MANIFEST, *native.files])
             if known == self._known:
                 return step
             whole = full(step)
@@ -111,6 +117,7 @@ class Watch:
             self._known = known
         except CheckpointNotFoundError:
             assert not (self.path / "manifest.json").exists(), f"{name} has a manifest that does not open"
+            self.save_id = None
             return None
         except ReshardError as error:
             raise AssertionError(f"{name} does not open: {error}") from error
@@ -297,10 +304,10 @@ class _Trial:
             if place in self.watches:
                 watch = self.watches[place]
                 self.looks += 1
-                if "/" in inside and watch.is_same() and self.looks % SELDOM:
+                if inside.startswith("data-") and watch.is_same() and self.looks % SELDOM:
                     continue
                 newest = max((other.seen[-1] or 0 for other in self.watches.values() if other is not watch), default=0)
-                watch.look(may_go=place != "c" and newest > (watch.seen[-1] or 0))
+                watch.look(self.simulation.replaces, may_go=place != "c" and newest > (watch.seen[-1] or 0))
 
     def _timed(self, job: str, body: Body, size: int) -> Callable[[int], Any]:
         def run(rank: int) -> Any:
@@ -405,7 +412,7 @@ class _Trial:
             self._judge_ends(job.name, dict(enumerate(job.ends)), set(), set())
         if all(not isinstance(end, BaseException) for end in following.ends):
             watch = self.watches[self.verb.into]
-            if watch.seen[-1] != 100:
+            if 100 not in watch.seen or (watch.seen[-1] != 100 and not (beside or paused)):
                 self._wrong(f"the next save was done, but {watch.path.name} had {watch.seen}")
         elif not (beside or paused):
             self._wrong(f"the next save failed: {following.ends!r}")
