@@ -35,7 +35,7 @@ from tests.interleaved.simulation import Fault, Hang, Job, Simulation, chooser, 
 from tests.simulated_hosts import cut
 from tests.simulated_ranks import Died
 
-__all__ = ["FAULTS", "VERBS", "Outcome", "scratch", "trial"]
+__all__ = ["FAULTS", "VERBS", "Outcome", "every_fault", "every_switch", "run", "scratch", "trial"]
 
 DEADLINE_S = 60.0
 SLACK_S = 20.0
@@ -214,9 +214,9 @@ VERBS: dict[str, Verb] = {
     "save, base replaced": Verb(saving("c", 2, base="auto"), ONE),
     "save, two jobs": Verb(saving("c", 2), ONE, saving("c", 3)),
     "async_save": Verb(saving_in_background("c", 2, 3), ONE),
-    "load": Verb(loading("c", 1), ONE),
-    "load, save beside": Verb(loading("c", 1, 2), ONE, saving("c", 2)),
-    "save, load beside": Verb(saving("c", 2), ONE, loading("c", 1, 2)),
+    "load": Verb(loading("c", 1, 100), ONE),
+    "load, save beside": Verb(loading("c", 1, 2, 100), ONE, saving("c", 2)),
+    "save, load beside": Verb(saving("c", 2), ONE, loading("c", 1, 2, 100)),
     "prune": Verb(pruning(1), THREE, into="step-4", is_alone=True),
     "prune, save beside": Verb(
         pruning(1), THREE, saving("step-4", 4, base="auto"), into="step-5",
@@ -268,9 +268,6 @@ def scratch() -> Iterator[Path]:
         if was_on:
             gc.enable()
         gc.unfreeze()
-
-
-_usual_ops: dict[tuple[str, int], int] = {}
 
 
 class _Trial:
@@ -448,29 +445,79 @@ def _kind(end: Any) -> str:
     return type(end).__name__
 
 
+def _fault(kind: str, at: int, length: int, error: int) -> Fault | None:
+    return {
+        "none": None,
+        "kill": Fault("kill", at),
+        "kill all": Fault("kill", at, with_all=True),
+        "pause": Fault("pause", at, length=length),
+        "fail": Fault("fail", at, error=error),
+        "full": Fault("full", at, error=errno.ENOSPC),
+    }[kind]
+
+
 def trial(
-    seed: str, verb: str, fault: str, *, root: Path, choose: Callable[[int], int] | None = None, log: bool = False
+    seed: str, verb: str, fault: str, *, root: Path, log: bool = False
 ) -> Outcome:
     """One run. The seed says all that is random in it."""
     rng = random.Random(f"{seed} {verb} {fault}")
     size = rng.choice((1, 2, 2, 2, 3))
     culprit, apart = rng.randrange(size), rng.random() < 0.3
-    usual = _usual_ops.setdefault((verb, size), 150)
-    at = 1 + rng.randrange(usual)
-    made = {
-        "none": None,
-        "kill": Fault("kill", at),
-        "kill all": Fault("kill", at, with_all=True),
-        "pause": Fault("pause", at, length=rng.choice((20, 100, 300, 1 << 40))),
-        "fail": Fault("fail", at, error=rng.choice((errno.EIO, errno.ENOSPC))),
-        "full": Fault("full", at, error=errno.ENOSPC),
-    }[fault]
+    at = 1 + rng.randrange(150 if rng.random() < 0.7 else 60)
+    made = _fault(fault, at, rng.choice((20, 100, 300, 1 << 40)), rng.choice((errno.EIO, errno.ENOSPC)))
     stays = rng.choice((0.0, 0.5, 0.9))
+    return run(verb, size, made, culprit, root=root, rng=rng, choose=chooser(rng, stays), apart=apart, log=log)
+
+
+def run(
+    verb: str,
+    size: int,
+    fault: Fault | None,
+    culprit: int,
+    *,
+    root: Path,
+    rng: random.Random,
+    choose: Callable[[int], int],
+    apart: bool = False,
+    log: bool = False,
+) -> Outcome:
+    """One run, in which nothing is random but what `rng` and `choose` say."""
     folder = root / "t"
     folder.mkdir()
     try:
-        return _Trial(
-            folder, verb, size, made, culprit, rng, choose or chooser(rng, stays), apart=apart, log=log
-        ).run()
+        return _Trial(folder, verb, size, fault, culprit, rng, choose, apart=apart, log=log).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Script:
+    """Who goes on goes on, but for some choices, by their number; counts how many could be made."""
+
+    def __init__(self, chosen: dict[int, int]) -> None:
+        self.chosen, self.counts = chosen, list[int]()
+
+    def __call__(self, count: int) -> int:
+        self.counts.append(count)
+        return min(self.chosen.get(len(self.counts) - 1, 0), count - 1)
+
+
+def every_fault(verb: str, size: int, *, root: Path) -> Iterator[Outcome]:
+    """Each kind of fault, at each operation of each rank, where whoever goes on goes on as long as it can."""
+    for culprit in range(1 if VERBS[verb].is_alone else size):
+        for kind in ("kill", "kill all", "pause", "fail", "full"):
+            at, was_struck = 0, True
+            while was_struck:
+                at += 1
+                fault = _fault(kind, at, 1 << 40, errno.EIO if kind == "fail" else errno.ENOSPC)
+                outcome = run(verb, size, fault, culprit, root=root, rng=random.Random(0), choose=_Script({}))
+                was_struck = outcome.tried_ops >= at
+                yield outcome
+
+
+def every_switch(verb: str, size: int, *, root: Path) -> Iterator[Outcome]:
+    """Each order in which one rank gets in at one place before another, and nothing else happens."""
+    first = _Script({})
+    yield run(verb, size, None, 0, root=root, rng=random.Random(0), choose=first)
+    for place, count in enumerate(first.counts):
+        for choice in range(1, count):
+            yield run(verb, size, None, 0, root=root, rng=random.Random(0), choose=_Script({place: choice}))
