@@ -170,6 +170,8 @@ class Simulation:
         self.log: list[str] | None = None
         self._tasks: list[_Task] = []
         self._ready: list[_Task] = []
+        self._conditional: list[_Task] = []
+        self._paused: list[Process] = []
         self._timers: list[tuple[float, int, _Task, int]] = []
         self._waiting: dict[Any, list[tuple[_Task, int]]] = defaultdict(list)
         self._numbers = itertools.count()
@@ -224,8 +226,7 @@ class Simulation:
         task = _Task(process, body)
         task.until = after
         self._tasks.append(task)
-        if after is None:
-            self._ready.append(task)
+        (self._ready if after is None else self._conditional).append(task)
 
     def kill(self, process: Process) -> None:
         """Nothing of it runs any more."""
@@ -294,16 +295,17 @@ class Simulation:
                     self._switch(task, Died)
         self._tasks = [t for t in self._tasks if t.run is None or not t.run.dead]
         self._ready = [t for t in self._ready if t.run is None or not t.run.dead]
+        self._conditional = [t for t in self._conditional if t.run is None or not t.run.dead]
 
     def _notice(self) -> None:
         """Whose condition is met goes on, and whose time has come."""
-        for task in self._tasks:
-            if task.until is not None and task.until():
-                task.until = None
-                self._ready.append(task)
-        for process in self.processes:
-            if process.resumes_at is not None and self.ops >= process.resumes_at:
-                process.resumes_at = None
+        for task in [task for task in self._conditional if task.until is not None and task.until()]:
+            task.until = None
+            self._conditional.remove(task)
+            self._ready.append(task)
+        for process in [p for p in self._paused if p.resumes_at is None or self.ops >= p.resumes_at]:
+            process.resumes_at = None
+            self._paused.remove(process)
         while self._timers and self._timers[0][0] <= self.now:
             self._ring()
 
@@ -323,7 +325,7 @@ class Simulation:
         return False
 
     def _end_pauses(self) -> bool:
-        paused = [process for process in self.processes if process.resumes_at is not None]
+        paused, self._paused = self._paused, []
         for process in paused:
             process.resumes_at = None
         return bool(paused)
@@ -367,6 +369,7 @@ class Simulation:
         if fault.kind == "pause" and not is_alone:
             process.fault = None
             process.resumes_at = self.ops + fault.length
+            self._paused.append(process)
             self._ready.append(self._task)  # type: ignore[arg-type]
             self._leave()
         elif fault.kind == "fail" and kind in CHANGES + ("create",):
@@ -407,6 +410,7 @@ class Simulation:
         if task.process.is_dead:
             raise Died
         task.until = condition
+        self._conditional.append(task)
         self._leave()
 
     @contextlib.contextmanager
