@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +27,9 @@ import torch
 
 import reshard
 from planners import Mesh, Replicate, Shard, TensorLayout, TensorSpec
+from reshard.errors import CheckpointNotFoundError, DeadlineError, RankFailedError, ReshardError
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import NativeFacts
-from reshard.errors import CheckpointNotFoundError, DeadlineError, RankFailedError, ReshardError
 from tests.interleaved.simulation import Fault, Hang, Job, Simulation, chooser, simulated
 from tests.simulated_hosts import cut
 from tests.simulated_ranks import Died
@@ -156,8 +155,8 @@ class Verb:
 
 def saving(name: str, step: int, **options: Any) -> Callable[[Path], Body]:
     """`save` a step."""
-    return lambda folder: lambda rank, size: reshard.save(
-        state(step, rank, size), str(folder / name), timeout=DEADLINE_S, **options
+    return lambda folder: (
+        lambda rank, size: reshard.save(state(step, rank, size), str(folder / name), timeout=DEADLINE_S, **options)
     )
 
 
@@ -393,7 +392,9 @@ class _Trial:
     def _judge(self, tried: Job, beside: list[Job], following: Job) -> None:
         outcome = self.outcome
         victims = {p.rank for p in tried.processes if p.is_dead}
-        struck = {p.rank for p in tried.processes if p.fault is None or (p.fault.kind == "full" and p.ops >= p.fault.at)}
+        struck = {
+            p.rank for p in tried.processes if p.fault is None or (p.fault.kind == "full" and p.ops >= p.fault.at)
+        }
         culprit = tried.processes[self.culprit % len(tried.processes)]
         outcome.tried_ops = culprit.ops
         outcome.is_struck = self.fault is not None and culprit.rank in struck
@@ -456,9 +457,7 @@ def _fault(kind: str, at: int, length: int, error: int) -> Fault | None:
     }[kind]
 
 
-def trial(
-    seed: str, verb: str, fault: str, *, root: Path, log: bool = False
-) -> Outcome:
+def trial(seed: str, verb: str, fault: str, *, root: Path, log: bool = False) -> Outcome:
     """One run. The seed says all that is random in it."""
     rng = random.Random(f"{seed} {verb} {fault}")
     size = rng.choice((1, 2, 2, 2, 3))

@@ -1,4 +1,4 @@
-"""Whole calls by simulated processes in any order: a few seconds of what `python -m tests.interleaved` does for hours."""
+"""Complete calls by simulated processes in any order: a few seconds of what `python -m tests.interleaved` does."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _manifest_before_data() -> Iterator[None]:
 @contextmanager
 def _no_last_look() -> Iterator[None]:
     """As if nobody looked what counts before it publishes."""
-    with mock.patch.object(commit.Generation, "_check_current", lambda _: None):
+    with mock.patch.object(commit.Generation, "_check_current", return_value=None):
         yield
 
 

@@ -204,7 +204,9 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
     assert reshard.verify(tmp_path / "c").ok
 
 
-@pytest.mark.parametrize(("folder", "claim"), [("data-0192f3c1a8f1-5d2e5d2e5d2e", commit.CLAIM), (f"convert-{'0' * 32}", "claim")])
+@pytest.mark.parametrize(
+    ("folder", "claim"), [("data-0192f3c1a8f1-5d2e5d2e5d2e", commit.CLAIM), (f"convert-{'0' * 32}", "claim")]
+)
 def test_a_claim_made_while_empty_folders_are_removed_stays(folder, claim, tmp_path, monkeypatch):
     """Of a save or a conversion that begins just then: whoever cleans up has seen its folder, and not its claim."""
     inner, real = open_storage(tmp_path), LocalStorage.empty_folders
