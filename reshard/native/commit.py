@@ -105,7 +105,8 @@ class Generation:
                         f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not "
                         f"see it in {self.storage.url}: all ranks must share the same folder"
                     )
-        self._remove_unused(seen, written)
+        if linked := [name for name in seen if name.startswith(f"{self.folder}/{LINKED}")]:
+            self._remove_unused(linked, written)
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
         self._check_current()
@@ -119,7 +120,7 @@ class Generation:
         """Second names of files of earlier saves that ranks could not use after all."""
         used = {f"{record.name}{end}" for one in written.values() for record in one.linked for end in LINKED_ENDS}
         for name in names:
-            if name.startswith(f"{self.folder}/{LINKED}") and name not in used:
+            if name not in used:
                 with suppress(StorageError):  # it goes with the generation
                     self.storage.delete(name)
 
