@@ -32,8 +32,8 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     storage, plan = open_storage(path), plan_writes(layout)
     choice = choose_base(path, "auto", layout, by_print=True)
     base = base_at(path, choice.folder, choice.save_id) if choice.save_id is not None else None
-    census = GlobalState(layout)
-    generation = Generation(storage, commit.new_save_id(), commit.begin(), census, plan, None)
+    census, replaces = GlobalState(layout), commit.counting(storage)
+    generation = Generation(storage, commit.new_save_id(), commit.begin(), census, plan, None, replaces)
     commit.claim(storage, generation.save_id)
     data = {}
     for rank in range(layout.world_size):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -422,7 +423,7 @@ def _compare(
     if labels is not None:
         left.label, right.label = labels
     subject = f"{left.label} and {right.label}"
-    findings = [*_only_findings(left, right, left.tensors, right.tensors)]
+    findings = [*_prefix_findings(left, right), *_only_findings(left, right, left.tensors, right.tensors)]
     common = [name for name in left.tensors if name in right.tensors]
     exact = not rtol and not atol
     known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
@@ -647,6 +648,29 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
         except KeyMismatchError:  # a dict with keys such as 1 and "1"
             out[key] = value
     return out
+
+
+def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+    """That all names differ by a prefix alone, such as `model.`, before they are listed one by one."""
+    if left.tensors.keys() & right.tensors.keys():
+        return
+    (x, of_left), (y, of_right) = _without_prefix(left.tensors), _without_prefix(right.tensors)
+    if of_left and of_left == of_right:
+        while x and y and x[-1] == y[-1]:
+            x, y = x[:-1], y[:-1]
+        here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
+        yield Finding(
+            f"the names of all tensors are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
+            f"{right.label}. `reshard diff --model` compares models without such prefixes"
+        )
+
+
+def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
+    """The parts of a dotted prefix that all names share, and the rest of each name."""
+    parts = [name.split(".") for name in names]
+    one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
+    return shared, {".".join(name[len(shared) :]) for name in parts}
 
 
 def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:

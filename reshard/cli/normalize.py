@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.cli.arguments import AsJson, Depth, HintOption, Source, newest, read_hints
+from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, newest, read_hints
 from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_text, print_tree, short, size
 
 __all__ = ["normalize"]
@@ -12,6 +12,7 @@ __all__ = ["normalize"]
 
 def normalize(
     path: Source,
+    select: Select = None,
     hint: HintOption = None,
     depth: Depth = None,
     as_json: AsJson = False,
@@ -22,11 +23,18 @@ def normalize(
     the result, use convert --normalized.
     """
     import reshard
+    from reshard.api.convert_job import chosen
     from reshard.live.tree import map_leaves
 
     hints = read_hints(hint)
     checkpoint = reshard.open(newest(path))
     state = checkpoint.normalized(hints)
+    model, moments = state["model"], state["optim"]["state"]
+    if select:
+        kept = chosen(list(dict.fromkeys([*model, *moments])), select, checkpoint.url)
+        for each in (model, moments):
+            for fqn in [fqn for fqn in each if fqn not in kept]:
+                del each[fqn]
     if as_json:
         shown = map_leaves(lambda _, value: _plain(value), state)
         print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **shown})
@@ -34,9 +42,9 @@ def normalize(
     screen = console()
     print_text(screen, f"format {checkpoint.format}", checkpoint.url, "bold")
     leaves: dict[Any, PrintedLeaf] = {}
-    for fqn, tensor in state["model"].items():
+    for fqn, tensor in model.items():
         leaves[("model", *fqn.split("."))] = _leaf(tensor)
-    for fqn, of in state["optim"]["state"].items():
+    for fqn, of in moments.items():
         for name, value in of.items():
             leaves[("optim", "state", *fqn.split("."), name)] = _leaf(value)
     for i, group in enumerate(state["optim"]["param_groups"]):

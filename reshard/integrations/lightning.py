@@ -29,7 +29,7 @@ from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.errors import CheckpointError
 from reshard.live.state import PerRank
-from reshard.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
 from reshard.stored.tensor import whole
 
 __all__ = ["ReshardCheckpoint", "ReshardIO", "ReshardModelParallel"]
@@ -79,11 +79,21 @@ class ReshardModelParallel(ModelParallelStrategy):
 
     def _fill(self, checkpoint: Checkpoint, *, strict: bool) -> dict[str, Any]:
         model: Any = self.model
-        state: dict[str, Any] = {
-            "state_dict": get_model_state_dict(model),
-            "optimizer_states": [get_optimizer_state_dict(model, optimizer) for optimizer in self.optimizers],
-        }
+        nested = checkpoint.nested()
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
+        optimizers = nested.get("optimizer_states", [])
+        numbered = any(
+            isinstance(key, int)
+            for one in optimizers
+            for group in one.get("param_groups", ())
+            for key in group["params"]
+        )
+        if not numbered:
+            state["optimizer_states"] = [get_optimizer_state_dict(model, optimizer) for optimizer in self.optimizers]
         fill(state, checkpoint_id=checkpoint.url, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+        if numbered:  # a ReshardIO has saved it, of whole parameters
+            order = fqn_map(model, *self.optimizers).parameter_order
+            state["optimizer_states"] = [normalize(whole(one), order=order(n)) for n, one in enumerate(optimizers)]
         for number, optimizer in enumerate(self.optimizers):
             set_state_dict(
                 model,
@@ -91,8 +101,7 @@ class ReshardModelParallel(ModelParallelStrategy):
                 model_state_dict=state["state_dict"],
                 optim_state_dict=state["optimizer_states"][number],
             )
-        nested = checkpoint.nested()
-        return {key: whole(value) for key, value in nested.items() if key not in state}
+        return {key: whole(value) for key, value in nested.items() if key not in _SHARDED}
 
 
 class ReshardCheckpoint(CheckpointCallback):

@@ -7,29 +7,37 @@
 Folders, names and files stay those that torchtitan writes and finds: either manager resumes from
 what the other saved. Hugging Face's files are read and written by ready mappings, so shards may end
 anywhere, also within a head.
+
+    checkpoint=ReshardManager.Config(interval=500, keep_latest_k=3)   # a reshard.CheckpointManager decides and saves
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import dcp as _theirs
 from torchtitan.components.checkpointer.base import MODEL
 
 from reshard import dcp
 from reshard.api import convert, load, retention, save
-from reshard.errors import NormalizationError
+from reshard.api.manager import CheckpointManager as Manager, Every, Keep
+from reshard.errors import CheckpointError, NormalizationError
 from reshard.mapping import Mapping
 from reshard.mapping.families import ready
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "ReshardManager"]
 
 _log = logging.getLogger("reshard")
 
@@ -74,8 +82,7 @@ class TitanManager(_theirs.CheckpointManager):
         if "://" in place:
             found: int = super()._find_load_step(folder)
             return found
-        whole = (step for step in retention.steps(place) if step.problem is None)
-        return max((step.step for step in whole if step.step is not None), default=-1)
+        return _newest(place)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """As torchtitan's, from any format and folder that `reshard.open` opens."""
@@ -106,6 +113,129 @@ class TitanManager(_theirs.CheckpointManager):
             why = str(error)
         _log.warning("torchtitan's own code moves the weights from %s to %s names: %s", source, target, why)
         return None
+
+
+@dataclass(kw_only=True, slots=True)
+class ManagerOptions(TitanManager.Config):
+    """torchtitan's, and what it has no option for."""
+
+    options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Of `reshard.CheckpointManager`, as `{"whole_every": 10}`; they win over torchtitan's."""
+
+
+class ReshardManager(TitanManager):
+    """A `reshard.CheckpointManager` decides when torchtitan saves, what stays, and what a run goes on from.
+
+    The root has steps of the native format. Those that torchtitan or the class above saved there before are resumed,
+    too, and stay.
+    """
+
+    Config = ManagerOptions
+
+    def __init__(self, config: Any, **parts: Any) -> None:
+        super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **parts)  # no threads of its own
+        if not self.enable:
+            return
+        options = {
+            "every": Every(steps=config.interval),
+            "keep": Keep(last=config.keep_latest_k or None),
+            "background": config.async_mode != "disabled",
+            "read_only": config.load_only,
+        }
+        self._manager = self.save_future = Manager(self.folder, **{**options, **config.options})
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Called at each step: the manager also saves by the clock, and when the job is to end.
+
+        Raises SystemExit when all is saved that a signal, a file or a function has asked for.
+        """
+        if self.load_only:
+            return False
+        if last_step:
+            self._manager.wait()
+            self._save_last_step(curr_step)
+            return True
+        is_first = curr_step == 1 and self.enable_first_step_checkpoint
+        report = self._manager.save(curr_step, _Lazy(lambda: _taken(self._flattened_model_states_sd())), force=is_first)
+        if report.preempted:
+            self._manager.close()
+            raise SystemExit(f"step {curr_step} is saved in {self.folder}; {report.preempted} asked the job to end")
+        return bool(report)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """The last step: of the model only, in another dtype, or as Hugging Face's files."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        self._manager.save(int(checkpoint_id.rpartition("-")[2]), _taken(state_dict), force=True)
+        self._manager.wait()
+        return None
+
+    def _load(self, step: int = -1) -> bool:
+        """From the manager, unless another format has the step.
+
+        Raises CheckpointError if the run would come to a folder of another format.
+        """
+        steps, other = self._manager.all_steps(), self._find_load_step()
+        if -1 < step < other and not self.load_only:
+            raise CheckpointError(
+                f"load_step={step}: {self._create_checkpoint_id(other)} is newer and of another format. The run cannot "
+                "save there: move it away, or choose another checkpoint.folder"
+            )
+        is_its = step in steps if step != -1 else other <= max(steps, default=-1)
+        return (is_its and self._restore(step, steps)) or super()._load(step)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest complete step of other formats, -1 if there is none."""
+        return _newest(folder or self.folder, but="native")
+
+    @torch.no_grad()
+    def _restore(self, step: int, steps: list[int]) -> bool:
+        states = self._states_to_load(step == 0 or (step == -1 and steps == [0]))
+        found = _taken(states)
+        wanted = None if step == -1 else step
+        goes_back = wanted is not None and not self.load_only
+        if self._manager.restore(found, wanted, discard_newer=goes_back, strict="subset") is None:
+            return False
+        for key, value in states.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(found[key])
+        self.states[MODEL].load_state_dict(found)
+        return True
+
+    def _wait_for_saving(self) -> None:
+        self._manager.wait()
+
+    def _close(self) -> None:
+        if hasattr(self, "_manager"):  # else it could not be made
+            self._manager.close()
+
+
+def _newest(folder: str, but: str = "") -> int:
+    whole = (step for step in retention.steps(folder) if step.problem is None and step.format != but)
+    return max((step.step for step in whole if step.step is not None), default=-1)
+
+
+class _Lazy(UserDict[str, Any]):
+    """Asked for at steps that are saved only."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+
+    @cached_property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._make()
+
+
+def _taken(states: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in states.items()}
 
 
 def _in_files(state_dict: dict[str, Any]) -> dict[str, Any]:

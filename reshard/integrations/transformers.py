@@ -18,20 +18,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from reshard.api.load import load
 from reshard.api.optimizer_destinations import optimizer_destinations
 from reshard.api.retention import steps
 from reshard.api.save import save
+from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError, format_names
 from reshard.native.manifest import MANIFEST
-from reshard.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict
+from reshard.state_dict import (
+    fqn_map,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from reshard.state_dict.options import StateDictOptions
 
 __all__ = ["ReshardTrainer"]
@@ -82,32 +89,50 @@ class ReshardTrainer(Trainer):
         save(state, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not _is_ours(resume_from_checkpoint):
+        if not self._is_read_here(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         model, options = self.model if model is None else model, self._options()
         state = {"model": get_model_state_dict(model, options=options)}
-        load(state, resume_from_checkpoint, strict={"model*": "strict", "*": "subset"})
+        if _is_ours(resume_from_checkpoint):
+            load(state, resume_from_checkpoint, strict={"model*": "strict", "*": "subset"})
+        else:
+            weights = open_checkpoint(os.path.join(resume_from_checkpoint, "model*.safetensors"))
+            tied = {
+                alias: entry.canonical
+                for entry in fqn_map(model).entries
+                for alias in entry.aliases
+                if alias not in weights
+            }
+            load(state["model"], weights.canonical({"tied": tied}, model_only=True))
         set_model_state_dict(model, state["model"], options=options)
 
     def _load_best_model(self) -> None:
-        if _is_ours(self.state.best_model_checkpoint):
+        if self._is_read_here(self.state.best_model_checkpoint):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
+        if not self._is_read_here(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        optimizer = self._inner_optimizer()
-        state = {
-            "optim": optimizer_destinations(self.model, optimizer, checkpoint),
-            "scheduler": self.lr_scheduler.state_dict(),
-        }
-        load(state, checkpoint, strict={"model*": "subset", "*": "strict"})
+        source, optimizer = open_checkpoint(checkpoint), self._inner_optimizer()
+        state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
+        if not _is_ours(checkpoint):
+            if not Path(checkpoint, OPTIMIZER_NAME).is_file():
+                return  # as the Trainer does
+            state["scheduler"] = dict(source.nested()["scheduler"])
+            source = source.canonical({"param_names": fqn_map(self.model, optimizer).parameter_order()})
+        state["optim"] = optimizer_destinations(self.model, optimizer, source)
+        load(state, source, strict={"model*": "subset", "scheduler*": "strict" if _is_ours(checkpoint) else "partial"})
         set_optimizer_state_dict(self.model, optimizer, state["optim"], options=self._options())
         self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _is_read_here(self, folder: str | None) -> TypeGuard[str]:
+        """What is ours; and what the Trainer wrote of a whole model, for one that transformers shards."""
+        is_sharded = self.is_distributed_loading_by_transformers and not self._options().ignore_frozen_params
+        return folder is not None and (_is_ours(folder) or is_sharded)
 
     def _options(self) -> StateDictOptions:
         """What is frozen beside adapters comes from where it came from."""

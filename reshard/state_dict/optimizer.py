@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE
@@ -51,7 +53,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
-        saved = optimizer.state_dict()
+        saved = _saved_by(optimizer)
         if not is_nested(saved):
             cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
@@ -84,6 +86,20 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
             }
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
+
+
+def _saved_by(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state dict; of a ZeroRedundancyOptimizer that was not consolidated, with the state of this rank's parameters:
+    all ranks together have that of all."""
+    try:
+        return optimizer.state_dict()
+    except RuntimeError:
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer) or not hasattr(optimizer, "optim"):
+            raise
+    ids = {p: number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    local = {ids[p]: values for p, values in optimizer.optim.state.items()}
+    return {**Optimizer.state_dict(optimizer), "state": local}
 
 
 def initial_state(live: LiveOptimizers) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def temporary_name(name: str, token: str) -> str:
 
 def exists_already(name: str, url: str) -> StorageError:
     """The error for an object that is to be made anew."""
-    return StorageError(f"cannot create {name} in {url}: it exists already, and is not overwritten; delete it first")
+    return StorageError(f"cannot create {name} in {url}: it already exists and is not overwritten: delete it first")
 
 
 def not_found(name: str, url: str) -> CheckpointNotFoundError:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -166,6 +167,7 @@ class _Arena:
 
 
 _arena: list[_Arena] = []
+_one_at_a_time = threading.Lock()
 
 
 def _the_arena() -> _Arena:
@@ -176,9 +178,10 @@ def _the_arena() -> _Arena:
 
 def allocate(nbytes: int, stream: Any) -> torch.Tensor:
     """New memory of the device as a tensor of bytes, made on a stream; it holds garbage."""
-    arena = _the_arena()
-    start = arena.used
-    arena.used += -(-max(nbytes, 1) // _ALIGN_BYTES) * _ALIGN_BYTES
+    with _one_at_a_time:  # two threads must not get the same address
+        arena = _the_arena()
+        start = arena.used
+        arena.used += -(-max(nbytes, 1) // _ALIGN_BYTES) * _ALIGN_BYTES
     if arena.used > RESERVED_BYTES:
         raise torch.OutOfMemoryError("the simulated device has given all its addresses")
     arena.bytes[start : start + nbytes].fill_(GARBAGE)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, StorageError
 from reshard.storage import open_storage
 from tests import gloo
 from tests.faulty import Faulty
@@ -112,9 +112,12 @@ def test_a_rank_struck_in_the_background(how, deadline_s, kind, words, tmp_path)
 def asked_by_one(folder: str) -> list[str]:
     """A save fails; only the first rank asks how it went; then all save again, twice."""
     said = []
-    Path(folder, "file").touch()
-    dist.barrier()
-    failing = reshard.async_save(own_tensor_of(1), f"{folder}/file/in")
+
+    def full(verb: str, name: str) -> None:
+        if verb == "write":
+            raise StorageError("no space left")
+
+    failing = reshard.async_save(own_tensor_of(1), Faulty(open_storage(f"{folder}/full"), full))
     if dist.get_rank() == 0:
         with pytest.raises(ReshardError):
             failing.result(30.0)
@@ -129,8 +132,22 @@ def asked_by_one(folder: str) -> list[str]:
 def test_a_failure_that_some_ranks_have_not_asked_for_is_told_to_all_by_the_next_save(tmp_path):
     for said in gloo.run(asked_by_one, WORLD_SIZE, str(tmp_path), timeout_s=60.0):
         (once,) = said
-        assert "a part of the path is a file" in once
+        assert "no space left" in once
     assert reshard.open(tmp_path / "good").objects["step"] == 2
+
+
+def unusable(folder: str) -> str:
+    """The error of a save below a file."""
+    Path(folder, "file").touch()
+    dist.barrier()
+    with pytest.raises(ReshardError) as found:
+        reshard.async_save(own_tensor_of(1), f"{folder}/file/in")
+    return str(found.value)
+
+
+def test_a_path_that_cannot_be_used_is_an_error_of_the_call(tmp_path):
+    for error in gloo.run(unusable, WORLD_SIZE, str(tmp_path), timeout_s=60.0):
+        assert "a part of the path is a file" in error
 
 
 def without_threads(folder: str) -> tuple[str, str, float]:

@@ -201,7 +201,7 @@ class TestAsync:
                 time.sleep(0.5)
 
         save = reshard.async_save({"w": torch.ones(3)}, Faulty(open_storage(tmp_path), slow))
-        with pytest.raises(TimeoutError, match=r"still going on after 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"the save is still in progress after 0\.01 s"):
             save.result(0.01)
         assert save.result(30.0).tensors == 1
 
@@ -267,8 +267,8 @@ class TestKeys:
             "model.mystery",
             "model.flags",
             "step",
-            "saved with shape [5, 7], wanted with [5, 6]",
-            "saved as bfloat16, wanted as float32",
+            "saved with shape [5, 7], but the target has [5, 6]",
+            "saved as bfloat16, but the target is float32",
         ):
             assert part in text
         assert target["model"]["wide"].abs().sum() == 0

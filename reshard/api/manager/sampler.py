@@ -95,10 +95,10 @@ class ElasticSampler(Sampler[int]):
 
     def _own(self) -> torch.Tensor:
         """What is left of the epoch for this part."""
-        order = torch.arange(self.size)
+        order = torch.arange(self.size, device="cpu")
         if self.shuffle:
-            drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(self.size, generator=drawn)
+            drawn = torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.size, generator=drawn, device="cpu")
         rest = order[self.position :]
         beyond = len(rest) % self.parts
         if beyond and self.tail == "drop":

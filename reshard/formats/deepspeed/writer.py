@@ -1,4 +1,4 @@
-"""Writes universal checkpoints of DeepSpeed: a file for every parameter and state, which any ZeRO stage reads."""
+"""Writes universal checkpoints of DeepSpeed: a file for every parameter and state, which ZeRO stages 1 to 3 read."""
 
 from __future__ import annotations
 

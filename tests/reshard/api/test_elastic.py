@@ -282,7 +282,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     assert ended.value.code == 3
     with pytest.raises(SystemExit):
         run(["gather", *map(str, places), str(tmp_path / "out"), "--step", "1"])
-    assert "generation 1, step 1: 5 files" in capsys.readouterr().out
+    assert "step 1, generation 1: 5 files" in capsys.readouterr().out
     assert reshard.open(tmp_path / "out").objects["step"] == 1
 
 
@@ -333,7 +333,7 @@ def test_what_a_host_brings_back_is_not_newer_than_what_the_job_kept_without_it(
         "hosts, kept generation 1 (step 15) and had not recovered this one"
     )
     told = capsys.readouterr().out
-    assert "generation 1, step 15: " in told
+    assert "step 15, generation 1: " in told
     assert "generation 3 (step 30) on host " in told
     assert reshard.open(tmp_path / "out").objects["step"] == 15
     assert {path.name[:8] for path in (tmp_path / "run").glob("*/*-step-*")} == {"00000004"}

@@ -311,4 +311,4 @@ def test_the_command_works_on_an_engine(source: Path, tmp_path: Path, capsys: py
     assert reshard.verify(tmp_path / "c", source, workers=2).ok
     assert "cannot read --on slurm:4" in ends_with(2, "verify", "--on", "slurm:4")
     assert "cannot read --on processes:0" in ends_with(2, "verify", "--on", "processes:0")
-    assert "as they are stored" in ends_with(2, "diff", str(source), "--on", "processes:2", "--normalized")
+    assert "stored names" in ends_with(2, "diff", str(source), "--on", "processes:2", "--normalized")

@@ -188,6 +188,16 @@ def test_normalize(say, checkpoint) -> None:
     assert "bfloat16 [4]" in say("normalize", checkpoint).out
 
 
+def test_normalize_shows_selected_names(say, checkpoint) -> None:
+    told = json.loads(say("normalize", checkpoint, "--select", "layers.*", "--select", "!*.1.w", "--json").out)
+
+    assert list(told["model"]) == ["layers.0.w", "layers.2.w"]
+    assert told["optim"]["state"] == {}
+    nothing = say("normalize", checkpoint, "--select", "zz")
+    assert nothing.code == 3
+    assert "matches 'zz'" in nothing.err
+
+
 def test_fold_joins_only_what_is_alike() -> None:
     leaf, other = PrintedLeaf("a", 1), PrintedLeaf("b", 1)
     branch = Branch.of({("0",): leaf, ("1",): leaf, ("3",): leaf, ("4",): other, ("10",): other, ("x",): leaf})

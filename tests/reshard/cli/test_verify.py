@@ -74,6 +74,26 @@ def test_diff_of_the_same(say, checkpoint) -> None:
     assert say("diff", checkpoint, checkpoint).code == 0
 
 
+@pytest.mark.parametrize(("here", "there"), [("model.", ""), ("module.", "model."), ("", "a.b.")])
+def test_diff_says_that_names_differ_by_a_prefix_alone(here, there, say, tmp_path) -> None:
+    names = ("layers.0.w", "layers.1.w", "layers.1.bias")
+    for folder, prefix in (("a", here), ("b", there)):
+        reshard.save({prefix + name: torch.ones(2) for name in names}, tmp_path / folder)
+
+    said = say("diff", tmp_path / "a", tmp_path / "b")
+
+    assert said.code == 1
+    text = " ".join(said.out.split())
+    assert f"same except for a prefix: {here!r} in {tmp_path / 'a'}, {there!r} in {tmp_path / 'b'}." in text
+    assert "same except for" not in say("diff", tmp_path / "a", tmp_path / "a").out
+
+
+def test_diff_does_not_take_other_names_for_a_prefix(say, tmp_path) -> None:
+    reshard.save({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path / "a")
+    reshard.save({"x.a": torch.ones(2), "x.c": torch.ones(2)}, tmp_path / "b")
+    assert "same except for" not in say("diff", tmp_path / "a", tmp_path / "b").out
+
+
 def test_diff_reads_both_sides_unless_told_not_to(say, checkpoint, tmp_path) -> None:
     bad = shutil.copytree(checkpoint, tmp_path / "bad")
     (file,) = bad.glob("data-*/*.safetensors")

@@ -123,12 +123,12 @@ def test_what_was_there_is_replaced_when_asked(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("model_1.pt", "old_0.pt"):
         torch.save({"w": torch.ones(1)}, folder / name)
-    with pytest.raises(FormatError, match=r"already \(model_1\.pt\)"):
+    with pytest.raises(FormatError, match=r"already contains a checkpoint \(model_1\.pt\)"):
         written({"model": {"w": torch.ones(2)}}, tmp_path)
     reshard.convert(tmp_path / "saved", folder, format=FORMAT, overwrite=True)
 
     assert sorted(file.name for file in folder.iterdir()) == ["metadata.pkl", "model_0.pt"]
-    with pytest.raises(FormatError, match=r"already \(metadata\.pkl\)"):
+    with pytest.raises(FormatError, match=r"already contains a checkpoint \(metadata\.pkl\)"):
         reshard.convert(tmp_path / "saved", folder, format=FORMAT)
 
 
@@ -156,7 +156,7 @@ def test_other_refusals(tmp_path: Path) -> None:
         )
     (tmp_path / "theirs").mkdir(exist_ok=True)
     (tmp_path / "theirs" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(FormatError, match=r"holds model\.safetensors"):
+    with pytest.raises(FormatError, match=r"contains model\.safetensors"):
         reshard.convert(tmp_path / "saved", tmp_path / "theirs", format=FORMAT)
 
 

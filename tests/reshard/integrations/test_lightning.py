@@ -29,6 +29,7 @@ def fit(
     tensor_parallel: int = 0,
     ours: bool = True,
     managed: bool = False,
+    plugins: Any = None,
     ranks: int = 2,
 ) -> dict[str, Any]:
     """Train to so many steps, saving at the end, or by a manager; what all of it is then."""
@@ -66,7 +67,7 @@ def fit(
         )
     trainer = Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_steps=steps, logger=False,
-        enable_checkpointing=managed,
+        enable_checkpointing=managed, plugins=plugins,
         callbacks=[ReshardCheckpoint(folder, every=reshard.Every(steps=1))] if managed else [],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -85,6 +86,8 @@ def gathered(value: Any) -> Any:
 
 
 def swap(text: str) -> list[bool]:
+    from reshard.integrations.lightning import ReshardIO
+
     folder = Path(text)
     saved = fit(folder / "ours", 2, None, tensor_parallel=1)
     resumed = fit(
@@ -92,9 +95,11 @@ def swap(text: str) -> list[bool]:
     )  # the newest of a run, and nothing is left to do
     fit(folder / "theirs", 2, None, tensor_parallel=1, ours=False)
     taken_over = fit(folder / "later", 2, folder / "theirs" / "step=2.ckpt", tensor_parallel=2)
+    whole = fit(folder / "whole", 2, None, plugins=[ReshardIO()])
+    moved = fit(folder / "moved", 2, folder / "whole", tensor_parallel=2)
     fit(folder / "managed", 2, None, tensor_parallel=1, ours=False, managed=True)
     found = [same(saved, fit(folder / "managed", 2, None, tensor_parallel=n, managed=True)) for n in (2, 0)]
-    return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over), *found]
+    return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over), same(whole, moved), *found]
 
 
 @pytest.mark.gloo
@@ -103,11 +108,15 @@ def test_sharded_training_resumes_in_another_layout(tmp_path: Path, monkeypatch:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
 
-    assert gloo.run(swap, 2, str(tmp_path)) == [[True] * 5] * 2
+    assert gloo.run(swap, 2, str(tmp_path)) == [[True] * 6] * 2
 
     alone = fit(tmp_path / "managed", 3, None, managed=True, ranks=1)
     assert alone["step"] == 3  # one more
     assert reshard.open(tmp_path / "managed").url.endswith("step-3")
+
+    for name in ("ours", "whole"):  # for a Lightning without us
+        reshard.convert(tmp_path / name, tmp_path / "file" / f"{name}.ckpt", format="torch")
+        assert fit(tmp_path / "again", 3, tmp_path / "file" / f"{name}.ckpt", ranks=1)["step"] == 3
 
     saved = reshard.open(tmp_path / "ours")
     assert saved.format == "native"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,24 @@ class TrainState:
         self.step = int(state["step"])
 
 
+class Data:
+    """As torchtitan's loader: a key for each data parallel rank, and bytes."""
+
+    batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{dist.get_rank()}": pickle.dumps([self.batch, dist.get_rank()]), "world_size": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["world_size"] == 2
+        self.batch, rank = pickle.loads(state[f"dp_rank_{dist.get_rank()}"])
+        assert rank == dist.get_rank()
+
+
 class Job:
     """What torchtitan's trainer is made of, as far as it is saved: its own manager, optimizers and schedules."""
 
-    def __init__(self, kind: str, seed: int, manager: Any, folder: str, mode: str = "disabled") -> None:
+    def __init__(self, kind: str, seed: int, manager: Any, folder: str, **options: Any) -> None:
         torch.manual_seed(seed)
         model = Net()
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(kind,))
@@ -58,7 +75,8 @@ class Job:
             fully_shard(model, mesh=mesh)
         else:
             parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        config = manager.Config(enable=True, interval=1, last_save_model_only=False, keep_latest_k=0, async_mode=mode)
+        options = {"interval": 1, "last_save_model_only": False, "keep_latest_k": 0, **options}
+        config = manager.Config(enable=True, **options)
         self._build(model, config, folder, None)
 
     def _build(self, model: nn.Module, config: Any, folder: str, adapter: Any) -> None:
@@ -70,9 +88,9 @@ class Job:
         self.schedules = LRSchedulersContainer.Config(warmup_steps=2).build(
             optimizers=self.optimizers, training_steps=10
         )
-        self.state = TrainState()
+        self.state, self.data = TrainState(), Data()
         self.manager = config.build(
-            dataloader=None,
+            dataloader=self.data,
             model_parts=[model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedules,
@@ -87,6 +105,7 @@ class Job:
         self.optimizers.zero_grad()
         self.schedules.step()
         self.state.step += 1
+        self.data.batch += 1
 
     def whole(self) -> dict[str, Any]:
         state = {
@@ -94,13 +113,14 @@ class Job:
             "optim": self.optimizers.state_dict(),
             "schedules": self.schedules.state_dict(),
         }
-        return {**gathered(state), "step": self.state.step}
+        return {**gathered(state), "step": self.state.step, "batch": self.data.batch}
 
 
 def gathered(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: gathered(item) for key, item in value.items()}
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def swap(folder: str) -> list[tuple[str, bool, bool]]:
@@ -115,7 +135,7 @@ def swap(folder: str) -> list[tuple[str, bool, bool]]:
         ("torchtitan's, then ours", Theirs, Ours, "disabled"),
         ("ours in the background", Ours, Ours, "async"),
     ):
-        first = Job("fsdp", 0, saver, f"{folder}/{name}", mode)
+        first = Job("fsdp", 0, saver, f"{folder}/{name}", async_mode=mode)
         first.train()
         first.manager.save(1)
         first.manager.maybe_wait_for_saving()
@@ -143,6 +163,103 @@ def test_either_manager_resumes_from_the_other_s_save(tmp_path: Path) -> None:
     run = reshard.open(tmp_path / names[0])
     assert run.url.endswith("checkpoint/step-1")
     assert run.format == "dcp"
+
+
+def steps_in(folder: str) -> list[str]:
+    dist.barrier()
+    return sorted(path.name for path in Path(folder, "checkpoint").glob("step-*"))
+
+
+def run_by_a_manager(folder: str) -> dict[str, Any]:
+    """A run that torchtitan's manager begins and ours goes on with, by torchtitan's options."""
+    from torchtitan.components.checkpoint import CheckpointManager as Theirs
+
+    from reshard.integrations.torchtitan import ReshardManager
+
+    found: dict[str, Any] = {}
+    old = Job("fsdp", 0, Theirs, folder)
+    old.train()
+    old.manager.save(1)
+    old.train()
+    old.manager.save(2)
+    job = Job("tp", 1, ReshardManager, folder)
+    try:
+        job.manager.load(1)
+    except reshard.errors.CheckpointError as error:
+        found["refused"] = str(error)
+    job.manager.close()
+
+    options: dict[str, Any] = {"interval": 2, "keep_latest_k": 2, "async_mode": "async"}
+    fresh = Job("tp", 1, ReshardManager, f"{folder}/fresh", **options, enable_first_step_checkpoint=True)
+    found["fresh"] = fresh.manager.load(), fresh.manager.save(1)
+    fresh.manager.close()
+    nothing = Job("tp", 1, ReshardManager, f"{folder}/nothing", load_only=True)
+    found["nothing"] = nothing.manager.load()
+    job = Job("tp", 1, ReshardManager, folder, **options)
+    found["began"] = job.manager.load(), same(old.whole(), job.whole())
+    states = {}
+    found["saved"] = []
+    while job.state.step < 8:
+        job.train()
+        found["saved"].append(job.manager.save(job.state.step))
+        states[job.state.step] = job.whole()
+    job.manager.maybe_wait_for_saving()
+    found["kept"] = steps_in(folder)
+    job.manager.close()
+
+    again = Job("fsdp", 2, ReshardManager, folder, exclude_from_loading=["dataloader"], load_only=True)
+    found["read only"] = again.manager.load(), again.manager.save(10), same({**states[8], "batch": 0}, again.whole())
+    again.manager.close()
+
+    back = Job("fsdp", 3, ReshardManager, folder, **options)
+    found["went back"] = back.manager.load(6), same(states[6], back.whole())
+    back.manager.close()
+    back = Job("tp", 3, ReshardManager, folder, **options)
+    found["stayed back"] = back.manager.load(), same(states[6], back.whole())
+    back.train()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        back.manager.save(7)
+    except SystemExit as end:
+        found["ended"] = str(end)
+    found["kept then"] = steps_in(folder)
+
+    last = Job("fsdp", 4, ReshardManager, folder, last_save_model_only=True, export_dtype="bfloat16", keep_latest_k=2)
+    last.manager.load()
+    found["went on"] = same(back.whole(), last.whole())
+    last.manager.save(8, last_step=True)
+    last.manager.close()
+    return found
+
+
+def test_a_manager_of_ours_does_what_torchtitan_s_options_say(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    assert (
+        gloo.run(run_by_a_manager, 2, str(tmp_path))
+        == [
+            {
+                "fresh": (False, True),
+                "nothing": False,
+                "began": (True, True),
+                "refused": f"load_step=1: {root}/step-2 is newer and of another format. The run cannot save there: "
+                "move it away, or choose another checkpoint.folder",
+                "saved": [False, True, False, True, False, True],
+                "kept": ["step-1", "step-2", "step-6", "step-8"],
+                "read only": (True, False, True),
+                "went back": (True, True),
+                "stayed back": (True, True),
+                "ended": f"step 7 is saved in {root}; SIGTERM asked the job to end",
+                "kept then": ["step-1", "step-2", "step-6", "step-7"],
+                "went on": True,
+            }
+        ]
+        * 2
+    )
+
+    final = reshard.open(root / "step-8")
+    assert sorted(final) == ["down.bias", "down.weight", "up.bias", "up.weight"]
+    assert final["up.weight"].dtype == torch.bfloat16
 
 
 class Weights(nn.Module):

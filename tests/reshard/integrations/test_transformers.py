@@ -32,7 +32,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(folder: Path, steps: int, *, lora: bool = False, **sizes: int) -> Any:
+def trainer(folder: Path, steps: int, *, lora: bool = False, run: str = "run", kind: Any = None, **sizes: int) -> Any:
     """A Trainer on the ranks there are, of the model in `folder / "tiny"`, which transformers shards by `sizes`."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM, TrainingArguments
@@ -46,11 +46,11 @@ def trainer(folder: Path, steps: int, *, lora: bool = False, **sizes: int) -> An
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj", "up_proj"]))
     args = TrainingArguments(
-        output_dir=str(folder / ("lora" if lora else "run")), max_steps=steps, save_steps=2, use_cpu=True,
+        output_dir=str(folder / ("lora" if lora else run)), max_steps=steps, save_steps=2, use_cpu=True,
         per_device_train_batch_size=4 if sizes.get("fsdp_size", 1) == 1 else 2, learning_rate=0.01, report_to=[],
         disable_tqdm=True, logging_strategy="no", seed=3,
     )  # fmt: skip
-    return ReshardTrainer(model=model, args=args, train_dataset=Tokens())
+    return (kind or ReshardTrainer)(model=model, args=args, train_dataset=Tokens())
 
 
 def whole(trainer: Any) -> Any:
@@ -61,7 +61,9 @@ def whole(trainer: Any) -> Any:
 
 
 def sharded(text: str) -> dict[str, Any]:
-    """On one of two ranks: without a break, with one, and under DDP with nothing left to do."""
+    """On one of two ranks: without a break, with one, under DDP with nothing left to do, and from a Trainer's DDP."""
+    from transformers import Trainer
+
     folder, found = Path(text), {}
     for lora in (False, True):
         straight = trainer(folder, 4, lora=lora, fsdp_size=2)
@@ -73,6 +75,11 @@ def sharded(text: str) -> dict[str, Any]:
         found[run.name] = (kinds, whole(straight), same(whole(straight), whole(cut)))
     replicated = trainer(folder, 4)
     replicated.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-4"))
+    stock = trainer(folder, 4, run="stock", kind=Trainer)
+    stock.train()
+    moved = trainer(folder, 4, run="stock", fsdp_size=2)
+    moved.train(resume_from_checkpoint=str(folder / "stock" / "checkpoint-4"))
+    found["stock"] = same(whole(stock), whole(moved))
     return {**found, "ddp": same(found["run"][1], whole(replicated))}
 
 
@@ -90,7 +97,7 @@ def test_sharded_training_goes_on(tmp_path: Path) -> None:
     for found in gloo.run(sharded, 2, str(tmp_path)):
         (kinds, wanted, is_same), (lora_kinds, _, is_same_lora) = found["run"], found["lora"]
         assert (kinds, lora_kinds) == ({"DTensor"}, {"DTensor", "Parameter"})
-        assert [is_same, is_same_lora, found["ddp"]] == [True] * 3
+        assert [is_same, is_same_lora, found["ddp"], found["stock"]] == [True] * 4
     adapters = reshard.open(tmp_path / "lora")
     assert all(".lora_" in key for key in adapters if key.startswith("model."))
 

@@ -149,7 +149,7 @@ def failing(change: str) -> str:
         ("only some ranks", "embed.weight"),
         ("rank 0 lacks a name", "Missing key: layers.1.up.bias"),
         ("rank 0 has a name too many", "Unexpected key: ghost"),
-        ("rank 0 has a wrong shape", f"wanted shape ({zoo.HIDDEN},), found (7,)"),
+        ("rank 0 has a wrong shape", f"expected shape ({zoo.HIDDEN},), found (7,)"),
     ],
 )
 def test_a_bad_full_dict_is_an_error_on_all_ranks_with_nothing_changed(change: str, name: str) -> None:

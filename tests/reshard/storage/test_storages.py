@@ -101,7 +101,7 @@ def test_what_is_absent_is_named(storage: Storage) -> None:
 
 def test_create_does_not_overwrite(storage: Storage) -> None:
     _write(storage, "once", b"first")
-    with pytest.raises(StorageError, match="exists already, and is not overwritten"):
+    with pytest.raises(StorageError, match="it already exists and is not overwritten"):
         _write(storage, "once", b"second")
     assert storage.read("once") == b"first"
     storage.delete("once")

@@ -1,0 +1,83 @@
+"""torch's ZeroRedundancyOptimizer: every rank has the state of some parameters, and all together are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import reshard
+from tests import gloo
+from tests.same import same
+
+pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore")]  # of torch: not ours to mend
+
+
+def job(seed: int, steps: int, *, is_sharded: bool) -> tuple[nn.Module, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = DistributedDataParallel(net) if dist.is_initialized() else net
+    parameters = [*model.parameters()]
+    if is_sharded:
+        optimizer: Any = ZeroRedundancyOptimizer(parameters[:3], torch.optim.AdamW, lr=0.01)
+        optimizer.add_param_group({"params": parameters[3:], "weight_decay": 0.1})
+    else:
+        groups = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optim"), reshard.get_state_dict(model, optimizer), strict=True))
+
+
+def goes_on(folder: Path, steps: int, *, is_sharded: bool) -> bool:
+    """Whether what resumes after so many steps of its own does the step that a run without a break does."""
+    model, optimizer = job(1, steps, is_sharded=is_sharded)
+    state = state_of(model, optimizer)
+    reshard.load(state, folder)
+    reshard.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    step(model, optimizer)
+    wanted, _ = job(0, 3, is_sharded=False)
+    return same(dict(reshard.get_model_state_dict(wanted)), dict(reshard.get_model_state_dict(model)))
+
+
+def swap(text: str) -> list[Any]:
+    folder = Path(text)
+    model, optimizer = job(0, 2, is_sharded=True)
+    reshard.save(state_of(model, optimizer), folder / "zero")
+    plain = job(0, 2, is_sharded=False)
+    reshard.save(state_of(*plain), folder / "plain")
+    found = [
+        goes_on(folder / name, steps, is_sharded=is_sharded)
+        for name in ("zero", "plain")
+        for steps, is_sharded in ((0, True), (1, True), (0, False))
+    ]
+    own = reshard.get_optimizer_state_dict(model, optimizer)["state"]
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        whole = reshard.get_optimizer_state_dict(model, optimizer)["state"]
+        found.append(same(dict(whole), dict(reshard.get_optimizer_state_dict(*plain)["state"])))
+    return [len(own) < 4, *found]
+
+
+def test_state_is_saved_and_loaded_without_consolidation(tmp_path: Path) -> None:
+    found = gloo.run(swap, 2, str(tmp_path))
+
+    assert found == [[True] * 8, [True] * 7]
+    assert goes_on(tmp_path / "zero", 0, is_sharded=False)
