@@ -67,6 +67,7 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.reshard.execute.test_work_list 200000 $(SEED)
 	$(BIN)/python -m tests.stories.test_killed_runs 60 $(SEED)
 	$(BIN)/python -m tests.power 10000 $(SEED)
+	$(BIN)/python -m tests.interleaved 20000 $(SEED)
 	$(BIN)/python -m tests.hosts.frozen 20 $(SEED)
 	$(BIN)/python -m tests.hosts.trials 20 $(SEED)
 

@@ -26,7 +26,7 @@ from reshard.live import state as live_state
 from tests.faulty import SystemCalls
 from tests.simulated_ranks import Died, World
 
-__all__ = ["Job", "cut", "global_of"]
+__all__ = ["Job", "cut", "cut_tensors", "global_of"]
 
 
 def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
@@ -61,6 +61,13 @@ _OURS: dict[str, Any] = {
     "forms_of": lambda v, key="": (v.cut_by.form,) if hasattr(v, "cut_by") else _REAL["forms_of"](v, key),
     "is_sharded": lambda v: hasattr(v, "cut_by") or _REAL["is_sharded"](v),
 }
+
+
+@contextmanager
+def cut_tensors() -> Iterator[None]:
+    """What `cut` made is taken for sharded tensors."""
+    with mock.patch.multiple(live_state, **_OURS):
+        yield
 
 
 class Job:
@@ -105,7 +112,7 @@ class Job:
 
         with ExitStack() as stack:
             stack.enter_context(self.world.clock())
-            stack.enter_context(mock.patch.multiple(live_state, **_OURS))
+            stack.enter_context(cut_tensors())
             stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", group))
             stack.enter_context(mock.patch.object(moving, "Exchange", self._exchange))
             real = {name: getattr(os, name) for name in (*SystemCalls.NAMES, "posix_fallocate")}

@@ -83,6 +83,12 @@ class World:
         made._rounds = Rounds(line, rank, made.ranks, ring, self._stale_keys[rank])
         return made
 
+    def watched_by(self, rank: int) -> int:
+        """The rank before it on its machine; for the first one, the last."""
+        first = rank - rank % self.per_machine
+        last = min(first + self.per_machine, self.world_size) - 1
+        return last if rank == first else rank - 1
+
     @property
     def _ranks(self) -> Any:
         return range(self.world_size)
@@ -271,9 +277,7 @@ class _Ring:
     """Each watches the rank before it on its machine; the first one the last."""
 
     def __init__(self, world: World, rank: int) -> None:
-        first = rank - rank % world.per_machine
-        last = min(first + world.per_machine, world.world_size) - 1
-        self._watched = last if rank == first else rank - 1
+        self._watched = world.watched_by(rank)
         self._world, self._rank = world, rank
 
     def look(self, store: Any, *, all_came: bool) -> Gone | None:

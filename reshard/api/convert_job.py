@@ -36,7 +36,7 @@ from reshard.mapping.tensors import cast
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
-from reshard.storage.base import Storage, temporary_name
+from reshard.storage.base import NOTHING, Storage, temporary_name
 from reshard.storage.opening import open_storage
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FilePlan, FormatWriter, Target, WrittenFile
@@ -501,7 +501,7 @@ def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str =
         _remove_records(storage, names, folder)
         removed.append(job_id)
     for folder in filter(is_job, storage.empty_folders()):
-        storage.delete(f"{folder}/{_CLAIM}")
+        storage.delete(f"{folder}/{NOTHING}")
     return removed
 
 

@@ -38,11 +38,11 @@ from reshard.native.reader import NativeFacts, detect
 from reshard.ranks import liveness
 from reshard.ranks.global_state import GlobalState
 from reshard.state import path_to_json
-from reshard.storage.base import Storage, is_temporary
+from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "counts", "ended",
+    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "counts", "ended",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
     "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
 ]  # fmt: skip
@@ -105,6 +105,8 @@ class Generation:
                         f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not "
                         f"see it in {self.storage.url}: all ranks must share the same folder"
                     )
+        if linked := [name for name in seen if name.startswith(f"{self.folder}/{LINKED}")]:
+            self._remove_unused(linked, written)
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
         self._check_current()
@@ -113,6 +115,14 @@ class Generation:
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), self._check_current)
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
+
+    def _remove_unused(self, names: Iterable[str], written: Mapping[int, Written]) -> None:
+        """Second names of files of earlier saves that ranks could not use after all."""
+        used = {f"{record.name}{end}" for one in written.values() for record in one.linked for end in LINKED_ENDS}
+        for name in names:
+            if name not in used:
+                with suppress(StorageError):  # it goes with the generation
+                    self.storage.delete(name)
 
     def _check_current(self) -> None:
         """Raises StorageError where others went on while this process was held up."""
@@ -230,6 +240,8 @@ CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
 CLAIM = "claim.json"
 """The file in the folder of a save that says who writes there."""
+LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
+"""How second names of files of earlier saves begin, and of what is beside them end."""
 _VISIBLE_S = 2.0
 """So long a network file system may take to show on one machine what was written on another."""
 
@@ -376,7 +388,7 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
     """
     for folder in storage.empty_folders():
         if is_generation(folder) or folder in others:
-            storage.delete(f"{folder}/{CLAIM}")
+            storage.delete(f"{folder}/{NOTHING}")
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
-from reshard.native.commit import folder_of
+from reshard.native.commit import LINKED, folder_of
 from reshard.native.data_file import (
     PROBE_BYTES,
     BlockDigests,
@@ -143,9 +143,12 @@ class Base:
         return part.start + part.array.numel * itemsize <= record.nbytes
 
     def link(self, file: str, folder: str) -> str | None:
-        """Give a file and what is beside it second names in a generation's folder; None if that cannot be."""
+        """Give a file and what is beside it second names in a generation's folder; None if that cannot be.
+
+        Names that were given before it failed stay until the save is published: other ranks may use them.
+        """
         generation, _, last = file.rpartition("/")
-        name = f"{folder}/{'' if last.startswith('from-') else generation.replace('data-', 'from-') + '-'}{last}"
+        name = f"{folder}/{'' if last.startswith(LINKED) else generation.replace('data-', LINKED) + '-'}{last}"
         suffixes = ("", ".sums", *((".blocks",) if self.table(file) is not None else ()))
         try:
             if all(
@@ -155,8 +158,6 @@ class Base:
             self.pass_over(f"{self.storage.url} has no links")
         except (CheckpointError, StorageError) as error:  # it was removed since it was opened
             self.pass_over(error)
-        for suffix in suffixes:
-            self.storage.delete(f"{self.here}{name}{suffix}")
         return None
 
 

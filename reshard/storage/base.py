@@ -19,9 +19,11 @@ from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in the standard library from Python 3.12 on
 
-__all__ = ["PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary"]
+__all__ = ["NOTHING", "PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary"]
 
 _TEMPORARY_SUFFIX = ".tmp"
+NOTHING = "nothing"
+"""No object is called so: see `Storage.empty_folders`."""
 
 
 class Storage(ABC):
@@ -119,7 +121,7 @@ class Storage(ABC):
     def empty_folders(self) -> builtins.list[str]:
         """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
 
-        `delete` of any name in one of them, though there is no such object, removes it.
+        `delete` of `NOTHING` in one of them removes it, unless somebody has put an object there meanwhile.
         """
         return []
 

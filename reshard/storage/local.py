@@ -138,9 +138,9 @@ class LocalStorage(Storage):
         path = self._path(name)
         with self._errors("create", name):
             for _ in range(_CREATE_TRIES):
-                make_folder(path.parent)
-                # another process may remove the folder, empty as it still is, before our file is in it
+                # another process may remove the folders, empty as they still are, before our file is in them
                 with suppress(FileNotFoundError):
+                    make_folder(path.parent)
                     return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
         raise StorageError(f"cannot create {name} in {self.url}: another process keeps removing its folder")
 
@@ -183,8 +183,8 @@ class LocalStorage(Storage):
         path, beside = self._path(name), self._path(other)
         with self._errors("link", name):
             for _ in range(_CREATE_TRIES):
-                make_folder(beside.parent)
                 try:
+                    make_folder(beside.parent)
                     os.link(path, beside)
                 except FileExistsError:
                     return os.path.samefile(path, beside)

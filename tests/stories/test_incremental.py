@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
 from reshard.api import save_job
-from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError
+from reshard.api.save_job import base_at
+from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
 from reshard.native import commit as generations, data_file as blocks
 from reshard.native.manifest import HF_INDEX
+from reshard.storage import open_storage
 from reshard.storage.memory import MemoryStorage
 from tests import gloo
-from tests.faulty import Crash, SystemCalls
+from tests.faulty import Crash, Faulty, SystemCalls
 from tests.same import assert_same
 from tests.states import frozen_and_trained_of
 
@@ -363,3 +366,35 @@ def test_ranks_that_cut_it_otherwise_reuse_it_too(tmp_path):
         written, reused = (sum(row) for row in zip(*ends, strict=True))
         assert (written, reused) == ((whole + 256, 0) if step == 1 else (256, whole)), (step, how)
         assert_same(loaded(tmp_path / f"step-{step}"), lora(step))
+
+
+def test_a_rank_that_cannot_link_a_file_takes_nothing_from_one_that_could(tmp_path: Path) -> None:
+    """Ranks that reuse parts of one file share its second name: where one fails, the others may rely on it already."""
+    state = {"w": torch.arange(1000.0)}
+    reshard.save(state, tmp_path / "step-1", base="auto")
+    folder = "data-0192f3c1a8f1-5d2e5d2e5d2e"
+    one, other = (base_at(tmp_path / "step-2", "step-1") for _ in range(2))
+    (file,) = one.facts.files
+    name = one.link(file, folder)
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "link" and name.endswith(".sums"):
+            raise StorageError("input/output error")
+
+    other = replace(other, storage=Faulty(other.storage, fault))
+    assert other.link(file, folder) is None
+    assert sorted(one.storage.list("step-2/")) == [f"step-2/{name}{end}" for end in ("", ".blocks", ".sums")]
+
+
+def test_second_names_that_are_not_used_do_not_stay(tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0)}
+    reshard.save(state, tmp_path / "c", base="auto")
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "link" and name.endswith(".sums"):
+            raise StorageError("input/output error")
+
+    report = reshard.save(state, Faulty(open_storage(tmp_path / "c"), fault), base="auto")
+    assert report.passed_over
+    assert not [name for name in open_storage(tmp_path / "c").list() if "from-" in name]
+    assert reshard.verify(tmp_path / "c").ok

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from reshard.api.convert_job import remove_dead_jobs
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
 from reshard.native import commit
 from reshard.ranks import liveness
-from reshard.storage import MemoryStorage, Storage, open_storage
+from reshard.storage import LocalStorage, MemoryStorage, Storage, open_storage
 from tests import gloo
 from tests.faulty import Crash, Faulty, SystemCalls
 
@@ -201,6 +202,27 @@ def test_a_save_whose_empty_folder_is_taken_away_makes_it_again(tmp_path):
 
     reshard.save(STATE, Faulty(inner, fault))
     assert reshard.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize(
+    ("folder", "claim"), [("data-0192f3c1a8f1-5d2e5d2e5d2e", commit.CLAIM), (f"convert-{'0' * 32}", "claim")]
+)
+def test_a_claim_made_while_empty_folders_are_removed_stays(folder, claim, tmp_path, monkeypatch):
+    """Of a save or a conversion that begins just then: whoever cleans up has seen its folder, and not its claim."""
+    inner, real = open_storage(tmp_path), LocalStorage.empty_folders
+    (tmp_path / folder).mkdir()
+
+    def then_claimed(storage: LocalStorage) -> list[str]:
+        found = real(storage)
+        inner.publish(f"{folder}/{claim}", b"{}")
+        return found
+
+    monkeypatch.setattr(LocalStorage, "empty_folders", then_claimed)
+    if claim == commit.CLAIM:
+        commit.remove_empty(inner)
+    else:
+        remove_dead_jobs(inner, [])
+    assert inner.list() == {f"{folder}/{claim}": 2}
 
 
 def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplog):

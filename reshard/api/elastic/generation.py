@@ -39,7 +39,7 @@ from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifes
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
-from reshard.storage.base import Storage, Writer
+from reshard.storage.base import NOTHING, Storage, Writer
 from reshard.storage.local import LocalStorage, make_folder, sync_folder
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
         (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():
         if name.partition("/")[0] not in kept:
-            storage.delete(f"{name}/nothing")
+            storage.delete(f"{name}/{NOTHING}")
 
 
 def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:

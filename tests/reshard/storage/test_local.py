@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,3 +264,29 @@ def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, mon
     _write(storage, "step/data", b"x")
     assert storage.list() == {"step/data": 1}
     assert removed
+
+
+@pytest.mark.parametrize("write", ["publish", "create", "link"])
+def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_again(
+    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `prune` does with what killed saves leave: also with folders above it that are empty then."""
+    storage, real, removed = LocalStorage(tmp_path), os.mkdir, []
+    storage.publish("a", b"data")
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        real(path, *args, **kwargs)
+        if Path(path).name == "inner" and len(removed) < 3:
+            removed.append(path)
+            os.removedirs(path)  # stops at what holds something
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    if write == "publish":
+        storage.publish("outer/inner/b", b"data")
+    elif write == "create":
+        with storage.create("outer/inner/b") as out:
+            out.write(b"data")
+    else:
+        assert storage.link("a", "outer/inner/b")
+    assert storage.read("outer/inner/b") == b"data"
+    assert len(removed) == 3

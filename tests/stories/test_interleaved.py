@@ -1,0 +1,84 @@
+"""Complete calls by simulated processes in any order: a few seconds of what `python -m tests.interleaved` does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from reshard.native import commit
+from tests.interleaved.trials import VERBS, every_switch, scratch, trial
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Saves log what they pass over."""
+    log = logging.getLogger("reshard")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(level)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with scratch() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_old_or_the_new_one_whatever_happens(verb: str, root: Path) -> None:
+    for fault in ("none", "kill", "pause", "fail"):
+        outcome = trial("ci.0", verb, fault, root=root)
+        assert not outcome.violations, f"{outcome.violations}; {outcome.fault}, {outcome.size} ranks"
+
+
+def test_a_seed_gives_the_same_run_again(root: Path) -> None:
+    for verb, fault in (("save, base replaced", "kill"), ("async_save", "pause")):
+        first, again = (trial("ci.1", verb, fault, root=root) for _ in range(2))
+        assert (first.digest, first.ops, first.tried) == (again.digest, again.ops, again.tried)
+        assert first.ops > 100
+
+
+def test_some_orders_of_two_ranks(root: Path) -> None:
+    outcomes = every_switch("save", 2, root=root)
+    digests = set()
+    for _ in range(12):
+        outcome = next(outcomes)
+        assert not outcome.violations
+        assert outcome.tried == "done"
+        digests.add(outcome.digest)
+    assert len(digests) > 6
+
+
+@contextmanager
+def _manifest_before_data() -> Iterator[None]:
+    """As if a manifest were published by two steps, the first of which removes the old one."""
+    real = commit.Generation.publish
+
+    def publish(self: commit.Generation, *args: object) -> None:
+        self.storage.delete("manifest.json")
+        real(self, *args)  # type: ignore[arg-type]
+
+    with mock.patch.object(commit.Generation, "publish", publish):
+        yield
+
+
+@contextmanager
+def _no_last_look() -> Iterator[None]:
+    """As if nobody looked what counts before it publishes."""
+    with mock.patch.object(commit.Generation, "_check_current", return_value=None):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("broken", "verb"), [(_manifest_before_data, "save over another"), (_no_last_look, "save, two jobs")]
+)
+def test_what_is_broken_on_purpose_is_found(broken, verb: str, root: Path) -> None:
+    with broken():
+        found = [trial(f"broken.{i}", verb, "none", root=root).violations for i in range(8)]
+    assert any(found)
