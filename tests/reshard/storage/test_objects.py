@@ -152,7 +152,7 @@ def test_of_two_racing_writers_one_is_refused(s3: S3Server) -> None:
         slow.write(b"slow")
         with storage.create("small") as fast:
             fast.write(b"fast")
-        with pytest.raises(StorageError, match="exists already"):
+        with pytest.raises(StorageError, match="already exists"):
             slow.__exit__(None, None, None)
     assert storage.read("small") == b"fast"
 

@@ -43,10 +43,10 @@ def test_nothing_is_overwritten_but_by_publishing(url: str) -> None:
         slow.write(b"slow")
         with storage.create("small") as fast:
             fast.write(b"fast")
-        with pytest.raises(StorageError, match="exists already"):
+        with pytest.raises(StorageError, match="already exists"):
             slow.__exit__(None, None, None)
     assert storage.read("small") == b"fast"
-    with pytest.raises(StorageError, match="exists already"):
+    with pytest.raises(StorageError, match="already exists"):
         storage.create("small")
     storage.publish("small", b"published")
     assert storage.read("small") == b"published"

@@ -218,7 +218,7 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path) -> None:
         for file in (tmp_path / f"{tp}").iterdir():
             file.rename(tmp_path / file.name.replace("mp_rank_00", f"mp_rank_{tp:02d}"))
     opened = checkpoint.open(tmp_path)
-    with pytest.raises(NormalizationError, match=r"over 2 ranks cuts '.*', and its name is not known.*tp_dims"):
+    with pytest.raises(NormalizationError, match=r"over 2 ranks shards '.*', and its name is not known.*tp_dims"):
         opened.normalized()
 
     dims = {"embed.weight": 0, "head.weight": 1, "layers.0.w": 2}
