@@ -84,6 +84,8 @@ def disturbed(
 
 
 DRIVER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import pathlib, sys, distributed, reshard
 from tests.noting import Noting
 source, target, log, address = sys.argv[1:]

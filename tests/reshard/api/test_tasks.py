@@ -241,6 +241,8 @@ def test_a_second_driver_on_another_machine_is_refused(
 
 
 KILLED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import pathlib, sys, reshard
 from tests.noting import Noting
 if __name__ == "__main__":
