@@ -662,7 +662,7 @@ def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
         here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
         yield Finding(
             f"the names of all tensors are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
-            f"{right.label}. `reshard diff --model` compares models without such prefixes"
+            f"{right.label}. `reshard diff --model` removes prefixes of frameworks, such as 'model.' and 'module.'"
         )
 
 
