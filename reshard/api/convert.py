@@ -23,6 +23,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, FormatError, ReshardError, renamed
 from reshard.formats.table import ALSO_CALLED, FormatName
+from reshard.live.garbage import gc_paused
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -181,6 +182,7 @@ def _report(
     )
 
 
+@gc_paused()
 def _run(
     job: ConvertJob,
     state: Checkpoint,

@@ -11,6 +11,7 @@ is the engine's, and that task is lost and given out again, at most `TRIES` time
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -168,17 +169,22 @@ def run_tasks(
 
     Raises what a task raises, and CheckpointError if the executor does not do them.
     """
+
+    def done(task: T, found: R) -> None:
+        on_done(task, found)
+        gc.collect(1)  # what this task left behind, where the caller has paused collection
+
     if executor is None:
         hand = here if here is not None else work.begin()  # type: ignore[union-attr]
         for task in tasks:
-            on_done(task, hand(task))
+            done(task, hand(task))
         return
     waiting = deque(tasks)
     if waiting:
         driver = _Driver(executor, _packed(work), len(waiting))
         try:
             driver.meet()
-            driver.run(waiting, on_done)
+            driver.run(waiting, done)
         except BaseException:
             on_stop()
             driver.stop()

@@ -27,7 +27,7 @@ from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError,
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
-from reshard.live.fingerprints import Fingerprinter, Partial, comparable, float64_is_exact
+from reshard.live.fingerprints import Partial, comparable, float64_is_exact, partials
 from reshard.live.garbage import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
@@ -54,9 +54,11 @@ _How = tuple[float, float, bool]
 
 
 WINDOW_BYTES = 32 << 20
+_SMALL_BYTES = 16 << 10
 """Tensors are read in pieces of at most about this size."""
 
 
+@gc_paused()
 def verify(
     path: Any,
     against: Any = None,
@@ -318,19 +320,26 @@ class ReadWork:
 @gc_paused()
 def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Share) -> list[bytes | str]:
     """For each box the sum over it, or what is wrong."""
-    found: list[bytes | str] = []
-    for name, box in share:
+    wrong: dict[int, str] = {}
+    sums = [Partial()] * len(share)
+    small: list[tuple[int, tuple[torch.Tensor, Box, torch.Size]]] = []  # summed up together, since that costs less
+    for i, (name, box) in enumerate(share):
         tensor = checkpoint[name]
         try:
-            digest = Fingerprinter(tensor.dtype, tensor.shape)
             for part in windows(box.sizes, tensor.dtype.itemsize, WINDOW_BYTES):
-                piece = _slice(tensor, part.shift(box.offsets))
-                if name in summed:
-                    digest.add(piece, part.shift(box.offsets))
-            found.append(digest.partial.to_bytes())
+                at = part.shift(box.offsets)
+                piece = _slice(tensor, at)
+                if name not in summed:
+                    continue
+                if piece.nbytes <= _SMALL_BYTES:
+                    small.append((i, (piece, at, tensor.shape)))
+                else:
+                    sums[i] += partials([(piece, at, tensor.shape)])[0]
         except (CheckpointError, LayoutError) as error:
-            found.append(str(error))
-    return found
+            wrong[i] = str(error)
+    for (i, _), one in zip(small, partials(part for _, part in small), strict=True):
+        sums[i] += one
+    return [wrong.get(i) or one.to_bytes() for i, one in enumerate(sums)]
 
 
 def _read_findings(
@@ -408,6 +417,7 @@ def compare(
         return _compare(a, b, (rtol, atol, measure), by_fingerprint, labels, hands, progress)
 
 
+@gc_paused()
 def _compare(
     a: Any,
     b: Any,

@@ -277,7 +277,9 @@ class BlockChecksums(Checksums):
 
 def touched_ranges(window: Window) -> list[Range]:
     """The bytes that a window touches, as ranges; small gaps are filled."""
-    return [(start, start + size) for start, size in window.runs().in_order().joined(_NEAR_BYTES)]
+    runs = window.runs()
+    near = runs if runs.count == 1 else runs.in_order().joined(_NEAR_BYTES)
+    return [(start, start + size) for start, size in near]
 
 
 def add_touched(counts: Numbers, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:

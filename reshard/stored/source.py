@@ -165,10 +165,11 @@ class FileSource(Source):
             self.checking.add(unchecked=wanted)
             return
         blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
-        if not may_check(sum(stop - start for start, stop in blocks), wanted):
+        if blocks and not may_check(sum(stop - start for start, stop in blocks), wanted):
             self._owe(sums, ranges, wanted)
             return
-        self.compare_blocks(blocks)
+        if blocks:
+            self.compare_blocks(blocks)
         has_all = all(sums.has(start, stop) for start, stop in ranges)
         self.checking.add(**{"checked" if has_all else "unchecked": wanted})
 

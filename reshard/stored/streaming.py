@@ -6,9 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -23,7 +24,7 @@ from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.live.dtypes import dtype_from_name, item_dtype
-from reshard.live.fingerprints import Partial, comparable, partial
+from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.storage.base import Storage, Writer
 from reshard.stored.contents import Contents
 from reshard.stored.source import FileSource
@@ -53,6 +54,10 @@ PIECE_BYTES = 16 << 20
 """The most that is read at once."""
 NEAR_PIECE_BYTES = 2 << 20
 """The same, of a file that is mapped: then a read is a short call, and no request."""
+_SMALL_BYTES = 64 << 10
+"""Pieces up to this size are read without a thread, and written together."""
+_SUMMED_TOGETHER = 512
+"""So many small pieces wait to be summed up together."""
 DEPTH = 3
 """Pieces in memory: one that is written, and those that are read meanwhile."""
 _RELEASE_BYTES = 64 << 20
@@ -77,6 +82,17 @@ class Region:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.box.numel * self.stored.itemsize
+
+    @cached_property
+    def is_near(self) -> bool:
+        """Whether its first chunk lies in a file of this machine. Asks where that is, which has to be known anyway."""
+        chunk = next((chunk for chunk, _ in self.stored.meeting(self.box)), None)
+        return chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much of it is read at once."""
+        return NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,7 @@ class Feed:
         self._seen = seen
         self._tasks = self._all_windows(regions)
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
-        self._pending: deque[tuple[Box, str, Array, Future[tuple[memoryview, int | None]]]] = deque()
+        self._pending: deque[tuple[Box, str, Array, Callable[[], tuple[memoryview, int | None]]]] = deque()
         self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
@@ -134,12 +150,12 @@ class Feed:
     def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_RegionReader, Box]]:
         for region in regions:
             reader = _RegionReader(region)
-            for box in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
+            for box in windows(region.box.sizes, region.stored.itemsize, region.piece_bytes):
                 yield reader, box.shift(region.box.offsets)
 
     def take(self, region: Region) -> Iterator[StreamedRows]:
         """The pieces of `region`, which must be the next one. Raises what reading raises."""
-        for _ in windows(region.box.sizes, region.stored.itemsize, _piece_bytes(region)):
+        for _ in windows(region.box.sizes, region.stored.itemsize, region.piece_bytes):
             piece = self._next()
             if self._seen is not None:
                 self._seen(region, piece)
@@ -153,8 +169,8 @@ class Feed:
             pass
         if not self._pending:
             raise ReshardError("more pieces were taken of a stream than its regions have")
-        box, dtype, buffer, future = self._pending.popleft()
-        data, digest = future.result()
+        box, dtype, buffer, loaded = self._pending.popleft()
+        data, digest = loaded()
         self._last = buffer
         return StreamedRows(box, data, dtype, digest)
 
@@ -167,8 +183,10 @@ class Feed:
         buffer = self._buffers.popleft()
         if len(buffer) < nbytes:
             buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
-        loading = self._pool.submit(self._load, reader, box, buffer[:nbytes])
-        self._pending.append((box, reader.stored.spec.dtype, buffer, loading))
+        loaded: Callable[[], tuple[memoryview, int | None]] = partial(self._load, reader, box, buffer[:nbytes])
+        if not reader.is_near or nbytes > _SMALL_BYTES:  # a thread's turn costs more than a small read
+            loaded = self._pool.submit(loaded).result
+        self._pending.append((box, reader.stored.spec.dtype, buffer, loaded))
         return True
 
     def _load(self, reader: _RegionReader, box: Box, buffer: Array) -> tuple[memoryview, int | None]:
@@ -194,19 +212,13 @@ class Feed:
             source.release()
 
 
-def _piece_bytes(region: Region) -> int:
-    """How much of a region is read at once. Asks where the first of its chunks is, which has to be known anyway."""
-    chunk = next((chunk for chunk, _ in region.stored.meeting(region.box)), None)
-    near = chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
-    return NEAR_PIECE_BYTES if near else PIECE_BYTES
-
-
 class _RegionReader:
     """Reads boxes of one region."""
 
     def __init__(self, region: Region) -> None:
         self.stored = region.stored
         self.digest = region.digest
+        self.is_near = region.is_near
         self._region = region
         self._checked = False
 
@@ -325,6 +337,7 @@ class FormatWriter(ABC):
         self.left_out = contents.left_out
         self.refused = {}
         self._prints: dict[str, Partial] = {}
+        self._small: list[tuple[TensorSpec, torch.Tensor, Box]] = []
 
     def claimed(self, storage: Storage) -> AbstractContextManager[None]:
         """While files are written: what others must see to know that these are somebody's."""
@@ -358,16 +371,25 @@ class FormatWriter(ABC):
 
     def feed(self, regions: Sequence[Region]) -> Feed:
         """The elements of regions, on their way into a file."""
-        self._prints = {}
-        return Feed(regions, self._sum_up if self.takes_fingerprints else None)
+        self._prints, self._small = {}, []
+        return Feed(regions, self._take_sum if self.takes_fingerprints else None)
 
-    def _sum_up(self, region: Region, piece: StreamedRows) -> None:
-        spec = region.stored.spec
-        found = partial(piece.tensor(), piece.box, spec.shape)
-        self._prints[spec.fqn] = self._prints[spec.fqn] + found if spec.fqn in self._prints else found
+    def _take_sum(self, region: Region, piece: StreamedRows) -> None:
+        """Of large pieces at once; small ones are kept, and summed up many together."""
+        tensor, is_small = piece.tensor(), len(piece.data) <= _SMALL_BYTES
+        self._small.append((region.stored.spec, tensor.clone() if is_small else tensor, piece.box))
+        if not is_small or len(self._small) >= _SUMMED_TOGETHER:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        small, self._small = self._small, []
+        found = partials((tensor, box, spec.shape) for spec, tensor, box in small)
+        for (spec, _, _), one in zip(small, found, strict=True):
+            self._prints[spec.fqn] = self._prints[spec.fqn] + one if spec.fqn in self._prints else one
 
     def done(self, name: str, nbytes: int, digest: str, facts: Mapping[str, Any] = MappingProxyType({})) -> WrittenFile:
         """A file that was written from `feed`, with what its elements add to fingerprints."""
+        self._sum_up()
         prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
         return WrittenFile(name, nbytes, digest, {**facts, "prints": prints} if prints else dict(facts))
 
@@ -415,22 +437,38 @@ class HashingWriter:
     """Passes bytes on to a writer, and takes the digest of all of them."""
 
     def __init__(self, out: Writer) -> None:
+        self.nbytes = 0
+        """How many bytes were written so far."""
         self._out = out
         self._state = xxhash.xxh3_128()
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes were written so far."""
-        return self._out.nbytes
+        self._small = bytearray()
+        """Bytes that wait to be written together: a call to the storage costs more than to copy them."""
 
     def write(self, data: Any) -> None:
-        """Append."""
-        self._out.write(data)
-        self._state.update(data)
+        """Append a contiguous bytes-like object, which may be changed again once this returns."""
+        view = memoryview(data)
+        self.nbytes += view.nbytes
+        if view.nbytes > _SMALL_BYTES:
+            self._flush()
+            self._pass_on(view)
+            return
+        self._small += view
+        if len(self._small) > _SMALL_BYTES:
+            self._flush()
 
     def digest(self) -> str:
-        """Of all bytes so far, in hex."""
+        """Pass on what still waits, and return the digest of all bytes, in hex."""
+        self._flush()
         return str(self._state.hexdigest())
+
+    def _flush(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._pass_on(small)
+
+    def _pass_on(self, data: Any) -> None:
+        self._out.write(data)
+        self._state.update(data)
 
 
 S = TypeVar("S", TensorSpec, FilePart)

@@ -23,10 +23,9 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.formats.format import Writing
 from reshard.formats.torch_save.writer import (
-    TensorStub,
     begin_archive,
     end_archive,
-    pickled_state,
+    pickled_tensor,
     tensor_record,
     unknown_objects,
     with_sums,
@@ -71,8 +70,7 @@ class DcpWriter(FormatWriter):
             out = HashingWriter(raw)
             for part, summed in zip(file.parts, regions, strict=True):
                 start = out.nbytes
-                stub = TensorStub(type(part.spec)(part.spec.fqn, part.box.sizes, part.spec.dtype), 0)
-                archive = begin_archive(out.write, pickled_state(stub))
+                archive = begin_archive(out.write, pickled_tensor(part.spec.dtype, part.box.sizes))
                 tensor_record(archive, "data/0", feed, summed, on_bytes)
                 end_archive(archive)
                 items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])

@@ -29,7 +29,7 @@ from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "ArchivesWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
-    "nest_of", "paths_in_order", "pickled_state", "save_tensor", "tensor_record", "unknown_objects",
+    "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "save_tensor", "tensor_record", "unknown_objects",
     "with_sums", "written_crc",
 ]  # fmt: skip
 
@@ -325,7 +325,7 @@ def save_tensor(tensor: torch.Tensor, file: Any) -> None:
     if not usual or str(tensor.dtype).removeprefix("torch.") not in _STORAGES:
         torch.save(tensor, file)
         return
-    archive = begin_archive(file.write, _pickled_tensor(tensor.dtype, tuple(tensor.shape)))
+    archive = begin_archive(file.write, pickled_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)))
     data = row_major_bytes(as_array(tensor))
     pieces = (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
     archive.record("data/0", len(data), pieces)
@@ -333,8 +333,9 @@ def save_tensor(tensor: torch.Tensor, file: Any) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return pickled_state(TensorStub(TensorSpec("", shape, dtype_name(dtype)), 0))
+def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The record `data.pkl` of one contiguous tensor."""
+    return pickled_state(TensorStub(TensorSpec("", shape, dtype), 0))
 
 
 def unknown_objects(objects: Mapping[str, Any]) -> list[str]:
