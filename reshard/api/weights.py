@@ -1,11 +1,4 @@
-"""The weights of a training job for an inference engine: full tensors, under its names, in buckets. Imports no engine.
-
-    source = WeightSource(reshard.get_model_state_dict(model), mapping=ready(config, "torchtitan", "huggingface"))
-    for bucket in source.buckets():                              # on every rank, at every step
-        engine.load_weights(bucket.tensors())                    # on the first rank; others get no buckets
-
-`reshard.integrations` has adapters for vLLM, SGLang, and verl.
-"""
+"""The weights of a training job for any inference engine: full tensors, under its names, in buckets."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Weights of a training job for SGLang, in its flattened buckets.
 
-    from reshard.integrations.sglang import update_from_distributed, update_from_tensor
-
-    source = reshard.WeightSource(reshard.get_model_state_dict(model), mapping=names, dtype=torch.bfloat16)
-    update_from_distributed(engine, source, group)               # on every rank, at every step
-
 `engine` has the methods of SGLang's `Engine`. The first rank of the source calls them.
 """
 

@@ -2,10 +2,6 @@
 
     from reshard.integrations.torch_checkpointing import CheckpointManager, ItemSpec
 
-    manager = CheckpointManager(CheckpointManager.Config(items={"model": ItemSpec(resharder=...)}))
-    manager.save("run/step_100", {"model": model.state_dict(), "step": 100})
-    manager.load("run/step_100", into={"model": model.state_dict(), "step": 0})
-
 It writes native checkpoints, or torch_checkpointing's own with `Config(format="torch_checkpointing")`,
 and loads from any format. Everything is resharded, whether a resharder is declared or not.
 """
