@@ -21,142 +21,60 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource as EngineSource
 
 from planners.geometry import mesh as cut
 from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
-from reshard.api.redistribute import redistribute
-from reshard.errors import KeyMismatchError
-from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.live.state import take_apart
-from reshard.mapping.mapping import Mapping as StateMapping
-from reshard.ranks.global_state import take_global_state
+from reshard.api.weights import WeightSource
+from reshard.live.dtypes import dtype_from_name
 from reshard.ranks.group import Group
 
 __all__ = ["ShardSource", "StateSource"]
 
 
-_BATCH = "number of the batch"
-"""A value beside the weights, so that each rank has a part of each batch, as a transfer asks."""
 _MOST_SHARDS = 16
 """Sources that NCCL's M2N takes for one shard."""
 
 
-class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """What all ranks hold, told to vLLM, and moved batch by batch."""
-
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        *,
-        mapping: StateMapping | None = None,
-        dtype: torch.dtype | None = None,
-        batch_bytes: int = 1 << 30,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Collective over the ranks of the trainer.
-
-        Args:
-            state: this rank's part of the model's state dict; its tensors stay the ones that are
-                meant.
-            mapping: from its names and shapes to those that vLLM is to load: those on Hugging
-                Face's disks.
-            dtype: of what is sent, for tensors of floating-point numbers.
-            batch_bytes: of weights in memory at a time, beside the largest.
-            process_group: the trainer's ranks, in the order in which vLLM numbers them.
-
-        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any
-        tensor; as `Mapping.views` does.
-        """
-        group = Group(process_group)
-        self._live = take_apart(state)
-        with group.together("weights"):
-            layout = take_global_state(self._live, group, check_replicas=False).tensors
-            if not layout:
-                raise KeyMismatchError("no rank has a tensor to send")
-            views = (mapping or StateMapping()).views(layout.specs)
-        self._views = views
-        self._specs = {name: _sent(view.spec, dtype) for name, view in views.items()}
-        self._ranks, self._rank, self._group = group.ranks, group.rank, process_group
-        self._device = next((tensor.device for tensor in self._live.tensors.values()), torch.device("cpu"))
-        self._batch_bytes, self._passes = batch_bytes, 0
-
-    def _batches(self) -> Iterator[list[TensorSpec]]:
-        batch: list[TensorSpec] = []
-        held_bytes = 0
-        for spec in self._specs.values():
-            if batch and held_bytes + spec.nbytes > self._batch_bytes:
-                yield batch
-                batch, held_bytes = [], 0
-            batch.append(spec)
-            held_bytes += spec.nbytes
-        yield batch
-
-    def _shards(self, spec: TensorSpec) -> int:
-        """How many equal runs of rows a tensor is cut into; every rank has one of them."""
-        return 1
-
-    def _pass(self, *, is_mine: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every rank goes through all batches; those that own nothing give what they hold."""
-        for number, batch in enumerate(self._batches()):
-            views = [self._views[spec.fqn] for spec in batch]
-            wanted = {source.fqn for view in views for source in view.sources}
-            given = {key: self._live.tensors[key].value for key in wanted if key in self._live.tensors}
-            made = {spec.fqn: self._place(spec) for spec in batch if is_mine}
-            redistribute(
-                {**given, _BATCH: number},
-                {**made, _BATCH: -1},
-                self._group,
-                views=views,
-                target_layouts={s.fqn: self._layout(s) for s in batch if is_mine and self._shards(s) > 1},
-                dtype_policy="cast",
-                check_replicas=self._passes == 0,
-            )
-            yield from made.items()
-        self._passes += 1
-
-    def _place(self, spec: TensorSpec) -> torch.Tensor:
-        shape = (spec.shape[0] // self._shards(spec), *spec.shape[1:]) if spec.shape else ()
-        return torch.empty(shape, dtype=dtype_from_name(spec.dtype), device=self._device)
-
-    def _layout(self, spec: TensorSpec) -> TensorLayout:
-        shards = self._shards(spec)
-        mesh = Mesh({"replica": len(self._ranks) // shards, "shard": shards}, self._ranks)
-        return TensorLayout(spec, mesh, [cut.Replicate(), cut.Shard(0)])
-
-
-class StateSource(_Planned):
+class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
     """Whole tensors: for vLLM's broadcast over NCCL, which the first rank sends; with
     `everyone=True` on every rank, as CUDA IPC and sharded RDT want them."""
 
     def __init__(self, state: Mapping[str, Any], *, everyone: bool = False, **options: Any) -> None:
-        """Collective; other options are those that both sources have."""
-        super().__init__(state, **options)
-        self._everyone = everyone
+        """Collective; other options are those of `reshard.WeightSource`, but for `layouts` and `delta`."""
+        self._source, self._everyone = WeightSource(state, everyone=everyone, **options), everyone
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
         """The same on every rank."""
         owners = None if self._everyone else (0,)
-        return [ParamMeta(s.fqn, dtype_from_name(s.dtype), s.shape, owners=owners) for s in self._specs.values()]
+        specs = self._source.specs.values()
+        return [ParamMeta(s.fqn, dtype_from_name(s.dtype), s.shape, owners=owners) for s in specs]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective: every rank goes through it, also one that gets nothing."""
-        return self._pass(is_mine=self._everyone or self._rank == 0)
+        return self._source.iter_full()
 
 
-class ShardSource(_Planned):
+class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
     """This rank's rows of each tensor: for NCCL's M2N, whatever the layout was. At most 16 shards
     of a tensor, as many as divide its rows evenly, each held by equally many ranks: what M2N can
     take."""
+
+    def __init__(
+        self, state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        """Collective; other options are those of `reshard.WeightSource`, but for `everyone` and `delta`."""
+        self._ranks = Group(process_group).ranks
+        self._source = WeightSource(state, layouts=self._layout, process_group=process_group, **options)
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
         """The same on every rank."""
         world = len(self._ranks)
         owners, out = tuple(range(world)), []
-        for spec in self._specs.values():
+        for spec in self._source.specs.values():
             shards = self._shards(spec)
             how = {"mesh_shape": (world // shards, shards), "placements": (Replicate(), Shard(0))} if shards > 1 else {}
             out.append(ParamMeta(spec.fqn, dtype_from_name(spec.dtype), spec.shape, owners=owners, **how))
@@ -164,13 +82,15 @@ class ShardSource(_Planned):
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective."""
-        return self._pass(is_mine=True)
+        return self._source.iter_full()
+
+    def _layout(self, spec: TensorSpec) -> TensorLayout | None:
+        if (shards := self._shards(spec)) == 1:
+            return None
+        mesh = Mesh({"replica": len(self._ranks) // shards, "shard": shards}, self._ranks)
+        return TensorLayout(spec, mesh, [cut.Replicate(), cut.Shard(0)])
 
     def _shards(self, spec: TensorSpec) -> int:
+        """How many equal runs of rows a tensor is cut into; every rank has one of them."""
         common = math.gcd(spec.shape[0], len(self._ranks)) if spec.shape and spec.shape[0] else 1
         return max(shards for shards in range(1, _MOST_SHARDS + 1) if common % shards == 0)
-
-
-def _sent(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    is_number = dtype is not None and dtype_from_name(spec.dtype).is_floating_point
-    return TensorSpec(spec.fqn, spec.shape, dtype_name(dtype) if dtype is not None and is_number else spec.dtype)

@@ -1,5 +1,5 @@
-"""Ready mappings between Hugging Face, torchtitan, Megatron, vLLM and SGLang, for Llama, Mistral, Qwen, Phi-3, Gemma
-and mixtures of experts: Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss.
+"""Ready mappings between Hugging Face, torchtitan, Megatron, vLLM and SGLang, for Llama, Mistral, Qwen, Phi-3, Gemma,
+mixtures of experts (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Llama 4), and models that also see (see `vision`).
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
@@ -20,6 +20,7 @@ from typing import Any
 
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
+from reshard.mapping import vision
 from reshard.mapping.mapping import Mapping, between
 from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
@@ -46,6 +47,8 @@ class Decoder:
     """Rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
     """Rows of the first projections of latent attention: of queries, 0 if these have none; of keys and values."""
+    vision_heads: int = 0
+    """Heads of the vision tower, in models that also see."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for numbers that cannot be."""
@@ -55,7 +58,7 @@ class Decoder:
     @property
     def has_experts(self) -> bool:
         """Whether feed-forward layers are mixtures of experts."""
-        return self.family in ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+        return self.family in _MIXTURES
 
     @property
     def is_latent(self) -> bool:
@@ -65,12 +68,12 @@ class Decoder:
     @property
     def is_sandwiched(self) -> bool:
         """Whether there are norms behind attention and feed-forward, too."""
-        return self.family in ("gemma2", "gemma3_text")
+        return self.family in ("gemma2", "gemma3_text", "gemma3")
 
     @property
     def is_zero_centered(self) -> bool:
         """Whether weights of norms are differences from 1."""
-        return self.family in ("gemma", "gemma2", "gemma3_text")
+        return self.family in ("gemma", "gemma2", "gemma3_text", "gemma3")
 
     @classmethod
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
@@ -88,7 +91,9 @@ class Decoder:
             except (OSError, ValueError) as error:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             assert isinstance(config, Dict)
-        config = {**config, **config.get("text_config", {})}  # models that also see keep the decoder's apart
+        seen = config.get("vision_config") or {}
+        # models that also see keep the decoder's settings apart, but names are those of the full model
+        config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
             raise NormalizationError(f"the model's config says nothing of {', '.join(missing)}")
@@ -110,15 +115,18 @@ class Decoder:
                 int(config.get("q_lora_rank") or 0),
                 int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
             ),
+            int(seen.get("num_heads") or seen.get("num_attention_heads") or 0),
         )
 
 
 def _has_experts(config: Dict[str, Any], layer: int) -> bool:
-    """Whether a layer of a mixture of experts is one: DeepSeek counts from 0 behind the dense ones, Qwen from 1."""
+    """Whether a layer of a mixture of experts is one: DeepSeek counts from 0 behind the dense ones, others from 1."""
+    if config.get("moe_layers") is not None:
+        return layer in config["moe_layers"]
     if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
         return False
-    steps = int(config.get("moe_layer_freq") or 1), int(config.get("decoder_sparse_step") or 1)
-    return layer % steps[0] == 0 and (layer + 1) % steps[1] == 0
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0
 
 
 # Attention and feed-forward layers that Llama, Mistral, Qwen2, Qwen3 and their kin have in common.
@@ -395,20 +403,32 @@ def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
     """
     if model.expert_size < 1:
         raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to separate them: {model}")
-    stacks: list[Rule] = []
-    halves: list[Rule] = []
-    for name in ("gate_up_proj", "down_proj"):
-        stacks.append(Unstack(f"{_BLOCK}{name}", f"{_BLOCK}{{e}}.{name}.weight", over="e", fill=fill))
-        stacks.append(Unstack(f"{_BLOCK}{name}_bias", f"{_BLOCK}{{e}}.{name}.bias", over="e", fill=fill))
-    for kind in ("weight", "bias"):
-        pair = [f"{_BLOCK}{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
-        halves.append(Split(f"{_BLOCK}{{e}}.gate_up_proj.{kind}", pair, (1, 1), groups=model.expert_size))
-    turned = [
-        Transpose(f"{_BLOCK}{{e}}.{name}.weight", f"{_BLOCK}{{e}}.{name}.weight")
-        for name in ("gate_up_proj", "down_proj")
-    ]
     router = Rename(f"{HF}mlp.router.{{kind}}", f"{HF}mlp.gate.{{kind}}")
-    return Mapping([*stacks, router]) | Mapping(turned) | Mapping(halves)
+    return turned_to_plain(_BLOCK, [router], fill, {"weight": "", "bias": "_bias"}, model.expert_size)
+
+
+def turned_to_plain(
+    block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
+) -> Mapping:
+    """From stacks of experts whose matrices stand the other way round. `beside` are rules for other tensors, `kinds`
+    how names end; gate and up lie in so many `groups`."""
+    names = ("gate_up_proj", "down_proj")
+    stacks = [
+        Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)
+        for name in names
+        for kind, end in kinds.items()
+    ]
+    turned = [Transpose(f"{_BLOCK}{{e}}.{name}.weight", f"{_BLOCK}{{e}}.{name}.weight") for name in names]
+    halves = [
+        Split(
+            f"{_BLOCK}{{e}}.gate_up_proj.{kind}",
+            [f"{_BLOCK}{{e}}.{x}_proj.{kind}" for x in ("gate", "up")],
+            (1, 1),
+            groups,
+        )
+        for kind in kinds
+    ]
+    return Mapping([*stacks, *beside]) | Mapping(turned) | Mapping(halves)
 
 
 def gpt_oss_to_titan(generation: str) -> list[Rule]:
@@ -428,6 +448,18 @@ def gpt_oss_to_titan(generation: str) -> list[Rule]:
 def gpt_oss_to_megatron() -> list[Rule]:
     """What other mixtures of experts do not have."""
     return [Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset")]
+
+
+# Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of the up half.
+
+
+def llama4_to_plain(fill: float | None) -> Mapping:
+    """From its own names to those of other mixtures of experts."""
+    parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    names = {f"shared_expert.{part}": f"shared_experts.{part}" for part in parts} | {part: part for part in parts}
+    names["router.weight"] = "gate.weight"
+    beside = [Rename(f"{HF}feed_forward.{a}", f"{HF}mlp.{b}") for a, b in names.items()]
+    return turned_to_plain(f"{HF}feed_forward.experts.", beside, fill)
 
 
 # vLLM and SGLang: queries, keys and values as one, gate and up as one, experts side by side.
@@ -588,10 +620,15 @@ NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *EN
 _ONLY_IN = {"gguf": LLAMA_CPP, "transformer_engine": TRANSFORMER_ENGINE}
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"),
+    *vision.FAMILIES,
 )
-_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe")
-_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss")
+_MIXTURES = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    *("llama4_text", "llama4", "qwen3_vl_moe"),
+)
+_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *vision.FAMILIES)
+_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *vision.FAMILIES)
 
 
 def ready(
@@ -674,15 +711,24 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:
     """From a family's names on disk to those that most have."""
+    decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
     if model.family == "gpt_oss":
         return gpt_oss_to_plain(model, fill)
     if model.family == "phi3":
         return phi3_to_plain(model)
-    return mixtral_to_plain() if model.family == "mixtral" else Mapping()
+    if model.family == "qwen3_vl_moe":
+        return vision.qwen3_experts(model.expert_size) | decoder | in_memory_to_disk(fill)
+    if model.family in ("llama4", "llama4_text"):
+        return decoder | llama4_to_plain(fill)
+    return mixtral_to_plain() if model.family == "mixtral" else decoder
 
 
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
-    is_stacked = model.has_experts and model.family != "gpt_oss"
+    if model.family == "qwen3_vl_moe":
+        return vision.qwen3_experts(model.expert_size)
+    if model.family in vision.FAMILIES:
+        return vision.in_memory(model.family)
+    is_stacked = model.has_experts and model.family not in ("gpt_oss", "llama4_text")
     return plain | in_memory_to_disk(fill).inverse() if is_stacked else Mapping()
 
 
@@ -746,4 +792,7 @@ def _megatron(
     rules = [*next_layers_to_megatron(model, rules, mtp), *rules]
     if zero_centered is not None and zero_centered != model.is_zero_centered:
         rules = centred_otherwise(rules, -1.0 if zero_centered else 1.0, exact)
-    return Mapping(rules)
+    made = Mapping(rules)
+    if model.family not in vision.FAMILIES:
+        return made
+    return made | vision.to_megatron(model.family, model.vision_heads, transformer_engine=transformer_engine)
