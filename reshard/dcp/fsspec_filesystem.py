@@ -1,4 +1,6 @@
-"""torch's own: storages over fsspec, which is needed. A public module of torch from 2.14 on, and here under any."""
+"""Re-exports torch's fsspec storages, which require fsspec. torch made this module public in 2.14;
+here it works with every torch version.
+"""
 
 from functools import partial
 from typing import Any
