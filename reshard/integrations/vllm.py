@@ -1,4 +1,4 @@
-"""Weights of a training job for vLLM's weight transfer, by this engine's plans.
+"""Weights of a training job for vLLM's weight transfer.
 
     from reshard.integrations.vllm import ShardSource, StateSource
 
@@ -6,10 +6,10 @@
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                        # at every step, on every rank
 
-vLLM's own `ModuleSource` gathers every tensor on every rank, under the names that the module has.
-Here each byte crosses once to each rank that wants it, from any layout, pipeline stages and strided
-shards too, and under other names; memory is needed for a batch of weights at a time. How weights
-get into vLLM's own tensors is left to vLLM.
+vLLM's own `ModuleSource` gathers every tensor on every rank, under the names in the module. Here,
+each byte goes once to each rank that needs it, from any layout, including pipeline stages and
+strided shards, and under other names. The transfer holds one batch of weights in memory at a time.
+vLLM itself copies the weights into its tensors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["ShardSource", "StateSource"]
 
 
 _BATCH = "number of the batch"
-"""A value beside the weights, so that each rank has a part of each batch, as a transfer asks."""
+"""A value next to the weights, so that each rank has a part of each batch, as a transfer requires."""
 _MOST_SHARDS = 16
-"""Sources that NCCL's M2N takes for one shard."""
+"""The largest number of shards per tensor that NCCL's M2N supports."""
 
 
 class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """What all ranks hold, told to vLLM, and moved batch by batch."""
+    """Announces the state of all ranks to vLLM, and moves it batch by batch."""
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
         batch_bytes: int = 1 << 30,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Collective over the ranks of the trainer.
+        """Create a source. Collective over the trainer's ranks.
 
         Args:
-            state: this rank's part of the model's state dict; its tensors stay the ones that are
-                meant.
-            mapping: from its names and shapes to those that vLLM is to load: those on Hugging
-                Face's disks.
-            dtype: of what is sent, for tensors of floating-point numbers.
-            batch_bytes: of weights in memory at a time, beside the largest.
+            state: this rank's part of the model's state dict. The source keeps references to its
+                tensors.
+            mapping: from the names and shapes of `state` to the ones that vLLM loads, which are
+                those of Hugging Face files.
+            dtype: cast floating-point tensors to this dtype before sending.
+            batch_bytes: bytes of weights in memory at a time, in addition to the largest tensor.
             process_group: the trainer's ranks, in the order in which vLLM numbers them.
 
-        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any
-        tensor; as `Mapping.views` does.
+        The first pass compares replicas. Raises KeyMismatchError for a state without tensors, and
+        the errors of `Mapping.views`.
         """
         group = Group(process_group)
         self._live = take_apart(state)
@@ -94,11 +94,15 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
         yield batch
 
     def _shards(self, spec: TensorSpec) -> int:
-        """How many equal runs of rows a tensor is cut into; every rank has one of them."""
+        """Return the number of equal row ranges that a tensor is split into. Each rank has one of
+        them.
+        """
         return 1
 
     def _pass(self, *, is_mine: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every rank goes through all batches; those that own nothing give what they hold."""
+        """Run all batches. Ranks that receive nothing also take part, because they send what they
+        hold.
+        """
         for number, batch in enumerate(self._batches()):
             views = [self._views[spec.fqn] for spec in batch]
             wanted = {source.fqn for view in views for source in view.sources}
@@ -127,33 +131,37 @@ class _Planned(WeightSource):  # type: ignore[misc]  # Any where vLLM is not ins
 
 
 class StateSource(_Planned):
-    """Whole tensors: for vLLM's broadcast over NCCL, which the first rank sends; with
-    `everyone=True` on every rank, as CUDA IPC and sharded RDT want them."""
+    """A source of full tensors, for vLLM's NCCL broadcast, which the first rank sends. With
+    `everyone=True`, every rank has them, as CUDA IPC and sharded RDT require.
+    """
 
     def __init__(self, state: Mapping[str, Any], *, everyone: bool = False, **options: Any) -> None:
-        """Collective; other options are those that both sources have."""
+        """Create a source. Collective. `options` are those of the base class."""
         super().__init__(state, **options)
         self._everyone = everyone
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """The same on every rank."""
+        """Names, dtypes, shapes, and owners of all tensors. The same on every rank."""
         owners = None if self._everyone else (0,)
         return [ParamMeta(s.fqn, dtype_from_name(s.dtype), s.shape, owners=owners) for s in self._specs.values()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank goes through it, also one that gets nothing."""
+        """Yield the (name, tensor) pairs. Collective: every rank must run it to its end, even if it
+        gets nothing.
+        """
         return self._pass(is_mine=self._everyone or self._rank == 0)
 
 
 class ShardSource(_Planned):
-    """This rank's rows of each tensor: for NCCL's M2N, whatever the layout was. At most 16 shards
-    of a tensor, as many as divide its rows evenly, each held by equally many ranks: what M2N can
-    take."""
+    """A source of this rank's rows of each tensor, for NCCL's M2N, from any layout. A tensor has at
+    most 16 shards, which divide its rows evenly, and equally many ranks hold each shard, as M2N
+    requires.
+    """
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """The same on every rank."""
+        """Names, dtypes, shapes, and placements of all tensors. The same on every rank."""
         world = len(self._ranks)
         owners, out = tuple(range(world)), []
         for spec in self._specs.values():
@@ -163,7 +171,7 @@ class ShardSource(_Planned):
         return out
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective."""
+        """Yield the (name, local rows) pairs. Collective."""
         return self._pass(is_mine=True)
 
     def _shards(self, spec: TensorSpec) -> int:
