@@ -66,8 +66,8 @@ class ReshardTrainer(Trainer):
         """Train as the Trainer does. With `resume_from_checkpoint=True`, resume from the newest
         complete checkpoint.
 
-        Raises CheckpointNotFoundError if there is none, and ReshardError if an engine such as
-        DeepSpeed saves by itself.
+        Raises CheckpointNotFoundError if there is none, and ReshardError under an engine that
+        saves by itself.
         """
         if self.is_deepspeed_enabled:
             raise ReshardError("DeepSpeed's engine saves by itself: use the Trainer as it is, and reshard.convert")
