@@ -220,7 +220,8 @@ class _Attribute:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now called {new}; the old name goes in a later release", DeprecationWarning, stacklevel=3)
+    text = f"{old} is now called {new}; the old name will be removed in a later release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 if not TYPE_CHECKING:  # which would take any name for one of these

@@ -159,7 +159,7 @@ def _place(part: Part, theirs: tuple[Part, ...], whole: TensorLayout, rank: int)
         known = tuple(offset for offset in offsets if offset is not None)
         if len(known) == len(offsets):
             return index, Box.of(known, part.sizes)
-    raise PlanError("a stripe is not a box of what it is a stripe of", fqn=whole.spec.fqn, rank=rank)
+    raise PlanError("a stripe is not one box of its local tensor", fqn=whole.spec.fqn, rank=rank)
 
 
 def _offset(inner: Intervals, outer: Intervals) -> int | None:

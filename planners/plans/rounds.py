@@ -56,7 +56,8 @@ class Schedule:
     """
 
     covers: ClassVar[str] = (
-        "its plan is right, every byte of it travels once, and each round keeps to its budget and pairs of ranks"
+        "its plan is correct, every byte is sent once, and each round stays within its budget and pairs each rank at "
+        "most once"
     )
 
     def __init__(
@@ -348,7 +349,7 @@ def _stream_findings(rounds: Schedule, order: Ints) -> Iterator[Finding]:
         what = f"bytes {int(start[i])} to {int(stop[i])} to rank {int(receiver[i])} follow byte {int(due[i])}"
         yield Finding(what, None, int(sender[i]))
     for i in np.flatnonzero(~fresh & (number <= np.concatenate(([0], number[:-1]))))[:1].tolist():
-        yield Finding(f"bytes to rank {int(receiver[i])} travel out of order", None, int(sender[i]))
+        yield Finding(f"bytes to rank {int(receiver[i])} are sent out of order", None, int(sender[i]))
     traffic = rounds.plan.traffic()
     last = np.append(np.flatnonzero(fresh)[1:] - 1, len(order) - 1)
     found = dict(zip((sender[last] << 32 | receiver[last]).tolist(), stop[last].tolist()))

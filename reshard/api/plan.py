@@ -37,14 +37,14 @@ def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> L
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
         what = f"{source!r}" if isinstance(source, str) else f"a {type(source).__name__}"
-        raise LayoutError(f"a plan starts from a path, Checkpoint or StateLayout, not from {what}")
+        raise LayoutError(f"source must be a path, Checkpoint, or StateLayout, got {what}")
     wanted = _side(onto, rules)
     if isinstance(wanted, Topology):
         wanted = wanted.layout(saved.specs)
     elif rules:
         raise LayoutError(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}")
     if not isinstance(wanted, StateLayout):
-        raise LayoutError(f"a plan leads to a StateLayout or Topology, not to a {type(onto).__name__}")
+        raise LayoutError(f"onto must be a StateLayout or Topology, got a {type(onto).__name__}")
     return plan_reads(saved, wanted)
 
 

@@ -443,10 +443,11 @@ def _compare(
     findings += _own_findings(left, right)
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes and objects; of {total} bytes of values on each side {read} read and compared{within}"
+        f"names, shapes, dtypes, and objects compared; {read} of {total} bytes of values on each side read and "
+        f"compared{within}"
     )
     if read < total:
-        covers += ", of the others only the fingerprints saved with them"
+        covers += ", the rest only by their saved fingerprints"
     sizes = {name: math.prod(left.tensors[name].shape) for name in common if is_measured}
     alike = {name for name, text in known.items() if text == ""}
     sums = {name: found[name] if name in found else _Difference() for name in sizes if name in found or name in alike}
@@ -697,7 +698,7 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
         x, y = left.own[key], right.own[key]
         ranks = [r for r in x if r in y]
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
-            yield Finding(f"is of ranks {sorted(x)} in {left.label}, of {sorted(y)} in {right.label}", key)
+            yield Finding(f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}", key)
         for rank in ranks:
             if not _equal(_read(x[rank]), _read(y[rank])):
                 yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)

@@ -100,8 +100,8 @@ class FileSystemWriter(StorageWriter):
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
         if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
             raise StorageError(
-                f"{serialization_format} would write files that no reader of DCP's folders reads; for safetensors "
-                "there is reshard.save, or reshard.convert of what was saved"
+                f"{serialization_format} would write files that no DCP reader can read. For safetensors, use "
+                "reshard.save, or reshard.convert afterwards"
             )
         self.path, self.single_file_per_rank = path, single_file_per_rank
         self.thread_count, self.overwrite = thread_count, overwrite
@@ -150,8 +150,8 @@ class FileSystemWriter(StorageWriter):
             )
         if self._each_for_itself and _METADATA in names:
             raise StorageError(
-                f"there is a checkpoint of all ranks in {self.path}, which would be read instead of what each rank "
-                "saves for itself (use_collectives=False): save elsewhere, or delete it first"
+                f"{self.path} has a checkpoint of all ranks, which loads would read instead of the ones that each "
+                "rank saves for itself (use_collectives=False): save elsewhere, or delete it first"
             )
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]

@@ -39,5 +39,5 @@ class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore
         for file in map(str, self.fs.ls(folder)):
             name = file.rpartition("/")[2]
             if _WRITTEN.fullmatch(name) and name not in written:
-                _log.warning("%s: %s is of an earlier save, and was removed", folder, name)
+                _log.warning("%s: %s was left by an earlier save, and was deleted", folder, name)
                 self.fs.rm_file(self.fs.concat_path(folder, name))

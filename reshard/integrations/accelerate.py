@@ -67,8 +67,8 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
     models = accelerator._models
     if len(models) != 1:
         raise ReshardError(
-            f"the accelerator has prepared {len(models)} models, and one is wanted: save several by reshard.save, each "
-            "under a name of its own"
+            f"the accelerator has prepared {len(models)} models, expected one: save several with reshard.save, each "
+            "under its own name"
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {

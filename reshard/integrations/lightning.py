@@ -154,8 +154,8 @@ class ReshardCheckpoint(CheckpointCallback):
         """
         if self._restored is not None and trainer.ckpt_path is not None:
             raise CheckpointError(
-                f"fit got ckpt_path={trainer.ckpt_path!r}, and {self._restored.path} is there, too: leave ckpt_path "
-                "out to continue from that step, or choose another root"
+                f"fit got ckpt_path={trainer.ckpt_path!r}, but the root already has {self._restored.path}: leave "
+                "ckpt_path out to continue from that step, or choose another root"
             )
         self._step = trainer.global_step
 

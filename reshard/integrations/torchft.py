@@ -97,5 +97,5 @@ def _awaited(path: str, timeout_s: float) -> Checkpoint:
             return open_checkpoint(path)
         except CheckpointNotFoundError as error:
             if time.monotonic() > end:
-                raise DeadlineError(f"{path} was not there after {timeout_s:g} s: {error}") from error
+                raise DeadlineError(f"{path} did not appear within {timeout_s:g} s: {error}") from error
         time.sleep(_PAUSE_S)

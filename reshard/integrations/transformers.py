@@ -70,7 +70,10 @@ class ReshardTrainer(Trainer):
         saves by itself.
         """
         if self.is_deepspeed_enabled:
-            raise ReshardError("DeepSpeed's engine saves by itself: use the Trainer as it is, and reshard.convert")
+            raise ReshardError(
+                "DeepSpeed's engine saves its own checkpoints: use the plain Trainer, and convert its checkpoints "
+                "with reshard.convert"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
         return super().train(resume_from_checkpoint, *args, **options)

@@ -276,8 +276,8 @@ class PerRank:
             return self.value
         of = f" of {saved_world_size}" if saved_world_size > len(saved) else ""
         raise KeyMismatchError(
-            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is rank "
-            f"{rank}: say what to do with PerRank(value, on_change='keep' or 'drop' or a function)"
+            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is "
+            f"rank {rank}: choose with PerRank(value, on_change='keep' or 'drop' or a function)"
         )
 
 
@@ -324,7 +324,7 @@ class Targets(State[LiveTensor]):
                 unit.
         """
         if not isinstance(state, MutableMapping | list):
-            raise FormatError(f"what is loaded into must be a dict (or a list), got {_in_words(state)}")
+            raise FormatError(f"the state to load into must be a dict (or a list), got {_in_words(state)}")
         live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for key, path in live.paths.items():
@@ -467,7 +467,7 @@ def _in_words(value: Any) -> str:
     """Describe what was passed instead of a state, and what was probably meant."""
     kind = type(value).__name__
     if isinstance(value, (str, os.PathLike)):
-        return f"{kind}: it is reshard.load(state, path) that reads checkpoints"
+        return f"{kind}: to read a checkpoint, call reshard.load(state, path)"
     return kind
 
 

@@ -54,7 +54,7 @@ class Decoder:
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
         if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
-            raise NormalizationError(f"{self.kv_heads} key/value heads cannot serve {self.heads} query heads: {self}")
+            raise NormalizationError(f"{self.kv_heads} key/value heads do not divide {self.heads} query heads: {self}")
 
     @property
     def has_experts(self) -> bool:
@@ -95,7 +95,7 @@ class Decoder:
         config = {**config, **config.get("text_config", {})}  # models that also see keep the decoder's apart
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
-            raise NormalizationError(f"the model's config says nothing of {', '.join(missing)}")
+            raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
         heads = int(config["num_attention_heads"])
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -637,29 +637,25 @@ def ready(
 
     Args:
         config: the model's Hugging Face `config.json`, as path, folder, or content; or a `Decoder`.
-        source, target: "huggingface" (names on disk), "transformers" (names in memory, as
-            transformers 5 has them), "plain" (separate matrices for gate, up, queries, keys,
-            values, and each expert, as Llama and Qwen have them on disk), "torchtitan", "megatron",
-            "vllm" or "sglang" (unsharded, in memory), "gguf" (llama.cpp's names), or
-            "transformer_engine" (Hugging Face names, with TransformerEngine's `TransformerLayer`
-            for each layer). `normalized` converts Hugging Face files to the names in memory, unless
-            its hint `stored_names` is True.
+        source, target: "huggingface" (names on disk), "transformers" (names in memory, as transformers 5 has them),
+            "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama and Qwen have
+            them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf" (llama.cpp's
+            names), or "transformer_engine" (Hugging Face names, with TransformerEngine's `TransformerLayer` for each
+            layer). `normalized` converts Hugging Face files to the names in memory, unless its hint `stored_names` is
+            True.
         titan: torchtitan's version: "0.3", or "0.2" for all older ones.
         transformer_engine: use Megatron's names for TransformerEngine layers.
         padded_vocab: rows of Megatron's padded vocabulary, if padding was not removed.
-        zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default:
-            as in the family's own files.
+        zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default: as in the
+            family's own files.
         exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
-        mtp: Megatron's name for the layer inside a multi-token prediction layer. Before 0.16,
-            "transformer_layer".
+        mtp: Megatron's name for the layer inside a multi-token prediction layer. Before 0.16, "transformer_layer".
         routed_experts: vLLM keeps its experts in a module of that name, as it does since mid-2026.
-        qkv_interleaved: the order of the rows in fused QKV tensors of "transformer_engine", which
-            its `qkv_weight_interleaved` sets. By default, files with such tensors are refused when
-            they are read.
+        qkv_interleaved: the order of the rows in fused QKV tensors of "transformer_engine", which its
+            `qkv_weight_interleaved` sets. By default, files with such tensors are refused when they are read.
         fill: stands in for missing states of experts, where experts are stacked; see `Stack`.
 
-    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for
-    this combination.
+    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
     model = Decoder.of(config)
     _check(model, source, target, titan)

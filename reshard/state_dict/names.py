@@ -258,7 +258,7 @@ class LiveModel:
                     name = region.canonical(path) if path else ""
                     found.append(f"{name}." if name else "")
         if wanted:
-            raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are no part of the model")
+            raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are not part of the model")
         return found
 
 

@@ -334,7 +334,7 @@ def storage_by_position(call: Function) -> Function:
     @functools.wraps(call)
     def either_way(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and name not in kwargs:
-            warnings.warn(f"{call.__name__} takes the storage by name: {name}=...", stacklevel=2)
+            warnings.warn(f"{call.__name__} takes the storage as a keyword argument: {name}=...", stacklevel=2)
             return call(args[0], **{name: args[1]}, **kwargs)
         return call(*args, **kwargs)
 
@@ -348,7 +348,7 @@ def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> Storag
             writer.reset(checkpoint_id)
         return writer
     if not checkpoint_id:
-        raise NowhereError("`checkpoint_id` must be specified where there is no storage_writer: say where to save")
+        raise NowhereError("`checkpoint_id` must be specified if there is no storage_writer: pass the path to save to")
     found: StorageWriter = _of_fsspec(checkpoint_id, "FsspecWriter") or FileSystemWriter(checkpoint_id)
     return found
 
@@ -360,7 +360,9 @@ def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> Storag
             reader.reset(checkpoint_id)
         return reader
     if not checkpoint_id:
-        raise NowhereError("`checkpoint_id` must be specified where there is no storage_reader: say what to load")
+        raise NowhereError(
+            "`checkpoint_id` must be specified if there is no storage_reader: pass the path to load from"
+        )
     found: StorageReader = _of_fsspec(checkpoint_id, "FsspecReader") or FileSystemReader(checkpoint_id)
     return found
 

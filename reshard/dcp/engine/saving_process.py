@@ -60,7 +60,7 @@ def write_in_process(writer: StorageWriter, plan: SavePlan, planner: SavePlanner
     """
     storage = getattr(writer, "storage", None)
     if isinstance(storage, Storage) and not storage.is_common:
-        raise StorageError(f"another process does not see {storage.url}: save by AsyncCheckpointerType.THREAD")
+        raise StorageError(f"another process cannot see {storage.url}: use AsyncCheckpointerType.THREAD")
     with _lock:
         global _process
         if _process is not None and not _process.is_alive:
@@ -75,7 +75,7 @@ class _SavingProcess:
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
-            raise StorageError("this system shares no memory without a name: save by AsyncCheckpointerType.THREAD")
+            raise StorageError("this system has no anonymous shared memory: use AsyncCheckpointerType.THREAD")
         self._memory = os.memfd_create("reshard-save", os.MFD_CLOEXEC)
         path = os.pathsep.join(path for path in sys.path if path)
         self.child = subprocess.Popen(
@@ -98,8 +98,7 @@ class _SavingProcess:
             order = pickle.dumps((writer, plan, rows))
         except Exception as error:
             raise StorageError(
-                f"this {type(writer).__name__} cannot be given to a process ({error}): save by "
-                "AsyncCheckpointerType.THREAD"
+                f"this {type(writer).__name__} cannot be sent to a process ({error}): use AsyncCheckpointerType.THREAD"
             ) from error
         try:
             _send(self.child.stdin, order)

@@ -188,7 +188,7 @@ def _key_of(container: Any, part: str | int) -> Any:
 # What does not fit: with torch's key phrases, and with advice that callers of the face can follow.
 
 
-_ALLOW = "DefaultLoadPlanner(allow_partial_load=True) leaves what is not saved as it is"
+_ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not in the checkpoint"
 _MISSING = "Missing key in checkpoint state_dict"
 
 
@@ -231,9 +231,9 @@ def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> Non
     """Raise KeyMismatchError if the target has no place for the state of a whole optimizer."""
     for key in lost_state(state_dict, saved):
         raise KeyMismatchError(
-            f"{key!r} is empty, and the checkpoint has state there, which would be lost: a load fills what is there. "
-            "Get the dict by get_optimizer_state_dict of reshard.dcp.state_dict, which knows where state is to go; or "
-            "load without it by DefaultLoadPlanner(allow_partial_load=True)"
+            f"{key!r} is empty, but the checkpoint has state for it, which the load would drop. Get the dict from "
+            "get_optimizer_state_dict of reshard.dcp.state_dict, which allocates the state, or load without it: "
+            "DefaultLoadPlanner(allow_partial_load=True)"
         )
 
 
