@@ -110,6 +110,7 @@ def load(
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
         LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
             target cannot be filled in place.
+        OptionError: an option has an unknown value, such as strict="strickt".
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)

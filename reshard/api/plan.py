@@ -11,12 +11,13 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import FormatError, LayoutError, StorageError
+from reshard.errors import FormatError, LayoutError, StorageError, renamed
 from reshard.storage.base import Storage
 
 __all__ = ["is_layout_file", "plan", "read_layout_file"]
 
 
+@renamed()
 def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> LoadPlan:
     """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 

@@ -23,7 +23,7 @@ from planners.plans.plan import verify as prove
 from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError, renamed
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
@@ -57,6 +57,7 @@ WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
 
 
+@renamed()
 def verify(
     path: Any,
     against: Any = None,
@@ -370,6 +371,7 @@ def _read_findings(
     return findings
 
 
+@renamed()
 def compare(
     a: Any,
     b: Any,

@@ -156,6 +156,21 @@ def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("verb", "given", "meant"),
+    [
+        ("compare", {"rtl": 0.1}, "rtol"),
+        ("verify", {"worker": 2}, "workers"),
+        ("open", {"stp": 1}, "step"),
+        ("plan", {"rule": {}}, "rules"),
+    ],
+)
+def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], meant: str) -> None:
+    words = rf"{verb}\(\) got an unexpected keyword argument '{next(iter(given))}'"
+    with pytest.raises(TypeError, match=words + f": did you mean '{meant}'"):
+        getattr(reshard, verb)(*["a", "b"][: 2 if verb in ("compare", "plan") else 1], **given)
+
+
+@pytest.mark.parametrize(
     ("call", "told"),
     [
         (lambda: reshard.load("path"), r"was called with 'path' only. .*reshard.open\('path'\).nested\(\)"),
