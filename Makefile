@@ -64,6 +64,7 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -q property_tests --hypothesis-profile=nightly --timeout=0
 	$(BIN)/python -m tests.damage --random 10000 --seed $(SEED)
 	$(BIN)/python -m tests.reshard.api.test_engines 20 $(SEED)
+	$(BIN)/python -m tests.reshard.integrations.megatron_models
 	$(BIN)/python -m tests.reshard.execute.test_work_list 200000 $(SEED)
 	$(BIN)/python -m tests.stories.test_killed_runs 60 $(SEED)
 	$(BIN)/python -m tests.power 10000 $(SEED)

@@ -38,6 +38,7 @@ ON_THE_PAGE = (
     "incremental",
     "live",
     "differences",
+    "weights",
     "elastic",
     "control",
     "manifest",

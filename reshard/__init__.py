@@ -26,6 +26,8 @@ _HOME = {
     "Stage": "state_dict",
     "StateDictOptions": "state_dict",
     "TransferReport": "api.redistribute",
+    "WeightBucket": "api.weights",
+    "WeightSource": "api.weights",
     "async_save": "api.save",
     "compare": "api.verify",
     "convert": "api.convert",
@@ -97,6 +99,7 @@ if TYPE_CHECKING:
     from reshard.api.save import SaveReport as SaveReport, async_save as async_save, save as save
     from reshard.api.trace import trace_layout as trace_layout
     from reshard.api.verify import compare as compare, verify as verify
+    from reshard.api.weights import WeightBucket as WeightBucket, WeightSource as WeightSource
     from reshard.checkpoint import Checkpoint as Checkpoint, open as open
     from reshard.errors import ReshardError as ReshardError
     from reshard.live.state import PerRank as PerRank

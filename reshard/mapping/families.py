@@ -1,13 +1,13 @@
-"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, and SGLang, for Llama,
-Mistral, Qwen, Phi-3, Gemma, and mixture-of-experts models: Qwen, Mixtral, DeepSeek-V2 and V3,
-gpt-oss.
+"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, and SGLang, for Llama, Mistral, Qwen, Phi-3,
+Gemma, mixture-of-experts models (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Llama 4), and vision-language models
+(see `vision`).
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
 
-The mappings apply to canonical names and full tensors, as `Checkpoint.normalized` and `convert(...,
-normalized=True)` return them. For Megatron files, normalization unstacks the layers and removes
-padding first. The mappings also apply to optimizer states.
+The mappings apply to canonical names and full tensors, as `Checkpoint.normalized` and `convert(..., normalized=True)`
+return them. For Megatron files, normalization unstacks the layers and removes padding first. The mappings also apply
+to optimizer states.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
+from reshard.mapping import vision
 from reshard.mapping.mapping import Mapping, between
 from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
@@ -47,9 +48,9 @@ class Decoder:
     expert_size: int = 0
     """Number of rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: for queries (0 if they have none), and for
-    keys and values.
-    """
+    """Rows of the first projections of latent attention: for queries (0 if they have none), and for keys and values."""
+    vision_heads: int = 0
+    """Attention heads of the vision tower, in vision-language models."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -59,7 +60,7 @@ class Decoder:
     @property
     def has_experts(self) -> bool:
         """True if feed-forward layers are mixtures of experts."""
-        return self.family in ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+        return self.family in _MIXTURES
 
     @property
     def is_latent(self) -> bool:
@@ -69,12 +70,12 @@ class Decoder:
     @property
     def is_sandwiched(self) -> bool:
         """True if norms also follow attention and feed-forward."""
-        return self.family in ("gemma2", "gemma3_text")
+        return self.family in ("gemma2", "gemma3_text", "gemma3")
 
     @property
     def is_zero_centered(self) -> bool:
         """True if norm weights are stored as differences from 1."""
-        return self.family in ("gemma", "gemma2", "gemma3_text")
+        return self.family in ("gemma", "gemma2", "gemma3_text", "gemma3")
 
     @classmethod
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
@@ -92,7 +93,9 @@ class Decoder:
             except (OSError, ValueError) as error:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             assert isinstance(config, Dict)
-        config = {**config, **config.get("text_config", {})}  # models that also see keep the decoder's apart
+        seen = config.get("vision_config") or {}
+        # models that also see keep the decoder's settings apart, but names are those of the full model
+        config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
             raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
@@ -114,17 +117,20 @@ class Decoder:
                 int(config.get("q_lora_rank") or 0),
                 int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
             ),
+            int(seen.get("num_heads") or seen.get("num_attention_heads") or 0),
         )
 
 
 def _has_experts(config: Dict[str, Any], layer: int) -> bool:
-    """Return True if a layer of a mixture-of-experts model has experts. DeepSeek counts from 0
-    after the dense layers, Qwen from 1.
+    """Return True if a layer of a mixture-of-experts model has experts. DeepSeek counts from 0 after the dense
+    layers, others from 1.
     """
+    if config.get("moe_layers") is not None:
+        return layer in config["moe_layers"]
     if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
         return False
-    steps = int(config.get("moe_layer_freq") or 1), int(config.get("decoder_sparse_step") or 1)
-    return layer % steps[0] == 0 and (layer + 1) % steps[1] == 0
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0
 
 
 # Attention and feed-forward layers that Llama, Mistral, Qwen2, Qwen3 and their kin have in common.
@@ -149,8 +155,8 @@ def outer_to_titan(generation: str) -> list[Rule]:
 def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -> list[Rule]:
     """Map attention and the dense feed-forward layer.
 
-    `rotate_pairs`: the model applies rotary embeddings to adjacent pairs, as torchtitan's Llama
-    does, and not to halves of a head. The rows of queries and keys are reordered.
+    `rotate_pairs`: the model applies rotary embeddings to adjacent pairs, as torchtitan's Llama does, and not to
+    halves of a head. The rows of queries and keys are reordered.
     """
     inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
 
@@ -175,11 +181,9 @@ def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
-    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary
-    with padding.
+    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with padding.
 
-    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router or
-    latent attention.
+    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router or latent attention.
     """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
     vocab: list[Rule] = [
@@ -232,8 +236,8 @@ def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
 
 
 def phi3_to_plain(model: Decoder) -> Mapping:
-    """Map Phi-3's fused projections (all queries, then all keys, then all values) to the separate
-    ones of other families.
+    """Map Phi-3's fused projections (all queries, then all keys, then all values) to the separate ones of other
+    families.
     """
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
@@ -288,8 +292,8 @@ def titan_name(name: str, generation: str) -> str:
 
 
 def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
-    """Fuse gate and up of each expert. With TransformerEngine's grouped experts, the expert number
-    is at the end of the name.
+    """Fuse gate and up of each expert. With TransformerEngine's grouped experts, the expert number is at the end of
+    the name.
     """
     rules: list[Rule] = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
@@ -362,8 +366,8 @@ def latent_to_titan() -> list[Rule]:
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
-    """Map DeepSeek's attention to Megatron. TransformerEngine keeps the norms inside the
-    projections that follow them.
+    """Map DeepSeek's attention to Megatron. TransformerEngine keeps the norms inside the projections that follow
+    them.
     """
     norms = {"kv_a_layernorm": "kv_layernorm.weight", "q_a_layernorm": "q_layernorm.weight"}
     if transformer_engine:
@@ -376,12 +380,12 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
-    """Map multi-token prediction layers. On disk, their numbers continue those of the other layers;
-    Megatron keeps them apart.
+    """Map multi-token prediction layers. On disk, their numbers continue those of the other layers; Megatron keeps
+    them apart.
 
-    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer
-    inside. On disk, such a layer repeats the embedding and the output layer. These copies keep
-    their names, because Megatron has none for them.
+    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer inside. On disk,
+    such a layer repeats the embedding and the output layer. These copies keep their names, because Megatron has none
+    for them.
     """
     out: list[Rule] = []
     for number in range(model.next_layers):
@@ -408,27 +412,40 @@ _BLOCK = f"{HF}mlp.experts."
 
 
 def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
-    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert,
-    with gate and up separate.
+    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert, with gate and up
+    separate.
 
     Raises NormalizationError if the number of rows of an expert is unknown.
     """
     if model.expert_size < 1:
         raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to separate them: {model}")
-    stacks: list[Rule] = []
-    halves: list[Rule] = []
-    for name in ("gate_up_proj", "down_proj"):
-        stacks.append(Unstack(f"{_BLOCK}{name}", f"{_BLOCK}{{e}}.{name}.weight", over="e", fill=fill))
-        stacks.append(Unstack(f"{_BLOCK}{name}_bias", f"{_BLOCK}{{e}}.{name}.bias", over="e", fill=fill))
-    for kind in ("weight", "bias"):
-        pair = [f"{_BLOCK}{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
-        halves.append(Split(f"{_BLOCK}{{e}}.gate_up_proj.{kind}", pair, (1, 1), groups=model.expert_size))
-    turned = [
-        Transpose(f"{_BLOCK}{{e}}.{name}.weight", f"{_BLOCK}{{e}}.{name}.weight")
-        for name in ("gate_up_proj", "down_proj")
-    ]
     router = Rename(f"{HF}mlp.router.{{kind}}", f"{HF}mlp.gate.{{kind}}")
-    return Mapping([*stacks, router]) | Mapping(turned) | Mapping(halves)
+    return turned_to_plain(_BLOCK, [router], fill, {"weight": "", "bias": "_bias"}, model.expert_size)
+
+
+def turned_to_plain(
+    block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
+) -> Mapping:
+    """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other tensors, and `kinds`
+    are the endings of names. Gate and up are interleaved in this number of `groups`.
+    """
+    names = ("gate_up_proj", "down_proj")
+    stacks = [
+        Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)
+        for name in names
+        for kind, end in kinds.items()
+    ]
+    turned = [Transpose(f"{_BLOCK}{{e}}.{name}.weight", f"{_BLOCK}{{e}}.{name}.weight") for name in names]
+    halves = [
+        Split(
+            f"{_BLOCK}{{e}}.gate_up_proj.{kind}",
+            [f"{_BLOCK}{{e}}.{x}_proj.{kind}" for x in ("gate", "up")],
+            (1, 1),
+            groups,
+        )
+        for kind in kinds
+    ]
+    return Mapping([*stacks, *beside]) | Mapping(turned) | Mapping(halves)
 
 
 def gpt_oss_to_titan(generation: str) -> list[Rule]:
@@ -450,6 +467,18 @@ def gpt_oss_to_megatron() -> list[Rule]:
     return [Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset")]
 
 
+# Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of the up half.
+
+
+def llama4_to_plain(fill: float | None) -> Mapping:
+    """Map Llama 4's own names to those of other mixture-of-experts models."""
+    parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    names = {f"shared_expert.{part}": f"shared_experts.{part}" for part in parts} | {part: part for part in parts}
+    names["router.weight"] = "gate.weight"
+    beside = [Rename(f"{HF}feed_forward.{a}", f"{HF}mlp.{b}") for a, b in names.items()]
+    return turned_to_plain(f"{HF}feed_forward.experts.", beside, fill)
+
+
 # vLLM and SGLang: queries, keys and values as one, gate and up as one, experts side by side.
 #
 # vLLM        self_attn.qkv_proj, mlp.gate_up_proj, mlp.experts.routed_experts.w13_weight [E, 2 *
@@ -465,9 +494,7 @@ ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
 
 
 def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
-    """Map the plain names on disk to an engine. `routed_experts`: vLLM keeps its experts in a
-    module of that name.
-    """
+    """Map the plain names on disk to an engine. `routed_experts`: vLLM keeps its experts in a module of that name."""
     fused = _latent(model, engine) if model.is_latent else _attention(model)
     shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
     made = Mapping([*fused, *_gate_up("mlp"), *_gate_up(shared)])
@@ -535,9 +562,7 @@ def to_transformer_engine() -> list[Rule]:
 
 
 def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
-    """Split fused projections in three, and drop the states of fp8 recipes, which are not
-    parameters.
-    """
+    """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
         interleaved = False  # one query group lies alike in both
     cut = _UntoldSplit if interleaved is None else Split
@@ -612,10 +637,15 @@ NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *EN
 _ONLY_IN = {"gguf": LLAMA_CPP, "transformer_engine": TRANSFORMER_ENGINE}
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"),
+    *vision.FAMILIES,
 )
-_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe")
-_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss")
+_MIXTURES = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    *("llama4_text", "llama4", "qwen3_vl_moe"),
+)
+_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *vision.FAMILIES)
+_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *vision.FAMILIES)
 
 
 def ready(
@@ -681,9 +711,7 @@ def ready(
 
 
 def _check(model: Decoder, source: str, target: str, titan: str) -> None:
-    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that
-    has no mapping.
-    """
+    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that has no mapping."""
     if model.family not in FAMILIES:
         raise NormalizationError(f"there is no ready mapping for {model.family!r}: known are {', '.join(FAMILIES)}")
     for naming in (source, target):
@@ -701,15 +729,24 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:
     """Map a family's names on disk to the plain ones."""
+    decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
     if model.family == "gpt_oss":
         return gpt_oss_to_plain(model, fill)
     if model.family == "phi3":
         return phi3_to_plain(model)
-    return mixtral_to_plain() if model.family == "mixtral" else Mapping()
+    if model.family == "qwen3_vl_moe":
+        return vision.qwen3_experts(model.expert_size) | decoder | in_memory_to_disk(fill)
+    if model.family in ("llama4", "llama4_text"):
+        return decoder | llama4_to_plain(fill)
+    return mixtral_to_plain() if model.family == "mixtral" else decoder
 
 
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
-    is_stacked = model.has_experts and model.family != "gpt_oss"
+    if model.family == "qwen3_vl_moe":
+        return vision.qwen3_experts(model.expert_size)
+    if model.family in vision.FAMILIES:
+        return vision.in_memory(model.family)
+    is_stacked = model.has_experts and model.family not in ("gpt_oss", "llama4_text")
     return plain | in_memory_to_disk(fill).inverse() if is_stacked else Mapping()
 
 
@@ -730,9 +767,7 @@ def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) 
 
 
 def _titan_as_plain(model: Decoder) -> Mapping:
-    """torchtitan splits a fused projection when it saves the model, but not when it saves the
-    optimizer.
-    """
+    """torchtitan splits a fused projection when it saves the model, but not when it saves the optimizer."""
     parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
     fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
     rules: list[Rule] = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
@@ -775,4 +810,7 @@ def _megatron(
     rules = [*next_layers_to_megatron(model, rules, mtp), *rules]
     if zero_centered is not None and zero_centered != model.is_zero_centered:
         rules = centred_otherwise(rules, -1.0 if zero_centered else 1.0, exact)
-    return Mapping(rules)
+    made = Mapping(rules)
+    if model.family not in vision.FAMILIES:
+        return made
+    return made | vision.to_megatron(model.family, model.vision_heads, transformer_engine=transformer_engine)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
 from reshard.live.fsdp1 import fill_absent
@@ -82,7 +83,12 @@ def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, 
 
 
 def iter_full(
-    model: Models, *, to_rank: int | None = None, cpu_offload: bool = True, options: StateDictOptions | None = None
+    model: Models,
+    *,
+    to_rank: int | None = None,
+    cpu_offload: bool = True,
+    options: StateDictOptions | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (canonical name, full value) pairs one at a time, in the order of the names.
 
@@ -91,21 +97,23 @@ def iter_full(
     the shards of that tensor).
 
     Args:
-        to_rank: yield on this rank only. On other ranks the iterator is empty, but you must still
-            run it to its end. A name that this rank does not hold (another pipeline stage's) is
-            yielded by the lowest rank that holds it.
+        to_rank: yield on this rank (of the default group) only. On other ranks the iterator is empty,
+            but you must still run it to its end. A name that this rank does not hold (another
+            pipeline stage's) is yielded by the lowest rank that holds it.
         cpu_offload: yield tensors on the CPU.
+        process_group: the ranks that call this; default: all. All ranks that hold shards of this
+            rank's model must be members; other ranks of the job need not take part.
 
     Raises:
         NormalizationError: on all ranks, if a rank lacks a name that it should gather together with
-            others.
+            others, or such a rank or `to_rank` is not in `process_group`.
     """
     opts = as_options(options)
     with torch.no_grad():
         state = read_model(LiveModel(model, opts.dsd_fqn_modifiers), whole=True)
     asked = {**vars(opts), "to_rank": to_rank}
-    owner = _owners(state, asked, prefer=to_rank) if to_rank is not None else None
-    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked)
+    owner = _owners(state, asked, prefer=to_rank, process_group=process_group) if to_rank is not None else None
+    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked, process_group)
     for name in sorted(state):
         with torch.no_grad():
             found = _whole(state.pop(name), name, owner)
@@ -113,7 +121,9 @@ def iter_full(
             yield name, _to_cpu(found.pop()) if cpu_offload else found.pop()
 
 
-def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]) -> None:
+def agree_on_gathering(
+    tensors: Mapping[str, Any], options: Mapping[str, object], process_group: dist.ProcessGroup | None = None
+) -> None:
     """Check that every rank that holds a part of a tensor is about to gather it.
 
     Collective, if any tensor is sharded. Raises NormalizationError, the same on all ranks, that
@@ -121,8 +131,15 @@ def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]
     """
     if not tensors or world_size() == 1:
         return
+    group = _meeting(options, process_group)
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
-    answers = _meeting(options).distinct_answers(mine)
+    answers = group.distinct_answers(mine)
+    for name, _, ranks in (row for held, _ in answers for row in held):
+        if outside := set(ranks).difference(group.ranks):
+            raise NormalizationError(
+                f"{name!r} is sharded over ranks {ranks}, but {format_ranks(outside)} are not in process_group: "
+                "pass a group of all ranks that hold the model"
+            )
     if len(answers) == 1:
         return
     parties = [({name: (shape, ranks) for name, shape, ranks in held}, who) for held, who in answers]
@@ -143,24 +160,32 @@ def agree_on_gathering(tensors: Mapping[str, Any], options: Mapping[str, object]
                 )
 
 
-def _meeting(options: Mapping[str, object]) -> Group:
+def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | None = None) -> Group:
     """Return a group of all ranks, after checking that they use the same options. Different options
     raise an error here, so that no rank mistakes the values of another gather for its own.
     """
-    group = Group(deadline_s=DEADLINE_S)
+    group = Group(process_group, deadline_s=DEADLINE_S)
     group.same_options("the getters of state dicts", options)
     return group
 
 
-def _owners(names: Iterable[str], options: Mapping[str, object], prefer: int | None = 0) -> Callable[[str], int]:
+def _owners(
+    names: Iterable[str],
+    options: Mapping[str, object],
+    prefer: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> Callable[[str], int]:
     """Return which rank returns each name: `prefer` if it holds it, otherwise the lowest rank that
     does.
     """
     if world_size() == 1:
         return lambda name: 0
-    answers = _meeting(options).distinct_answers(sorted(names))
+    group = _meeting(options, process_group)
+    if prefer not in group.ranks:
+        raise NormalizationError(f"to_rank={prefer} is not among the ranks of this call, {format_ranks(group.ranks)}")
+    answers = group.distinct_answers(sorted(names))
     if len(answers) == 1:
-        return lambda name: prefer or 0
+        return lambda name: prefer
     holders: dict[str, list[int]] = {}
     for held, ranks in answers:
         for name in held:

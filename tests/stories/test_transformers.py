@@ -17,7 +17,7 @@ from reshard.mapping import Mapping, Mxfp4, Rename
 from reshard.mapping.families import ready
 from tests import gloo
 from tests.same import assert_same
-from tests.stories.tiny_models import DECODERS, MODELS, fresh, logits, model
+from tests.stories.tiny_models import DECODERS, MODELS, SEEING, fresh, logits, model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their warnings are not ours to mend
 
@@ -81,18 +81,19 @@ def test_transformers_loads_a_file_of_torch(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded("qwen3", tmp_path / "out")), logits(made))
 
 
-NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
-NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
+NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *SEEING}
+NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *SEEING}
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, *SEEING])
 def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
     """Every tensor of a real model gets a name of the other naming, and comes back bit by bit."""
     made = model(name)
     made.save_pretrained(tmp_path)
     stored = reshard.open(tmp_path)
     family = made.config.model_type
-    namings = {"transformers": "model.", "plain": "model.", "megatron": "decoder."}
+    namings = {"plain": "model.", "megatron": "language_model." if name in SEEING else "decoder."}
+    namings |= {"transformers": "language_model." if name == "llama4" else "model."}
     namings |= {} if family in NOT_IN_TITAN else {"torchtitan": "layers."}
     namings |= {} if family in NOT_IN_ENGINES else {"vllm": "model.", "sglang": "model."}
 
@@ -103,6 +104,8 @@ def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
 
             assert any(key.startswith(head) for key in there)
             assert head == "model." or not any(key.startswith("model.") for key in there)
+            if name == "qwen3_vl_moe" and naming != "huggingface":  # experts go back transposed, as on the hub
+                back = ready(tmp_path, "huggingface", "transformers").apply(back)
             assert reshard.compare(back, stored).ok
             assert dict(back.aliases) == dict(stored.aliases)
     memory = ready(tmp_path, "huggingface", "transformers").apply(stored)
@@ -164,6 +167,29 @@ def test_plain_names_are_those_of_llama(name: str, tmp_path: Path) -> None:
     config = fresh("llama").config
     config.rms_norm_eps = made.config.rms_norm_eps
     assert torch.allclose(logits(loaded("llama", tmp_path / "plain", config)), logits(made), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_that_see_come_back_from_megatron(name: str, tmp_path: Path) -> None:
+    """And queries, keys, and values of the vision tower lie head by head there, where Megatron has such towers."""
+    made = model(name)
+    made.save_pretrained(tmp_path / "theirs")
+    there = ready(tmp_path / "theirs", "huggingface", "megatron").apply(reshard.open(tmp_path / "theirs"))
+
+    back = ready(tmp_path / "theirs", "megatron", "huggingface").apply(there)
+    reshard.convert(back, tmp_path / "back", format="safetensors")
+
+    again = loaded(name, tmp_path / "back", made.config)
+    assert_same(dict(again.state_dict()), dict(made.state_dict()))
+    assert torch.equal(logits(again), logits(made))
+    fused = "vision_model.decoder.layers.1.self_attention.linear_qkv.bias"
+    if fused in there:
+        at = "model.visual.blocks.1.attn.qkv.bias"
+        one = [f"vision_model.model.layers.1.self_attn.{x}_proj.bias" for x in "qkv"]
+        held = made.state_dict()
+        q, k, v = held[at].chunk(3) if at in held else [held[name] for name in one]
+        by_head = torch.cat([part[head * 8 : head * 8 + 8] for head in range(2) for part in (q, k, v)])
+        assert torch.equal(there[fused][...], by_head)
 
 
 SHARDED = ("qwen3_tied", "qwen3_moe", "gpt_oss")

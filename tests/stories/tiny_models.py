@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["DECODERS", "MODELS", "fresh", "logits", "model"]
+__all__ = ["DECODERS", "MODELS", "SEEING", "fresh", "logits", "model"]
 
 _BASE = {
     "hidden_size": 32,
@@ -41,6 +41,16 @@ _LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1, 1, 1],
+}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -58,6 +68,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"head_dim": 8}),
     "gemma3_text": ("Gemma3", {"head_dim": 8}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4_text": ("Llama4", _LLAMA4),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -69,6 +80,20 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 _LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 MODELS = (*DECODERS, *_OTHERS)
+_EYES = {"depth": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+_DEEP = {**_EYES, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+_PICTURES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_PIXELS = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "intermediate_size": 64}
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", _ROPE, {**_EYES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VL", _ROPE, _EYES),
+    "qwen3_vl": ("Qwen3VL", {**_ROPE, "head_dim": 8}, _DEEP),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {**_ROPE, **_MOE, "head_dim": 8, "moe_intermediate_size": 24}, _DEEP),
+    "llama4": ("Llama4", _LLAMA4, {**_PICTURES, **_PIXELS}),
+    "gemma3": ("Gemma3", {"head_dim": 8}, {**_PICTURES, "intermediate_size": 24}),
+}
+"""The class's first part, and what its configs say of the decoder and of the vision tower."""
 
 
 def fresh(name: str) -> Any:
@@ -79,8 +104,12 @@ def fresh(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if name in DECODERS:
         kind, more = DECODERS[name]
-        config, cls = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config", f"{kind}ForCausalLM"
+        config, cls = f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config", f"{kind}ForCausalLM"
         more = {**_BASE, **more}
+    elif name in SEEING:
+        kind, text, eyes = SEEING[name]
+        config, cls = f"{kind}Config", f"{kind}ForConditionalGeneration"
+        more = {"text_config": {**_BASE, **text}, "vision_config": eyes}
     else:
         config, cls, more = _OTHERS[name]
         more = {**more, **(_LAYERS if name == "bart" else {}), "vocab_size": 53, "decoder_ffn_dim": 48, "num_heads": 4}

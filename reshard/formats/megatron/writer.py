@@ -295,7 +295,7 @@ _NORMS = (
     ("self_attention.q_layernorm", "self_attention.linear_q_up_proj", False),
     ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", False),
 )
-"""A norm, the projection that follows, and whether it is saved within that wherever there is one."""
+"""A norm, the projection that follows, and whether it is saved within that wherever attention is not latent."""
 _STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
 """Modules that keep no state beside their parameters."""
 
@@ -380,7 +380,8 @@ class Stacks:
                 continue
             within = f"{match['before']}{projection}.layer_norm_{match['kind']}"
             held = f"{front}{match['before']}{projection}.weight" in self.shapes
-            if held and sure:
+            latent = f"{front}{match['before']}self_attention.linear_kv_down_proj.weight" in self.shapes
+            if held and sure and not latent:
                 return (within,)
             if held or norm == "pre_mlp_layernorm":  # before experts each kind of layer has it otherwise
                 return (site.tail, within)

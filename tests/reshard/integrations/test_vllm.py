@@ -47,7 +47,7 @@ def offered() -> dict[str, Any]:
     rank = dist.get_rank()
     model = Decoder("llama", 4, 2, 1, 53)
     mine = state(rank, 1.0)
-    options: dict[str, Any] = {"mapping": ready(model, "huggingface", "vllm"), "batch_bytes": 300}
+    options: dict[str, Any] = {"mapping": ready(model, "huggingface", "vllm"), "bucket_bytes": 300}
     sources = {
         "first": StateSource(mine, **options),
         "everyone": StateSource(mine, everyone=True, dtype=torch.bfloat16, **options),
@@ -141,7 +141,7 @@ def sent() -> list[Any]:
 
     rank = dist.get_rank()
     mine = state(rank, 1.0)
-    source = StateSource(mine, mapping=ready(Decoder("llama", 4, 2, 1, 53), "huggingface", "vllm"), batch_bytes=300)
+    source = StateSource(mine, mapping=ready(Decoder("llama", 4, 2, 1, 53), "huggingface", "vllm"), bucket_bytes=300)
     engine = Engine.trainer_init(rank, client=Client(), source=source)
     for _ in range(2):
         for tensor in mine.values():

@@ -107,15 +107,16 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(back["model.embed_tokens.weight"][...], rows)
 
 
-NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe"}
+SEEING = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4", "gemma3"}
+NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *SEEING}
 IN_LLAMA_CPP = {"llama", "mistral", "qwen2", "qwen3"}
-NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
+NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *SEEING}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_can_be_made(family: str) -> None:
     """And back, by the inverse; only torchtitan's has a stage before."""
-    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12))
+    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12), 2)
     for source, target in product(NAMINGS, NAMINGS):
         options: dict[str, Any] = {"transformer_engine": len(source) % 2 == 0, "titan": ("0.2", "0.3")[len(target) % 2]}
         refused = {"torchtitan"} if family in NOT_IN_TITAN else set()
@@ -144,6 +145,10 @@ def test_every_pair_can_be_made(family: str) -> None:
             "do not divide 3",
         ),
         ("/nowhere/config.json", "is not a config.json"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "num_attention_heads": 2, "vocab_size": 4}},
+            "no ready mapping for 'llava'",
+        ),
     ],
 )
 def test_configs_that_do_not_do(config: object, message: str) -> None:
@@ -196,3 +201,31 @@ def test_one_query_group_of_transformer_engine_needs_no_word(tmp_path: Path) -> 
     back = ready(model, "transformer_engine", "huggingface").apply(reshard.open(tmp_path))
     parts = [back[f"model.layers.0.self_attn.{x}_proj.weight"][...] for x in "qkv"]
     assert torch.equal(torch.cat(parts), rows)
+
+
+EXPERTS = "model.language_model.layers.0.mlp.experts."
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_of_qwen3_vl_stand_either_way(transposed: bool, tmp_path: Path) -> None:
+    """Transposed on the hub and before transformers 5, as in memory since; written transposed."""
+    model = Decoder("qwen3_vl_moe", 4, 2, 8, 53, 1, expert_size=6, vision_heads=2)
+    memory = {f"{EXPERTS}gate_up_proj": torch.randn(3, 12, 10), f"{EXPERTS}down_proj": torch.randn(3, 10, 6)}
+    hub = {name: tensor.transpose(1, 2).contiguous() for name, tensor in memory.items()}
+    reshard.save(hub if transposed else memory, tmp_path)
+
+    made = ready(model, "huggingface", "megatron").apply(reshard.open(tmp_path))
+
+    for expert in range(3):
+        front = f"language_model.decoder.layers.0.mlp.experts.local_experts.{expert}."
+        assert torch.equal(made[f"{front}linear_fc1.weight"][...], memory[f"{EXPERTS}gate_up_proj"][expert])
+        assert torch.equal(made[f"{front}linear_fc2.weight"][...], memory[f"{EXPERTS}down_proj"][expert])
+    back = ready(model, "megatron", "huggingface").apply(made)
+    assert all(torch.equal(back[name][...], tensor) for name, tensor in hub.items())
+
+
+def test_square_experts_of_qwen3_vl_are_refused(tmp_path: Path) -> None:
+    model = Decoder("qwen3_vl_moe", 4, 2, 8, 53, 1, expert_size=6)
+    reshard.save({f"{EXPERTS}gate_up_proj": torch.randn(3, 12, 12)}, tmp_path)
+    with pytest.raises(NormalizationError, match="does not show whether they are transposed"):
+        ready(model, "huggingface", "transformers").apply(reshard.open(tmp_path))[f"{EXPERTS}gate_up_proj"][...]

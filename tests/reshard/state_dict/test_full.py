@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
@@ -176,6 +178,39 @@ def test_gathering_a_name_that_one_rank_lacks_is_an_error_on_all_ranks() -> None
     heard = gloo.run(gathering_what_one_rank_lacks, 2)
     assert heard[0] == heard[1]
     assert "'layers.0.up.bias' is sharded over ranks [0, 1], but ranks [1] do not have it" in heard[0]
+
+
+def streamed_by_halves() -> tuple[dict[str, Any], list[str]]:
+    """What the upper half of four ranks yields of a model of its own, and what each is refused; the lower takes no
+    part in the former."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = zoo.make(0, **UNEVEN)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    streamed = dict(iter_full(model, to_rank=3, process_group=halves[1])) if rank > 1 else {}
+    heard = []
+    whole = zoo.fsdp2(zoo.make(0, **UNEVEN))
+    for given, to_rank in ((model, 0 if rank > 1 else 3), (whole, None)):
+        try:
+            dict(iter_full(given, to_rank=to_rank, process_group=halves[rank // 2]))
+        except NormalizationError as error:
+            heard.append(str(error))
+    return streamed, heard
+
+
+@pytest.mark.gloo
+def test_a_stream_by_some_ranks_of_the_job() -> None:
+    found = gloo.run(streamed_by_halves, 4)
+
+    assert_same(found[3][0], dict(sorted(zoo.make(0, **UNEVEN).state_dict().items())))
+    assert [streamed for streamed, _ in found[:3]] == [{}, {}, {}]
+    for rank, (_, heard) in enumerate(found):
+        mine, others = ("0-1", "2-3") if rank < 2 else ("2-3", "0-1")
+        assert heard[0] == f"to_rank={3 if rank < 2 else 0} is not among the ranks of this call, ranks {mine}"
+        assert f"is sharded over ranks [0, 1, 2, 3], but ranks {others} are not in process_group" in heard[1]
 
 
 class Custom(zoo.Net):

@@ -1,0 +1,303 @@
+"""The weights of a training job for any inference engine: full tensors, under its names, in buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from planners.geometry.layout import TensorLayout, TensorSpec
+from reshard.api.redistribute import redistribute
+from reshard.errors import KeyMismatchError, OptionError
+from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
+from reshard.live.state import take_apart
+from reshard.mapping.mapping import Mapping as StateMapping
+from reshard.ranks.global_state import take_global_state
+from reshard.ranks.group import Group
+
+__all__ = ["ChangedElements", "SinceLastPass", "WeightBucket", "WeightPlace", "WeightSource", "marked_last"]
+
+
+T = TypeVar("T")
+
+_BATCH = "number of the batch"
+"""A value beside the weights, so that each rank has a part of each batch, as a transfer asks."""
+_TRANSFER_BYTES = 64 << 20
+"""Small buckets are transferred together, at least as many as this: each transfer has a fixed cost."""
+
+
+class WeightPlace(NamedTuple):
+    """Where a tensor is in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    """Offset of its first byte."""
+    stop: int
+
+
+class ChangedElements(NamedTuple):
+    """What changed in a tensor since the last pass."""
+
+    name: str
+    shape: tuple[int, ...]
+    positions: torch.Tensor | None
+    """In the flattened tensor, ascending, as int64; None if all elements are given."""
+    values: torch.Tensor
+    """One dim, in the dtype of the tensor."""
+
+    @property
+    def numel(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Tensors one after another in one buffer, without gaps and each aligned to its dtype."""
+
+    places: tuple[WeightPlace, ...]
+    flat: torch.Tensor
+    """One dim of uint8."""
+    before: torch.Tensor | None = None
+    """What the last pass gave of the same tensors, on the CPU; None if it gave none."""
+
+    @classmethod
+    def empty(cls, places: tuple[WeightPlace, ...], device: torch.device | str) -> WeightBucket:
+        """A bucket to be filled."""
+        return cls(places, torch.empty(places[-1].stop, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def pack(cls, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Copies of full tensors in buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
+        waiting: dict[str, torch.Tensor] = {}
+
+        def described() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+            for name, tensor in weights:
+                waiting[name] = tensor
+                yield name, tuple(tensor.shape), tensor.dtype
+
+        for places in _places(described(), bucket_bytes):
+            taken = [waiting.pop(place.name) for place in places]
+            yield cls(places, torch.cat([_as_bytes(tensor) for tensor in taken]))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each; the tensors share the memory of the bucket."""
+        for place in self.places:
+            yield place.name, self.flat[place.start : place.stop].view(place.dtype).view(place.shape)
+
+    def changes(self) -> Iterator[ChangedElements]:
+        """Elements whose bits differ from `before`, of each tensor that has any; all without `before`."""
+        old = dict.fromkeys(place.name for place in self.places)
+        if self.before is not None:
+            old = dict(WeightBucket(self.places, self.before.to(self.flat.device)).tensors())
+        for (name, tensor), place in zip(self.tensors(), self.places):
+            elements, previous, positions = tensor.view(-1), old[name], None
+            if previous is not None:
+                differs = _words(elements) != _words(previous.view(-1))
+                positions = (differs.any(1) if differs.dim() > 1 else differs).nonzero().view(-1)
+                elements = elements[positions]
+            if elements.numel() or previous is None:
+                yield ChangedElements(name, place.shape, positions, elements)
+
+    def _of(self, names: set[str]) -> Iterator[WeightBucket]:
+        """Some of its tensors, packed again."""
+        if len(names) == len(self.places):
+            yield self
+            return
+        held = {place.name: place for place in self.places if place.name in names}
+        for places in _places(((p.name, p.shape, p.dtype) for p in held.values()), self.flat.numel()):
+            spans = [slice(held[place.name].start, held[place.name].stop) for place in places]
+            sides = [s if s is None else torch.cat([s[span] for span in spans]) for s in (self.flat, self.before)]
+            assert sides[0] is not None
+            yield WeightBucket(places, sides[0], sides[1])
+
+
+class SinceLastPass:
+    """A copy of the buckets of the last pass in the memory of the CPU, to give only what changed since."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[WeightPlace, ...], torch.Tensor] | None = None
+
+    def forget(self) -> None:
+        """The next pass gives everything."""
+        self._kept = None
+
+    def of(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """The tensors that changed since the last pass that was iterated to its end, with what they were."""
+        kept, self._kept = self._kept, None
+        now: dict[tuple[WeightPlace, ...], torch.Tensor] = {}
+        for bucket in buckets:
+            before = None if kept is None else kept.pop(bucket.places, None)
+            found = WeightBucket(bucket.places, bucket.flat, before)
+            changed = {change.name for change in found.changes()}
+            now[bucket.places] = before if before is not None and not changed else bucket.flat.to("cpu", copy=True)
+            if changed:
+                yield from found._of(changed)
+        self._kept = now
+
+
+class WeightSource:
+    """What all ranks of a training job hold, as an inference engine loads it: under its names, in
+    its dtype, as full tensors, from any layout and pipeline stage. Each byte crosses once to each
+    rank that gets it, and memory is needed for one bucket at a time (at least 64 MiB).
+
+    Every pass reads the tensors anew. The tensor objects must stay the same; their values may change.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        mapping: StateMapping | None = None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 1 << 30,
+        everyone: bool = False,
+        layouts: Callable[[TensorSpec], TensorLayout | None] | None = None,
+        delta: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Collective over the ranks of the trainer.
+
+        Args:
+            state: this rank's part of the model's state dict.
+            mapping: from its names and shapes to those that the engine loads, with fused weights or
+                without: `reshard.mapping.families.ready`.
+            dtype: of what is given, for tensors of floating-point numbers.
+            bucket_bytes: the most that a bucket holds; a larger tensor has a bucket of its own.
+            everyone: give all buckets to every rank, and not only to the first of the group.
+            layouts: gives the layout of a tensor over the ranks if each is to get its shard of it;
+                None for a full tensor. All ranks get buckets then.
+            delta: keep a copy of what a pass gave in the memory of the CPU, where it was given. Later
+                passes give only tensors that changed; `WeightBucket.changes` has their elements.
+            process_group: the ranks of the trainer.
+
+        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any
+        tensor; as `Mapping.views` does.
+        """
+        if bucket_bytes < 1:
+            raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        self._group = Group(process_group)
+        self._live = take_apart(state)
+        with self._group.together("weights"):
+            layout = take_global_state(self._live, self._group, check_replicas=False).tensors
+            if not layout:
+                raise KeyMismatchError("no rank has a tensor to send")
+            self._views = (mapping or StateMapping()).views(layout.specs)
+        self.specs = {name: _converted(view.spec, dtype) for name, view in self._views.items()}
+        """Name, shape, and dtype of each tensor that is given; the same on every rank."""
+        given = {name: layouts(spec) for name, spec in self.specs.items()} if layouts else {}
+        self._layouts = {name: layout for name, layout in given.items() if layout is not None}
+        self._process_group, self._bucket_bytes = process_group, bucket_bytes
+        self.everyone, self.delta = everyone, delta
+        self._is_mine = everyone or layouts is not None or self._group.rank == 0
+        self._device = next((tensor.device for tensor in self._live.tensors.values()), torch.device("cpu"))
+        self._passes, self._since = 0, SinceLastPass() if delta else None
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) pairs; collective, as `buckets`."""
+        for bucket in self.buckets():
+            yield from bucket.tensors()
+
+    def buckets(self) -> Iterator[WeightBucket]:
+        """Collective: every rank must run it to its end, also one that gets nothing. A bucket's memory is yours."""
+        return self._pass() if self._since is None else self._since.of(self._pass())
+
+    def forget(self) -> None:
+        """The next pass gives everything, such as after an engine was restarted. Needed with `delta` only."""
+        if self._since is not None:
+            self._since.forget()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """If what is inside fails, the next pass gives everything."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    def _pass(self) -> Iterator[WeightBucket]:
+        """Every rank goes through all batches; those that own nothing give what they hold."""
+        for number, batch in enumerate(self._batches()):
+            views = [self._views[spec.fqn] for spec in batch]
+            wanted = {source.fqn for view in views for source in view.sources}
+            given = {key: self._live.tensors[key].value for key in wanted if key in self._live.tensors}
+            local = ((spec.fqn, self._local_shape(spec), dtype_from_name(spec.dtype)) for spec in batch)
+            placed = _places(local, self._bucket_bytes) if self._is_mine else ()
+            buckets = [WeightBucket.empty(places, self._device) for places in placed]
+            redistribute(
+                {**given, _BATCH: number},
+                {**{name: tensor for bucket in buckets for name, tensor in bucket.tensors()}, _BATCH: -1},
+                self._process_group,
+                views=views,
+                target_layouts={s.fqn: self._layouts[s.fqn] for s in batch if s.fqn in self._layouts},
+                dtype_policy="cast",
+                check_replicas=self._passes == 0,
+            )
+            yield from buckets
+        self._passes += 1
+
+    def _batches(self) -> Iterator[list[TensorSpec]]:
+        """What is transferred at a time: the same on every rank, so counted in full tensors."""
+        limit = self._bucket_bytes * max(1, _TRANSFER_BYTES // self._bucket_bytes)
+        batch: list[TensorSpec] = []
+        held_bytes = 0
+        for spec in self.specs.values():
+            if batch and held_bytes + spec.nbytes > limit:
+                yield batch
+                batch, held_bytes = [], 0
+            batch.append(spec)
+            held_bytes += spec.nbytes
+        yield batch
+
+    def _local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        layout = self._layouts.get(spec.fqn)
+        return spec.shape if layout is None else layout.parts(self._group.job_rank)[0].sizes
+
+
+def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    is_number = dtype is not None and dtype_from_name(spec.dtype).is_floating_point
+    return TensorSpec(spec.fqn, spec.shape, dtype_name(dtype) if dtype is not None and is_number else spec.dtype)
+
+
+def _places(
+    described: Iterable[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
+) -> Iterator[tuple[WeightPlace, ...]]:
+    """Tensors one after another; a new bucket where one does not fit in or would not be aligned."""
+    held: list[WeightPlace] = []
+    for name, shape, dtype in described:
+        start = held[-1].stop if held else 0
+        nbytes = math.prod(shape) * dtype.itemsize
+        if held and (start + nbytes > bucket_bytes or start % dtype.itemsize):
+            yield tuple(held)
+            held, start = [], 0
+        held.append(WeightPlace(name, shape, dtype, start, start + nbytes))
+    if held:
+        yield tuple(held)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _words(elements: torch.Tensor) -> torch.Tensor:
+    """As integers; an element of 16 bytes is a row of two."""
+    return elements.view(torch.int64).view(-1, 2) if elements.itemsize == 16 else raw_elements(elements)
+
+
+def marked_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last: one is held back."""
+    waiting: list[T] = []
+    for item in items:
+        if waiting:
+            yield waiting.pop(), False
+        waiting.append(item)
+    for item in waiting:
+        yield item, True

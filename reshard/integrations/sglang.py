@@ -1,0 +1,96 @@
+"""Weights of a training job for SGLang, in its flattened buckets.
+
+`engine` has the methods of SGLang's `Engine`. The first rank of the source calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+
+from reshard.api.weights import WeightBucket, WeightSource, marked_last
+from reshard.errors import OptionError, ReshardError
+from reshard.live.dtypes import dtype_name
+from reshard.ranks.group import Group
+
+__all__ = ["flattened", "update_from_distributed", "update_from_tensor"]
+
+
+_FORMAT = "flattened_bucket"
+
+
+def flattened(bucket: WeightBucket) -> Any:
+    """The bucket as SGLang's, in the same memory."""
+    places = [
+        FlattenedTensorMetadata(p.name, p.shape, p.dtype, p.start, p.stop, p.stop - p.start) for p in bucket.places
+    ]
+    return FlattenedTensorBucket(flattened_tensor=bucket.flat, metadata=places)
+
+
+def update_from_tensor(
+    engine: Any, source: WeightSource, *, tp_size: int = 1, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Send all weights through shared memory (CUDA IPC on GPUs). Collective over the ranks of the source.
+
+    Args:
+        engine: on the first rank of the source, or of `process_group`; None elsewhere.
+        tp_size: the engine's tensor-parallel size if the first rank gives each of its ranks the weights.
+        process_group: ranks on the GPUs of the engine's ranks, in their order; each gives the
+            weights to the one on its GPU. Needs a source with `everyone=True`.
+
+    Raises ReshardError if the engine refuses; it may then have a part of the weights. OptionError
+    for a source that does not give every rank the weights, with `process_group`.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    group = Group(process_group, alone=process_group is None)
+    if group.world_size > 1 and not source.everyone:
+        raise OptionError("update_from_tensor(process_group=...) needs WeightSource(everyone=True)")
+    with source.sending():
+        for bucket, is_last in marked_last(source.buckets()):
+            with group.together("update"):  # the memory must stay until the engine has read it
+                flat = flattened(bucket)
+                data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+                payloads: list[bytes] | None
+                if process_group is None:
+                    payloads = [MultiprocessingSerializer.serialize(data) for _ in range(tp_size)]
+                else:
+                    payloads = group.gather(MultiprocessingSerializer.serialize(data), kind=bytes)
+                if group.rank == 0:
+                    _check(engine.update_weights_from_tensor(payloads, load_format=_FORMAT, flush_cache=is_last))
+
+
+def update_from_distributed(
+    engine: Any, source: WeightSource, group: dist.ProcessGroup | None, *, group_name: str = "weight_update_group"
+) -> None:
+    """Broadcast all weights to the engine's ranks. Collective over the ranks of the source.
+
+    Args:
+        engine: on the first rank of the source; None elsewhere.
+        group: the process group of that rank, as rank 0, and the engine's ranks, which
+            `init_weights_update_group` made there; None elsewhere.
+        group_name: its name in the engine.
+
+    Raises ReshardError if the engine refuses; it may then have a part of the weights.
+    """
+    with source.sending(), ThreadPoolExecutor(1) as beside:
+        for bucket, is_last in marked_last(source.buckets()):
+            names, shapes, dtypes = zip(*((p.name, list(p.shape), dtype_name(p.dtype)) for p in bucket.places))
+            how = {"group_name": group_name, "flush_cache": is_last, "load_format": _FORMAT}
+            asked = beside.submit(
+                engine.update_weights_from_distributed, list(names), list(dtypes), list(shapes), **how
+            )
+            sent = dist.broadcast(bucket.flat, group_src=0, group=group, async_op=True)
+            _check(asked.result())
+            sent.wait()
+
+
+def _check(answer: Any) -> None:
+    """SGLang's engines answer with a pair, its servers with a dict."""
+    said = answer if isinstance(answer, Mapping) else dict(zip(("success", "message"), answer))
+    if not said.get("success"):
+        raise ReshardError(f"SGLang refused the weights: {said.get('message')}")

@@ -1,0 +1,173 @@
+"""Models that also see: where their decoder is on disk, in memory, and in Megatron, and how vision towers are named.
+
+    family                      on disk                 in memory               Megatron
+    qwen2_vl, qwen2_5_vl        model.                  model.language_model.   language_model.
+    qwen3_vl, qwen3_vl_moe      model.language_model.   model.language_model.   language_model.
+    llama4                      language_model.model.   language_model.model.   language_model.
+    gemma3                      language_model.model.   model.language_model.   language_model.
+
+Megatron's names are those of Megatron-Bridge, which leaves the vision towers of Qwen2.5-VL and Gemma 3 as they are; of
+Llama 4 those of NeMo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planners.geometry.views import View
+from reshard.errors import NormalizationError
+from reshard.mapping.mapping import Mapping
+from reshard.mapping.rules import Concat, Rename, Reshape, Rule, Split, Transpose
+
+__all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
+
+_ON_DISK = {
+    "qwen2_vl": ("model.", ""),
+    "qwen2_5_vl": ("model.", ""),
+    "qwen3_vl": ("model.language_model.", ""),
+    "qwen3_vl_moe": ("model.language_model.", ""),
+    "llama4": ("language_model.model.", "language_model."),
+    "gemma3": ("language_model.model.", ""),
+}
+"""What stands before the names of the decoder, and before its `lm_head`."""
+FAMILIES = tuple(_ON_DISK)
+_MEMORY = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",), "gemma3": ("vision_tower", "multi_modal_projector")}
+"""Families whose names in memory are others, with the parts beside the decoder that move into `model`."""
+_KINDS = ("weight", "bias")
+
+
+def to_decoder(family: str) -> Mapping:
+    """From the names on disk to those of the decoder alone; the names of the vision tower stay."""
+    front, head = _ON_DISK[family]
+    rules = _decoder(front, "model.")
+    return Mapping([rule for rule in [*rules, Rename(f"{head}lm_head.weight", "lm_head.weight")] if _renames(rule)])
+
+
+def in_memory(family: str) -> Mapping:
+    """From the names on disk to those that a model of transformers 5 has in memory."""
+    parts = _MEMORY.get(family, ())
+    moved = [Rename(f"{part}.{{rest+}}", f"model.{part}.{{rest+}}") for part in parts]
+    return Mapping([*_decoder(_ON_DISK[family][0], "model.language_model."), *moved] if parts else [])
+
+
+def _decoder(source: str, target: str) -> list[Rule]:
+    names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}")
+    return [Rename(source + name, target + name) for name in names]
+
+
+def _renames(rule: Rule) -> bool:
+    return rule.sources != rule.targets
+
+
+def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping:
+    """From Megatron's names of the decoder alone, and those of the vision tower on disk. `heads`: of the tower."""
+    names = ("decoder.{rest+}", "embedding.{rest+}", "output_layer.weight")
+    rules: list[Rule] = [Rename(name, f"language_model.{name}") for name in names]
+    if family == "llama4":
+        return Mapping([*rules, *_llama4(heads, transformer_engine)])
+    if family == "gemma3":
+        front = "multi_modal_projector."
+        rules += [
+            Rename(f"{front}mm_soft_emb_norm.weight", f"{front}mm_soft_embed_norm.weight"),
+            Transpose(f"{front}mm_input_projection_weight", f"{front}proj.weight"),
+        ]
+    if family not in ("qwen3_vl", "qwen3_vl_moe"):
+        return Mapping(rules)
+    parts = {kind: [f"{_TOWER}self_attention.linear_{x}.{kind}" for x in "qkv"] for kind in _KINDS}
+    split = [Split(f"{_BLOCKS}attn.qkv.{kind}", parts[kind], (1, 1, 1)) for kind in _KINDS]
+    return Mapping([*rules, *_qwen3(transformer_engine), *split]) | Mapping(_by_heads(parts, heads))
+
+
+_TOWER = "vision_model.decoder.layers.{i}."
+_BLOCKS = "model.visual.blocks.{i}."
+
+
+def _by_heads(parts: dict[str, list[str]], heads: int) -> list[Rule]:
+    """Queries, keys, and values as one, head by head."""
+    fused = f"{_TOWER}self_attention.linear_qkv."
+    return [Concat(names, f"{fused}{kind}", (1, 1, 1), groups=heads) for kind, names in parts.items()]
+
+
+def _norms(first: str, second: str, transformer_engine: bool) -> list[Rule]:
+    """Norms of a layer of the tower; TransformerEngine keeps them in the projections that follow."""
+    before, between = "input_layernorm.{kind}", "pre_mlp_layernorm.{kind}"
+    if transformer_engine:
+        before, between = "self_attention.linear_qkv.layer_norm_{kind}", "mlp.linear_fc1.layer_norm_{kind}"
+    return [Rename(f"{first}.{{kind}}", _TOWER + before), Rename(f"{second}.{{kind}}", _TOWER + between)]
+
+
+def _qwen3(transformer_engine: bool) -> list[Rule]:
+    """The vision tower of Qwen3-VL."""
+    merger, deep = "merger.", "deepstack_merger_list.{i}."
+    names = {f"{_BLOCKS}attn.proj.": f"{_TOWER}self_attention.linear_proj."}
+    for part in ("linear_fc1.", "linear_fc2."):
+        names[f"{_BLOCKS}mlp.{part}"] = f"{_TOWER}mlp.{part}"
+        names[f"model.visual.{merger}{part}"] = f"vision_model.{merger}{part}"
+        names[f"model.visual.{deep}{part}"] = f"vision_model.decoder.{deep}{part}"
+    names |= {
+        f"model.visual.{merger}norm.": f"vision_model.{merger}patch_norm.",
+        f"model.visual.{deep}norm.": f"vision_model.decoder.{deep}patch_norm.",
+        "model.visual.patch_embed.proj.": "vision_model.patch_embed.proj.",
+        "model.visual.pos_embed.": "vision_model.pos_embed.",
+    }
+    norms = _norms(f"{_BLOCKS}norm1", f"{_BLOCKS}norm2", transformer_engine)
+    return [*norms, *(Rename(f"{a}{{kind}}", f"{b}{{kind}}") for a, b in names.items())]
+
+
+def _llama4(heads: int, transformer_engine: bool) -> list[Rule]:
+    """The vision tower of Llama 4, and what leads to the decoder."""
+    layer = "vision_model.model.layers.{i}."
+    names = {
+        "vision_model.positional_embedding_vlm": "vision_model.position_embeddings.weight",
+        "vision_model.patch_embedding.linear.weight": "vision_model.conv1._linear.weight",
+        "vision_model.layernorm_pre.{kind}": "vision_model.ln_pre.{kind}",
+        "vision_model.layernorm_post.{kind}": "vision_model.ln_post.{kind}",
+        "vision_model.vision_adapter.mlp.fc1.weight": "vision_model.adapter.mlp.encoder.linear_fc1.weight",
+        "vision_model.vision_adapter.mlp.fc2.weight": "vision_model.adapter.mlp.encoder.linear_fc2.weight",
+        "multi_modal_projector.linear_1.weight": "vision_projection.encoder.weight",
+        f"{layer}self_attn.o_proj.{{kind}}": f"{_TOWER}self_attention.linear_proj.{{kind}}",
+        f"{layer}mlp.fc1.{{kind}}": f"{_TOWER}mlp.linear_fc1.{{kind}}",
+        f"{layer}mlp.fc2.{{kind}}": f"{_TOWER}mlp.linear_fc2.{{kind}}",
+    }
+    return [
+        Reshape("vision_model.class_embedding", "vision_model.class_token", (-1,), (1, 1, -1)),
+        *_norms(f"{layer}input_layernorm", f"{layer}post_attention_layernorm", transformer_engine),
+        *_by_heads({kind: [f"{layer}self_attn.{x}_proj.{kind}" for x in "qkv"] for kind in _KINDS}, heads),
+        *(Rename(a, b) for a, b in names.items()),
+    ]
+
+
+# Experts of Qwen3-VL are stacked on disk: in files of transformers 5 as in memory, [experts, rows, columns], in those
+# before, which are on the hub, transposed.
+
+
+@dataclass(frozen=True, init=False)
+class _Turned(Transpose):
+    """Stacks of experts of which `dim` has `size` elements in memory; on disk they may be transposed."""
+
+    dim: int
+    size: int
+    back: bool
+
+    def __init__(self, name: str, dim: int, size: int, back: bool = False) -> None:
+        self._set(name, name, dims=(), dim=dim, size=size, back=back)
+
+    def build(self, views: Sequence[View]) -> list[View]:
+        shape = views[0].shape
+        if len(shape) != 3 or self.size not in shape[1:] or (shape[1] == shape[2] and not self.back):
+            raise NormalizationError(
+                f"experts of shape {shape}: the shape does not show whether they are transposed; one of the last "
+                f"two dims, and only one, should have {self.size} elements"
+            )
+        return list(views) if not self.back and shape[self.dim] == self.size else super().build(views)
+
+    def inverse(self) -> Rule:
+        return _Turned(self.sources[0].text, self.dim, self.size, not self.back)
+
+
+def qwen3_experts(expert_size: int) -> Mapping:
+    """Stacks as they are in memory; written back as they are on the hub."""
+    block = "model.language_model.layers.{i}.mlp.experts."
+    sizes = {"gate_up_proj": (1, 2 * expert_size), "down_proj": (2, expert_size)}
+    return Mapping([_Turned(block + name, *at) for name, at in sizes.items()])

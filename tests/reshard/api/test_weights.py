@@ -1,0 +1,165 @@
+"""The weights of a trainer in buckets: full tensors or shards, all of them or what changed since the last pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import reshard
+from reshard.api.weights import WeightBucket, WeightPlace
+from reshard.errors import KeyMismatchError, OptionError
+from reshard.mapping import Concat, Mapping
+from tests import gloo
+from tests.same import same
+
+STATE = {
+    "odd": torch.arange(3, dtype=torch.bfloat16),
+    "scale": torch.tensor(7.0),
+    "none": torch.empty(0, 4),
+    "wide": torch.arange(100.0).reshape(10, 10),
+    "flags": torch.tensor([True, False, True]),
+    "pairs": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128),
+    "small": torch.full((2, 2), 0.5, dtype=torch.float8_e4m3fn),
+}
+
+
+def taken(buckets: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        for name, tensor in bucket.tensors():
+            assert name not in found
+            found[name] = tensor.clone()
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 16, 100, 1 << 20])
+def test_any_tensor_comes_in_buckets_without_gaps(bucket_bytes: int) -> None:
+    source = reshard.WeightSource(STATE, bucket_bytes=bucket_bytes)
+    buckets = list(source.buckets())
+
+    assert taken(buckets).keys() == STATE.keys() == source.specs.keys()
+    assert all(same(tensor, STATE[name]) for name, tensor in taken(buckets).items())
+    assert all(same(tensor, STATE[name]) for name, tensor in source.iter_full())
+    for packed in (buckets, list(WeightBucket.pack(STATE.items(), bucket_bytes))):
+        assert all(same(tensor, STATE[name]) for name, tensor in taken(packed).items())
+        for bucket in packed:
+            starts = [place.start for place in bucket.places]
+            assert starts == [0, *(place.stop for place in bucket.places[:-1])]
+            assert all(place.start % place.dtype.itemsize == 0 for place in bucket.places)
+            assert bucket.flat.numel() <= bucket_bytes or len([p for p in bucket.places if p.start < p.stop]) == 1
+
+
+def test_small_buckets_are_transferred_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.api import weights
+
+    calls: list[int] = []
+    run = weights.redistribute
+    monkeypatch.setattr(
+        weights, "redistribute", lambda given, *rest, **how: [calls.append(1), run(given, *rest, **how)]
+    )
+    assert len(list(reshard.WeightSource(STATE, bucket_bytes=16).buckets())) > 3
+    assert len(calls) == 1
+
+
+def test_what_changed_since_the_last_pass() -> None:
+    state = {name: tensor.clone() for name, tensor in STATE.items()}
+    source = reshard.WeightSource(state, bucket_bytes=100, delta=True)
+    first = list(source.buckets())
+    assert taken(first).keys() == STATE.keys()
+    assert all(change.positions is None for bucket in first for change in bucket.changes())
+
+    assert list(source.buckets()) == [], "nothing changed"
+    state["odd"][1] = float("nan")
+    state["pairs"][1] = 3 + 4j
+    state["wide"].view(-1)[[5, 77]] = -0.0
+    state["scale"].fill_(8)
+    found = {}
+    for bucket in source.buckets():
+        assert bucket.flat.numel() == sum(tensor.nbytes for _, tensor in bucket.tensors())
+        for name, _, positions, values in bucket.changes():
+            found[name] = (positions.tolist(), values.clone())
+    assert {name: positions for name, (positions, _) in found.items()} == {
+        "odd": [1], "pairs": [1], "wide": [5, 77], "scale": [0]
+    }  # fmt: skip
+    assert all(same(values, state[name].view(-1)[positions]) for name, (positions, values) in found.items())
+
+    state["odd"][0] = float("nan")
+    assert taken(source.buckets()).keys() == {"odd"}, "the same NaN is no change"
+    for _ in source.buckets():
+        raise AssertionError("nothing changed")
+    state["scale"].fill_(9)
+    for _ in source.buckets():
+        break
+    assert taken(source.buckets()).keys() == STATE.keys(), "all after a pass that was broken off"
+    source.forget()
+    assert taken(source.buckets()).keys() == STATE.keys()
+
+
+def test_a_zero_of_the_other_sign_is_a_change() -> None:
+    state = {"w": torch.zeros(3)}
+    source = reshard.WeightSource(state, delta=True)
+    list(source.buckets())
+    state["w"][2] = -0.0
+    ((change,),) = [list(bucket.changes()) for bucket in source.buckets()]
+    assert change.positions is not None
+    assert change.positions.tolist() == [2]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(KeyMismatchError, match="no rank has a tensor"):
+        reshard.WeightSource({"step": 3})
+    with pytest.raises(OptionError, match="bucket_bytes must be at least 1, got 0"):
+        reshard.WeightSource(STATE, bucket_bytes=0)
+
+
+def fused_from_two_trainers() -> dict[str, Any]:
+    """Ranks 1 and 2 of three train, with a tensor that only the last has; what the sources give on each."""
+    trainers = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return {}
+    mesh = DeviceMesh("cpu", [1, 2])
+    q, k = torch.arange(56.0).reshape(7, 8), torch.arange(24.0).reshape(3, 8) + 100
+    state: dict[str, Any] = {
+        "q": distribute_tensor(q, mesh, [Shard(0)]),
+        "k": distribute_tensor(k, mesh, [Shard(1)]),
+        "norm": distribute_tensor(torch.ones(5), mesh, [Replicate()]),
+    }
+    if dist.get_rank() == 2:
+        state["late"] = torch.arange(6)
+    options: dict[str, Any] = {
+        "mapping": Mapping([Concat(["q", "k"], "qk")]),
+        "dtype": torch.bfloat16,
+        "process_group": trainers,
+        "bucket_bytes": 64,
+    }
+    found = {}
+    for name, more in {"first": {}, "all": {"everyone": True}, "delta": {"delta": True}}.items():
+        source = reshard.WeightSource(state, **options, **more)
+        passes = [taken(source.buckets()), taken(source.buckets())]
+        found[name] = passes
+    return {**found, "specs": {s.fqn: (s.shape, s.dtype) for s in source.specs.values()}}
+
+
+@pytest.mark.gloo
+def test_fused_weights_from_some_ranks_of_the_job() -> None:
+    _, *trainers = gloo.run(fused_from_two_trainers, 3)
+
+    qk = torch.cat([torch.arange(56.0).reshape(7, 8), torch.arange(24.0).reshape(3, 8) + 100]).bfloat16()
+    wanted = {"qk": qk, "norm": torch.ones(5).bfloat16(), "late": torch.arange(6)}
+    for number, found in enumerate(trainers):
+        assert found["specs"] == {"qk": ((10, 8), "bfloat16"), "norm": ((5,), "bfloat16"), "late": ((6,), "int64")}
+        for name in ("first", "all", "delta"):
+            full = wanted if number == 0 or name == "all" else {}
+            for given, expected in zip(found[name], (full, {} if name == "delta" else full)):
+                assert given.keys() == expected.keys()
+                assert all(same(tensor, expected[key]) for key, tensor in given.items())
+
+
+def test_a_place_tells_shape_and_dtype() -> None:
+    (bucket,) = reshard.WeightSource({"w": torch.ones(2, 3)}).buckets()
+    assert bucket.places == (WeightPlace("w", (2, 3), torch.float32, 0, 24),)
