@@ -1,6 +1,4 @@
-"""Re-exports torch's fsspec storages, which require fsspec. torch made this module public in 2.14;
-here it works with every torch version.
-"""
+"""Re-exports torch's fsspec storages, under every torch version. They require fsspec."""
 
 from functools import partial
 from typing import Any

@@ -1,6 +1,4 @@
-"""Re-exports torch's storages for Hugging Face safetensors files. The writer here also deletes
-files of earlier saves.
-"""
+"""Re-exports torch's storages for Hugging Face files. The writer here also deletes files of earlier saves."""
 
 import json
 import logging

@@ -1,6 +1,4 @@
-"""`CheckpointableTensor`: how a plain local tensor declares its place in a global one. torch has it
-from 2.15 on; here it works with every torch version.
-"""
+"""`CheckpointableTensor`, which torch has from 2.15 on: a local tensor declares its place in a global one."""
 
 from __future__ import annotations
 

@@ -5,9 +5,7 @@ Gemma, mixture-of-experts models (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Ll
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
 
-The mappings apply to canonical names and full tensors, as `Checkpoint.normalized` and `convert(..., normalized=True)`
-return them. For Megatron files, normalization unstacks the layers and removes padding first. The mappings also apply
-to optimizer states.
+They apply to canonical names and full tensors, as `Checkpoint.normalized` returns them, and to optimizer states.
 """
 
 from __future__ import annotations
@@ -122,9 +120,7 @@ class Decoder:
 
 
 def _has_experts(config: Dict[str, Any], layer: int) -> bool:
-    """Return True if a layer of a mixture-of-experts model has experts. DeepSeek counts from 0 after the dense
-    layers, others from 1.
-    """
+    """Return True if a layer has experts. DeepSeek counts from 0 after the dense layers, others from 1."""
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
     if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
@@ -153,11 +149,8 @@ def outer_to_titan(generation: str) -> list[Rule]:
 
 
 def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -> list[Rule]:
-    """Map attention and the dense feed-forward layer.
-
-    `rotate_pairs`: the model applies rotary embeddings to adjacent pairs, as torchtitan's Llama does, and not to
-    halves of a head. The rows of queries and keys are reordered.
-    """
+    """Map attention and the dense feed-forward layer. `rotate_pairs`: the model rotates adjacent pairs, as
+    torchtitan's Llama does, and not halves of a head, so the rows of queries and keys are reordered."""
     inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
 
     def rotary(source: str, target: str) -> Rule:
@@ -236,9 +229,7 @@ def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
 
 
 def phi3_to_plain(model: Decoder) -> Mapping:
-    """Map Phi-3's fused projections (all queries, then all keys, then all values) to the separate ones of other
-    families.
-    """
+    """Map Phi-3's fused projections (queries, keys, values) to the separate ones of other families."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
     return Mapping(
@@ -292,9 +283,7 @@ def titan_name(name: str, generation: str) -> str:
 
 
 def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
-    """Fuse gate and up of each expert. With TransformerEngine's grouped experts, the expert number is at the end of
-    the name.
-    """
+    """Fuse gate and up of each expert. In TransformerEngine's grouped experts, the expert number ends the name."""
     rules: list[Rule] = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
         block = f"{MEGATRON}mlp.experts."
@@ -366,9 +355,7 @@ def latent_to_titan() -> list[Rule]:
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
-    """Map DeepSeek's attention to Megatron. TransformerEngine keeps the norms inside the projections that follow
-    them.
-    """
+    """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections after them."""
     norms = {"kv_a_layernorm": "kv_layernorm.weight", "q_a_layernorm": "q_layernorm.weight"}
     if transformer_engine:
         norms = {
@@ -380,12 +367,10 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
-    """Map multi-token prediction layers. On disk, their numbers continue those of the other layers; Megatron keeps
-    them apart.
+    """Map multi-token prediction layers. On disk, their numbers continue; Megatron keeps them apart.
 
-    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer inside. On disk,
-    such a layer repeats the embedding and the output layer. These copies keep their names, because Megatron has none
-    for them.
+    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer inside. The copies
+    of the embedding and the output layer on disk keep their names, because Megatron has none for them.
     """
     out: list[Rule] = []
     for number in range(model.next_layers):
@@ -412,8 +397,7 @@ _BLOCK = f"{HF}mlp.experts."
 
 
 def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
-    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert, with gate and up
-    separate.
+    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert.
 
     Raises NormalizationError if the number of rows of an expert is unknown.
     """
@@ -427,8 +411,7 @@ def turned_to_plain(
     block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
 ) -> Mapping:
     """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other tensors, and `kinds`
-    are the endings of names. Gate and up are interleaved in this number of `groups`.
-    """
+    are the endings of names. Gate and up are interleaved in this number of `groups`."""
     names = ("gate_up_proj", "down_proj")
     stacks = [
         Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)

@@ -1,6 +1,4 @@
-"""Names from newer torch releases that also work with older ones, and the names of our modules.
-They take precedence over torch's own.
-"""
+"""Names from newer torch releases that also work with older ones, and names of our modules."""
 
 from __future__ import annotations
 
