@@ -49,8 +49,8 @@ class Coverage:
 
     def __str__(self) -> str:
         return (
-            f"structure{' by checksum' if self.metadata_checked else ''}; of {self.total_bytes} bytes of values "
-            f"{self.read_bytes} read, {self.checked_bytes} checked against what they must be"
+            f"structure{', by checksum' if self.metadata_checked else ''}; {self.read_bytes} of {self.total_bytes} "
+            f"bytes of values read, {self.checked_bytes} verified"
             + (f"; {self.leaves_open}" if self.leaves_open else "")
         )
 

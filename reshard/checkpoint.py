@@ -15,7 +15,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
-from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.errors import CheckpointError, KeyMismatchError, renamed
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -305,6 +305,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
     return f"it has {len(known)} tensors" + (f", such as {next(iter(known))!r}" if known else "")
 
 
+@renamed()
 def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
 

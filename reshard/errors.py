@@ -164,6 +164,7 @@ def renamed(**names: str) -> Callable[[T], T]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
     Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion.
+    Calls of functions without old names get the suggestion, too: `@renamed()`.
     """
 
     def decorate(it: Any) -> Any:
@@ -181,8 +182,11 @@ def renamed(**names: str) -> Callable[[T], T]:
                     raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
                 _warn(f"{old}= of {what}()", f"{new}=")
                 kwargs[new] = kwargs.pop(old)
-            _refuse_unknown(what, it, kwargs)
-            return it(*args, **kwargs)
+            try:
+                return it(*args, **kwargs)
+            except TypeError:
+                _refuse_unknown(what, it, kwargs)
+                raise
 
         return call
 
@@ -195,7 +199,9 @@ def _refuse_unknown(what: str, it: Callable[..., Any], given: Mapping[str, Any])
     known = signature(it).parameters
     for name in given.keys() - known.keys():
         if not any(each.kind == each.VAR_KEYWORD for each in known.values()):
-            raise TypeError(f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+            raise TypeError(
+                f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
+            ) from None
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -220,7 +226,8 @@ class _Attribute:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now called {new}; the old name goes in a later release", DeprecationWarning, stacklevel=3)
+    text = f"{old} is now called {new}; the old name will be removed in a later release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 if not TYPE_CHECKING:  # which would take any name for one of these

@@ -16,8 +16,10 @@ __all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "rearra
 
 
 Dims = tuple[int | None, ...]
-"""For each dim of a target, the source dim that it follows, or None for a new dim of size 1. Source dims that are not
-named are of size 1 and are left out: `(1, 0)` transposes, `(None, 0)` puts a dim in front, `(1,)` drops dim 0."""
+"""For each dim of a target, the source dim that it comes from, or None for a new dim of size 1.
+Unlisted source dims must have size 1 and are dropped: `(1, 0)` transposes, `(None, 0)` adds a
+leading dim, `(1,)` drops dim 0.
+"""
 
 
 class _BoxFields(NamedTuple):
@@ -137,8 +139,10 @@ class Box(_BoxFields):
         return self._at(tuple(map(sub, self.offsets, outer.offsets)))
 
     def moved_with(self, outer: Box, there: Box) -> Box:
-        """This box, which lies in `outer`, where it is in other coordinates, in which `outer` begins as `there` does;
-        `b.moved_with(b, b)` is `b`. Raises PlanError if `outer` does not contain it."""
+        """Return this box, which is inside `outer`, in the coordinates in which `outer` starts at
+        the offsets of `there`. `b.moved_with(b, b)` is `b`. Raises PlanError if `outer` does not
+        contain it.
+        """
         return Box.of(tuple(map(add, self.relative_to(outer).offsets, there.offsets)), self.sizes)
 
     def _at(self, offsets: tuple[int, ...]) -> Box:
@@ -197,12 +201,14 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _under(index: int, box: Box) -> Box:
-    """`box` of the inner dims as a box at `index` of an outer dim."""
+    """Return `box`, a box of the inner dims, as a box at `index` of an additional outer dim."""
     return Box.of((index, *box.offsets), (1, *box.sizes))
 
 
 def rearranged(box: Box, dims: Dims, fqn: str | None = None) -> Box:
-    """`box` with its dims rearranged; new dims are `0:1`. Raises PlanError if a dim is lost, named twice or unknown."""
+    """Return `box` with its dims rearranged. New dims are `0:1`. Raises PlanError if a dim is lost,
+    repeated, or unknown.
+    """
     named = [d for d in dims if d is not None]
     if len(set(named)) != len(named) or any(not 0 <= d < box.ndim for d in named):
         raise PlanError(f"{dims} does not name distinct dims of {box}", fqn=fqn)
@@ -215,7 +221,7 @@ def rearranged(box: Box, dims: Dims, fqn: str | None = None) -> Box:
 
 
 def arrange(array: npt.NDArray[Any], dims: Dims) -> npt.NDArray[Any]:
-    """A numpy view of `array` with its dims rearranged."""
+    """Return a numpy view of `array` with its dims rearranged."""
     rest = [d for d in range(array.ndim) if d not in dims]
     turned = array.transpose([*(d for d in dims if d is not None), *rest])
     return turned.reshape([1 if d is None else array.shape[d] for d in dims])
@@ -364,7 +370,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """Runs of `run_bytes` bytes at `offset + i * strides[0] + j * strides[1] + ...`, i < counts[0], j < counts[1]."""
+    """Equal runs of `run_bytes` bytes at `offset + i * strides[0] + j * strides[1] + ...`, for i <
+    counts[0], j < counts[1].
+    """
 
     offset: int
     run_bytes: int
@@ -387,7 +395,7 @@ class ByteRuns:
         return self.offset + sum((n - 1) * s for n, s in zip(self.counts, self.strides)) + self.run_bytes
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(start, length) of every run, in order."""
+        """Yield the (start, length) of every run, in order."""
         if not self.run_bytes:
             return
         index = [0] * len(self.counts)
@@ -403,8 +411,9 @@ class ByteRuns:
                 index[d] = 0
 
     def joined(self, max_gap_bytes: int) -> ByteRuns:
-        """Return the reads to make if gaps of up to `max_gap_bytes` are read as well. From the last dim outwards, runs
-        that are close enough are joined. The first dim with wider gaps ends this, because gaps only grow."""
+        """Return the reads that cover all runs if you also read gaps of at most `max_gap_bytes`.
+        Runs are joined from the last dim outward, up to the first dim with wider gaps.
+        """
         length, counts, strides = self.run_bytes, self.counts, self.strides
         while counts and 0 <= strides[-1] - length <= max_gap_bytes:
             length += (counts[-1] - 1) * strides[-1]
@@ -412,12 +421,12 @@ class ByteRuns:
         return ByteRuns(self.offset, length, counts, strides)
 
     def in_order(self) -> ByteRuns:
-        """Return the same runs sorted by position, if an order of the dims gives that."""
+        """Return the same runs sorted by position, or unchanged if no order of the dims sorts them."""
         dims = sorted(zip(self.strides, self.counts), reverse=True)
         return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
 
     def coalesced(self, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Return (start, length, needed bytes) of each read of `joined`."""
+        """Return the (start, length, needed bytes) of each read of `joined`."""
         reads = self.joined(max_gap_bytes)
         for start, length in reads:
             yield start, length, self.nbytes // reads.count

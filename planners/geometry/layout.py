@@ -436,7 +436,7 @@ def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     if ranks and min(ranks) < 0:
         raise PlanError("ranks must be >= 0", rank=min(ranks))
     if world_size is not None and world_size < least:
-        raise PlanError(f"there are {world_size} ranks only", rank=least - 1)
+        raise PlanError(f"the job has only {world_size} ranks", rank=least - 1)
     return least if world_size is None else world_size
 
 
@@ -463,7 +463,7 @@ class TensorSpec:
         object.__setattr__(self, "shape", tuple(map(int, shape)))
         object.__setattr__(self, "dtype", dtype)
         if not isinstance(fqn, str):
-            raise PlanError(f"the name of a tensor must be text, got {fqn!r}")
+            raise PlanError(f"the name of a tensor must be a string, got {fqn!r}")
         if self.shape and min(self.shape) < 0:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
@@ -641,7 +641,7 @@ class StateLayout(Mapping[str, TensorLayout]):
                 seen.add(id(layout.form))
                 least = max(least, layout.form.world_size)
         if world_size is not None and world_size < least:
-            raise PlanError(f"the tensors live on {least} ranks, but world_size is {world_size}")
+            raise PlanError(f"the tensors need {least} ranks, but world_size is {world_size}")
         self.world_size = least if world_size is None else world_size
 
     def __getitem__(self, fqn: str) -> TensorLayout:

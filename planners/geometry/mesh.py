@@ -55,7 +55,7 @@ class Mesh:
         self.axes = tuple((str(name), int(size)) for name, size in items)
         self.names, self.shape = tuple(name for name, _ in self.axes), tuple(size for _, size in self.axes)
         if len(set(self.names)) != len(self.names):
-            raise PlanError(f"two axes of a mesh have one name: {list(self.names)}")
+            raise PlanError(f"two axes of a mesh have the same name: {list(self.names)}")
         for name, size in self.axes:
             if size < 1:
                 raise PlanError(f"axis {name!r} of a mesh must have a size >= 1, got {size}")

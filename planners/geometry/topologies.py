@@ -196,21 +196,21 @@ class Topology:
                 if len(at) == fixable:
                     break
             if spec.fqn in tensors:
-                raise PlanError("two tensors have one name", fqn=spec.fqn)
+                raise PlanError("two tensors have the same name", fqn=spec.fqn)
             tensors[spec.fqn] = self._place(spec, rule, at)
         if lost:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5]) or "there is none"
             raise PlanError(
-                f"no rule matches {len(lost)} tensors: {lost[:20]}. The rules are for {patterns}; what no other "
-                "matches can have a last one, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
+                f"no rule matches {len(lost)} tensors: {lost[:20]}. The rules are for {patterns}. Add a last "
+                "rule for all other tensors, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
             )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
         idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
         if idle:
             names = f"there are {list(tensors)[:3]}, ..." if tensors else "there is none"
             raise PlanError(
-                f"nothing is left for the rules or homes {', '.join(idle)}: they match no tensor ({names}), "
-                "or only such as earlier ones match"
+                f"these rules or homes have no effect: {', '.join(idle)}. They match no tensor ({names}), or only "
+                "tensors that earlier ones match"
             )
         return StateLayout(tensors, self.mesh.world_size)
 
@@ -457,9 +457,9 @@ def pipelined(
     starts = [number * layers // stages for number in range(stages + 1)]
     counts = [stop - start for start, stop in itertools.pairwise(starts)] if split is None else list(split)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 0:
-        raise PlanError(f"the split {counts} does not deal {layers} layers to {stages} stages")
+        raise PlanError(f"the split {counts} does not distribute {layers} layers over {stages} stages")
     if v_shaped and stages_per_rank != 2:
-        raise PlanError(f"a V has two stages a rank, got {stages_per_rank}")
+        raise PlanError(f"v_shaped needs two stages per rank, got {stages_per_rank}")
     if "pp" in stage.mesh.names or stage.mesh.has_explicit_ranks:
         raise PlanError(f"a stage must have a mesh of ranks 0, 1, 2, ... without an axis 'pp', got {stage.mesh}")
 
@@ -524,7 +524,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
             raise PlanError(f"cannot read the topology {text!r}: expected {form}, with numbers >= 1; write {WORDS}")
     preset = _PRESETS.get(tuple(sorted(sizes)))
     if preset is None:
-        raise PlanError(f"there is no short form of {' with '.join(sizes)}: write {WORDS}")
+        raise PlanError(f"no short form exists for {' with '.join(sizes)}: write {WORDS}")
     return preset(*(size for name in sorted(sizes) for size in numbers[name]))
 
 
@@ -548,7 +548,7 @@ def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tup
     at = end = 0
     for spec in specs:
         if spec.fqn in offsets:
-            raise PlanError("two tensors of a flat buffer have one name", fqn=spec.fqn)
+            raise PlanError("two tensors of a flat buffer have the same name", fqn=spec.fqn)
         at = -(-end // align_elements) * align_elements
         offsets[spec.fqn] = at
         end = at + spec.numel
@@ -589,7 +589,7 @@ def flat_layouts(
     out: dict[str, TensorLayout] = {}
     for spec in tensors:
         if spec.fqn not in places:
-            raise PlanError("no place in the flat buffer is given", fqn=spec.fqn)
+            raise PlanError("no offset in the flat buffer is given", fqn=spec.fqn)
         begin, end = places[spec.fqn], places[spec.fqn] + spec.numel
         held = {
             rank: (max(start, begin) - begin, min(stop, end) - begin)

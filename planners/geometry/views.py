@@ -203,7 +203,7 @@ class View:
             if source.dtype != spec.dtype:
                 raise PlanError(f"a view of dtype {spec.dtype} cannot take from {source.fqn!r} of {source.dtype}")
         if len({source.fqn for source in self.sources}) != len(self.sources):
-            raise PlanError(f"two sources of a view have one name: {[s.fqn for s in self.sources]}", fqn=spec.fqn)
+            raise PlanError(f"two sources of a view have the same name: {[s.fqn for s in self.sources]}", fqn=spec.fqn)
         full = [Box.full(source.shape) for source in self.sources]
         for patch in self.patches:
             if not 0 <= patch.tensor < len(full):
@@ -276,7 +276,7 @@ class View:
                 kept.append(d)
                 start, stop, step = part.indices(size)
                 if step != 1:
-                    raise PlanError(f"a view is sliced in steps of 1 only, got {part}", fqn=self.spec.fqn)
+                    raise PlanError(f"slices of a view must have step 1, got {part}", fqn=self.spec.fqn)
             offsets.append(start)
             sizes.append(max(stop - start, 0))
         return self.crop(Box(offsets, sizes)).rearrange(kept)
@@ -374,7 +374,7 @@ class View:
         for source in self.sources:
             made = inner.get(source.fqn)
             if made is not None and (made.shape, made.spec.dtype) != (source.shape, source.dtype):
-                raise PlanError(f"the source {source} of a view is made with shape {made.shape}", fqn=self.spec.fqn)
+                raise PlanError(f"the source {source} of a view is built with shape {made.shape}", fqn=self.spec.fqn)
         placed: list[_Placed] = [((), fill, (0,) * len(self.shape)) for fill in self.fills]
         for patch in self.patches:
             source = self.sources[patch.tensor]
@@ -461,7 +461,7 @@ def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...
     sources = _sources(source for view in targets for source in view.sources)
     names = [view.spec.fqn for view in targets]
     if len(set(names)) != len(names):
-        raise PlanError(f"two of the views to invert have one name: {names}")
+        raise PlanError(f"two of the views to invert have the same name: {names}")
     placed: dict[str, list[_Placed]] = {fqn: [] for fqn in sources}
     for view in targets:
         for patch in view.patches:
@@ -490,12 +490,12 @@ def viewed(views: Iterable[View], specs: Mapping[str, TensorSpec]) -> dict[str, 
                 raise PlanError(f"a view takes from {source}, but the state has {specs.get(source.fqn)}")
         used.update(source.fqn for source in view.sources)
         if view.spec.fqn in made:
-            raise PlanError("two views make this tensor", fqn=view.spec.fqn)
+            raise PlanError("two views create this tensor", fqn=view.spec.fqn)
         made[view.spec.fqn] = view.spec
     kept = {fqn: spec for fqn, spec in specs.items() if fqn not in used}
     twice = sorted(set(kept) & set(made))
     if twice:
-        raise PlanError("a view makes a tensor that is there already", fqn=twice[0])
+        raise PlanError("a view creates a tensor that already exists", fqn=twice[0])
     return {**kept, **made}
 
 
@@ -524,7 +524,7 @@ def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
         number = numbers.setdefault(source.fqn, len(numbers))
         used += [source] if number == len(used) else []
         if used[number] != source:
-            raise PlanError(f"two sources of one name differ: {used[number]} and {source}", fqn=spec.fqn)
+            raise PlanError(f"two sources with the same name differ: {used[number]} and {source}", fqn=spec.fqn)
         patches.append(Patch(moved.target, number, moved.source, moved.dims))
     return View(spec, tuple(used), merged(patches), tuple(sorted(fills, key=lambda fill: fill.target)))
 
@@ -534,13 +534,13 @@ def _sources(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
     out: dict[str, TensorSpec] = {}
     for spec in specs:
         if out.setdefault(spec.fqn, spec) != spec:
-            raise PlanError(f"two sources of one name differ: {out[spec.fqn]} and {spec}", fqn=spec.fqn)
+            raise PlanError(f"two sources with the same name differ: {out[spec.fqn]} and {spec}", fqn=spec.fqn)
     return out
 
 
 def _alike(fqn: str, views: Sequence[View]) -> View:
     if not views:
-        raise PlanError("nothing to put together", fqn=fqn)
+        raise PlanError("no views to concatenate or stack", fqn=fqn)
     for view in views:
         if view.spec.dtype != views[0].spec.dtype or len(view.shape) != len(views[0].shape):
             raise PlanError(f"{views[0].spec} and {view.spec} differ in dtype or number of dims", fqn=fqn)

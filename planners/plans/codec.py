@@ -21,7 +21,7 @@ def to_json(value: object) -> dict[str, Any]:
     for name, kind in _kinds():
         if type(value) is kind.type:
             return {"reshard": name, "version": VERSION, **kind.encode(value)}
-    raise CodecError(f"a {type(value).__name__} has no JSON form; these have: {_names()}")
+    raise CodecError(f"a {type(value).__name__} cannot be serialized to JSON. Serializable types: {_names()}")
 
 
 def from_json(data: object) -> Any:
@@ -33,7 +33,7 @@ def from_json(data: object) -> Any:
         raise CodecError(f"this {data['reshard']!r} is of version {version!r}; this library reads version {VERSION}")
     kind = next((kind for name, kind in _kinds() if name == data["reshard"]), None)
     if kind is None:
-        raise CodecError(f"unknown kind {data['reshard']!r}; known are: {_names()}")
+        raise CodecError(f"unknown kind {data['reshard']!r}. Known kinds: {_names()}")
     try:
         return kind.decode(data)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:

@@ -70,9 +70,9 @@ class CopyPlan:
         for rank, keepers in enumerate(self.keepers):
             places = {self.hosts[rank], *(self.hosts[keeper] for keeper in keepers)}
             if len(places) != self.copies + 1:
-                yield Finding(f"what it writes is on {len(places)} hosts, wanted {self.copies + 1}", rank=rank)
+                yield Finding(f"its data is on {len(places)} hosts instead of {self.copies + 1}", rank=rank)
             if len(places) != 1 + len(keepers):
-                yield Finding("two copies of what it writes are on one host", rank=rank)
+                yield Finding("two copies of its data are on the same host", rank=rank)
 
     def __str__(self) -> str:
         return f"{self.copies} copies on {len(self.ring_of)} hosts"

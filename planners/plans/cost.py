@@ -287,7 +287,7 @@ def compare_topologies(
     Raises PlanError if there are no targets, or for a cluster without the bandwidth that is needed.
     """
     if not targets:
-        raise PlanError("there is no target to compare: give at least one layout or topology by name")
+        raise PlanError("no targets to compare: pass at least one layout or topology by name")
     found: dict[str, Estimate] = {}
     for name, target in targets.items():
         layout = target.layout(source.specs) if isinstance(target, Topology) else target

@@ -368,7 +368,7 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
     if saved is None:
         return f"reads {item.saved_fqn!r}, which is not saved"
     if item.nbytes != item.source.numel * saved.spec.itemsize:
-        return f"claims {item.nbytes} bytes, but {item.source.numel} elements of {saved.spec.dtype} are meant"
+        return f"says {item.nbytes} bytes, but has {item.source.numel} elements of {saved.spec.dtype}"
     if not Box.full(item.chunk.sizes).contains(item.source):
         return f"reads {item.source}, which is outside its chunk of sizes {item.chunk.sizes}"
     if not 0 <= item.owner < saved.world_size or not any(box.contains(item.chunk) for box in saved.boxes(item.owner)):
@@ -391,7 +391,7 @@ def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
         if found == (box, names[tensor], source, dims or identity):
             return None
     turned = "" if item.dims is None else f" with dims {item.dims}"
-    return f"writes to {meant} what is at {item.box} of {item.saved_fqn!r}{turned}, which comes from elsewhere"
+    return f"writes {item.box} of {item.saved_fqn!r}{turned} to {meant}, which needs other elements"
 
 
 # How many items and read requests a load plan has for every rank, counted without listing them.

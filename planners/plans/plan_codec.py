@@ -119,13 +119,13 @@ def _digest(plan: Plan[Any]) -> str:
 
 def _same_digest(data: Mapping[str, Any], plan: Plan[Any]) -> None:
     if data["digest"] != _digest(plan):
-        raise PlanError("its layouts are not those that it was made for (the digest differs)")
+        raise PlanError("it was made for other layouts (the digests differ)")
 
 
 def _proven(subject: object, what: str) -> None:
     report = verify(subject)
     if not report.ok:
-        raise CodecError(f"this {what} does not prove: {report.findings[0]}", fqn=report.findings[0].fqn)
+        raise CodecError(f"the proof of this {what} failed: {report.findings[0]}", fqn=report.findings[0].fqn)
 
 
 def _items_json(plan: Plan[Any], row: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Transfers in two steps: stripes for replicas, which then complete one another."""
+"""Two-step transfers: stripes are sent to replicas, and then the replicas complete each other."""
 
 from __future__ import annotations
 
@@ -67,9 +67,11 @@ def plan_relay(
 
 
 def rank_groups(plan: TransferPlan) -> tuple[Ints, ...]:
-    """The groups between which bytes are dear, the dearest first: for each rank of the job, the number of its group.
+    """Return the group number of each rank, once for each kind of expensive boundary, the most
+    expensive first.
 
-    By host, where the plan knows hosts; by side, where no rank is on both. () where there is one group only.
+    The groups are hosts, if the plan knows them, and sides, if no rank is on both. Return () if
+    there is only one group.
     """
     out = []
     if plan.ranks_per_host is not None and plan.ranks_per_host < plan.world_size:
@@ -83,7 +85,9 @@ def rank_groups(plan: TransferPlan) -> tuple[Ints, ...]:
 
 
 def bytes_between(plan: TransferPlan, groups: Ints) -> int:
-    """Bytes that leave their group. `groups`: for each rank, the number of its group."""
+    """Return the number of bytes that leave their group. `groups` has the group number of each
+    rank.
+    """
     total = 0
     for sender, receiver, nbytes in plan.traffic_blocks():
         total += int(nbytes[groups[sender] != groups[receiver]].sum())
@@ -91,7 +95,7 @@ def bytes_between(plan: TransferPlan, groups: Ints) -> int:
 
 
 def _ranks(layouts: Iterable[TensorLayout]) -> set[int]:
-    """All ranks that may hold something."""
+    """Return all ranks that may hold data."""
     forms = {id(layout.form): layout.form for layout in layouts}  # mostly shared objects
     return {rank for form in forms.values() for rank in form.ranks()}
 
@@ -99,7 +103,9 @@ def _ranks(layouts: Iterable[TensorLayout]) -> set[int]:
 def _best_form(
     before: TensorLayout, after: TensorLayout, groupings: Sequence[Ints], ranks_per_host: int | None
 ) -> Form | None:
-    """The stripes between two layouts of a tensor by which the fewest bytes leave a group; None for no stripes."""
+    """Return the stripes that minimize the bytes that leave a group between two layouts of a
+    tensor, or None.
+    """
     best, best_bytes = None, _crossing((before, after), groupings, ranks_per_host)
     for groups in groupings:
         form = striped(after, groups)
@@ -112,7 +118,7 @@ def _best_form(
 
 
 def _crossing(steps: Sequence[TensorLayout], groupings: Sequence[Ints], ranks_per_host: int | None) -> tuple[int, ...]:
-    """Bytes between the groups of each grouping, of all steps together."""
+    """Return the bytes between groups, summed over all steps, for each grouping."""
     world, fqn = len(groupings[0]), steps[0].spec.fqn
     states = [StateLayout({fqn: layout}, world) for layout in steps]
     plans = [plan_transfers(*pair, ranks_per_host=ranks_per_host, allow_cast=True) for pair in pairwise(states)]
@@ -123,10 +129,11 @@ def _crossing(steps: Sequence[TensorLayout], groupings: Sequence[Ints], ranks_pe
 
 
 def striped(layout: TensorLayout, groups: Ints) -> Form | None:
-    """The form in which the replicas of one group have a stripe each, so that together they have every element once;
-    None if no group has replicas. A stripe is a piece of the local tensor, so it needs no memory of its own.
+    """Return the layout in which the replicas within a group hold one stripe each and together
+    every element once. Return None if no group has replicas. A stripe is a part of the local
+    tensor, so it needs no extra memory.
 
-    `groups`: for each rank, the number of its group.
+    `groups` has the group number of each rank.
     """
     if not layout.spec.numel:
         return None
@@ -136,9 +143,10 @@ def striped(layout: TensorLayout, groups: Ints) -> Form | None:
 
 
 def stripe_places(stage: TensorLayout, whole: TensorLayout, rank: int) -> tuple[tuple[int, Box], ...]:
-    """Where the local tensors of `stage` lie in those of `whole`: for each, (which one, the box in its coordinates).
+    """For each local tensor of `stage`, return the index of the local tensor of `whole` that
+    contains it, and its box there.
 
-    Raises PlanError where one lies in none, or not as one box.
+    Raises PlanError if a local tensor is in none of them, or is not a single box.
     """
     theirs = whole.parts(rank) if rank < whole.world_size else ()
     mine = stage.parts(rank) if rank < stage.world_size else ()
@@ -151,11 +159,13 @@ def _place(part: Part, theirs: tuple[Part, ...], whole: TensorLayout, rank: int)
         known = tuple(offset for offset in offsets if offset is not None)
         if len(known) == len(offsets):
             return index, Box.of(known, part.sizes)
-    raise PlanError("a stripe is not a box of what it is a stripe of", fqn=whole.spec.fqn, rank=rank)
+    raise PlanError("a stripe is not one box of its local tensor", fqn=whole.spec.fqn, rank=rank)
 
 
 def _offset(inner: Intervals, outer: Intervals) -> int | None:
-    """Where in a local dim of the intervals `outer` the intervals `inner` lie, one behind another; None if nowhere."""
+    """Return where the consecutive intervals `inner` start in a local dim of the intervals `outer`,
+    or None.
+    """
     if not inner:
         return 0
     size, at = sum(stop - start for start, stop in inner), 0
@@ -168,7 +178,7 @@ def _offset(inner: Intervals, outer: Intervals) -> int | None:
 
 
 def _cut(intervals: Intervals, low: int, high: int) -> Intervals:
-    """The global intervals of local elements `[low, high)`."""
+    """Return the global intervals of the local elements `[low, high)`."""
     out, at = [], 0
     for start, stop in intervals:
         begin, end = max(low - at, 0), min(high - at, stop - start)
@@ -179,7 +189,9 @@ def _cut(intervals: Intervals, low: int, high: int) -> Intervals:
 
 
 def _striped_product(layout: TensorLayout, form: ProductForm, groups: Ints) -> ProductForm | None:
-    """The axes of replicas, or the part of them that is within groups, come last and cut the largest local dim."""
+    """Shard the largest local dim over the replica axes, or over their part within groups, after
+    all other axes.
+    """
     mesh, shape = form.mesh, layout.spec.shape
     where = groups[mesh.ranks].reshape(mesh.shape)
     inner = [
@@ -198,7 +210,9 @@ def _striped_product(layout: TensorLayout, form: ProductForm, groups: Ints) -> P
 
 
 def _common_run(where: npt.NDArray[np.int64], axis: int) -> int:
-    """The most coordinates in a row on an axis that are of one group, wherever a row of so many begins."""
+    """Return the largest number of consecutive coordinates on an axis that always belong to one
+    group.
+    """
     size = where.shape[axis]
     for run in (n for n in range(size, 1, -1) if size % n == 0):
         rows = np.moveaxis(where, axis, -1).reshape(-1, run)
@@ -214,7 +228,7 @@ def _fresh(name: str, mesh: Mesh) -> str:
 
 
 def _striped_boxes(layout: TensorLayout, groups: Ints) -> BoxesForm | None:
-    """Each box that several ranks of a group have alike is cut among them."""
+    """Split each box that several ranks of a group hold among these ranks."""
     alike = grouped(((int(groups[rank]), layout.boxes(rank)), rank) for rank in layout.form.ranks())
     if all(len(ranks) == 1 for ranks in alike.values()):
         return None
@@ -228,7 +242,9 @@ def _striped_boxes(layout: TensorLayout, groups: Ints) -> BoxesForm | None:
 
 
 def _pieces(box: Box, count: int) -> list[Box]:
-    """A box cut along its largest dim into `count` pieces of nearly one size, or one for each element there."""
+    """Split a box along its largest dim into `count` nearly equal pieces, or one per index if there
+    are fewer.
+    """
     size = max(box.sizes, default=1)
     if size <= 1 or count == 1:
         return [box]

@@ -1,4 +1,4 @@
-"""Schedules: the transfers of a plan in rounds, with proofs."""
+"""Schedules: the transfers of a plan, grouped into rounds, with proofs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["Message", "Schedule", "color_edges", "schedule"]
 
 
 MAX_INFLIGHT_BYTES = 512 << 20
-"""What a rank sends and receives in one round, unless asked otherwise."""
+"""Default limit for the bytes that a rank sends and receives in one round."""
 _SLACK = max(ITEM_SIZES.values())
 _SLACK_SHARE = 64
 
 
 class Message(NamedTuple):
-    """What one rank sends to another in one round."""
+    """What one rank sends to another rank in one round."""
 
     round: int
     sender: int
     receiver: int
     pieces: tuple[TransferItem, ...]
-    """Parts of items, packed one after another, each in row-major order of its box."""
+    """Parts of read items, packed back to back. Each part is in row-major order of its box."""
 
     @property
     def nbytes(self) -> int:
@@ -46,22 +46,24 @@ class Message(NamedTuple):
 
 
 class Schedule:
-    """Rounds of messages for a transfer plan. Frozen. Copies within a rank are in no round.
+    """The messages of a transfer plan, in rounds. Immutable. Copies within a rank are in no round.
 
-    The columns `round`, `sender`, `receiver`, `start` and `stop` have one entry per message, sorted by round and
-    sender: bytes `[start, stop)` of the stream from sender to receiver. A cut within an element stands for the
-    element's first byte; and a cut within a row, or within some rows, that are small beside the budget (`slack_bytes`)
-    stands for the first of them, so that a message is one box and not the ends of rows besides.
+    The columns `round`, `sender`, `receiver`, `start`, and `stop` have one entry per message,
+    sorted by round and sender. A message is the bytes `[start, stop)` of the stream from sender to
+    receiver. A position inside an element means the first byte of the element. A position inside a
+    small row or block of rows (see `slack_bytes`) means its first element, so that a message is one
+    box where possible.
     """
 
     covers: ClassVar[str] = (
-        "its plan is right, every byte of it travels once, and each round keeps to its budget and pairs of ranks"
+        "its plan is correct, every byte is sent once, and each round stays within its budget and pairs each rank at "
+        "most once"
     )
 
     def __init__(
         self, plan: TransferPlan, max_inflight_bytes: int, columns: tuple[Ints, Ints, Ints, Ints, Ints]
     ) -> None:
-        """`columns`: round, sender, receiver, start, stop. Use `schedule`."""
+        """Use `schedule` to create one. `columns`: round, sender, receiver, start, stop."""
         self.plan, self.max_inflight_bytes = plan, max_inflight_bytes
         order = np.lexsort((columns[1], columns[0]))
         self.round, self.sender, self.receiver, self.start, self.stop = (column[order] for column in columns)
@@ -70,11 +72,11 @@ class Schedule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that are moved."""
+        """Names of the tensors that move."""
         return self.plan.names
 
     def __len__(self) -> int:
-        """How many messages."""
+        """Number of messages."""
         return len(self.round)
 
     @property
@@ -168,18 +170,21 @@ class Schedule:
 
 
 def slack_bytes(max_inflight_bytes: int) -> int:
-    """A message may begin earlier than its cut by less than this."""
+    """A message can start earlier than its nominal position by fewer bytes than this."""
     return max(_SLACK, max_inflight_bytes // _SLACK_SHARE)
 
 
 def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
-    """Schedule all messages of `plan` in rounds. The number of rounds is that of the messages of the busiest rank.
+    """Schedule all messages of `plan` in rounds. The number of rounds equals the number of messages
+    of the busiest rank.
+
+    The result is deterministic: every rank computes the same schedule.
 
     Args:
-        max_inflight_bytes: limit for the bytes that a rank sends and receives in one round, and so for its buffers if
-            it waits for the end of each round.
+        max_inflight_bytes: limit for the bytes that a rank sends and receives in one round. If a
+            rank waits for the end of each round, this also limits its buffers.
 
-    Raises PlanError for a budget of less than 128 bytes. Deterministic: the same on every rank.
+    Raises PlanError if `max_inflight_bytes` is below 128.
     """
     limit = max_inflight_bytes // 2 - slack_bytes(max_inflight_bytes)
     if limit < 3 * _SLACK:
@@ -201,7 +206,9 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
 def _cut_stream(
     items: list[TransferItem], cuts: list[tuple[int, int]], slack: int
 ) -> Iterator[tuple[TransferItem, ...]]:
-    """The pieces of items between each two cuts, which are positions in the bytes of all items; cuts ascend."""
+    """Split the stream of all items at these ascending byte positions. Return the pieces between
+    each two of them.
+    """
     ends = np.cumsum([item.nbytes for item in items]) if items else np.zeros(0, dtype=np.int64)
     for start, stop in cuts:
         pieces: list[TransferItem] = []
@@ -219,7 +226,9 @@ def _cut_stream(
 
 
 def _run(sizes: tuple[int, ...], limit: int) -> int:
-    """Elements of the largest rows, or blocks of rows, that have at most `limit` elements each."""
+    """Return the number of elements in the largest row, or block of rows, that has at most `limit`
+    elements.
+    """
     run = 1
     for size in reversed(sizes):
         if run * size > limit:
@@ -229,7 +238,7 @@ def _run(sizes: tuple[int, ...], limit: int) -> int:
 
 
 def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterator[TransferItem]:
-    """Elements `[low, high)` of an item, in row-major order, as boxes."""
+    """Return elements `[low, high)` of an item, in row-major order, as boxes."""
     if low == 0 and high == item.box.numel:
         yield item
         return
@@ -243,21 +252,22 @@ def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterato
 
 
 def _within(piece: Box, outer: Box) -> Box:
-    """A box in the coordinates of `outer`, in those that `outer` itself is in."""
+    """Convert a box from coordinates inside `outer` to the coordinates of `outer` itself."""
     return piece.shift(outer.offsets)
 
 
 def color_edges(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
-    """A color for each edge, such that no two edges at one sender, and no two at one receiver, have the same.
+    """Return a color for each edge, so that no two edges of a sender and no two edges of a receiver
+    share a color.
 
-    By a theorem of König as many colors do as the busiest node has edges. Edges are colored one after another: with the
-    lowest color that is free at both ends, or, if there is none, with the color a that is free at the sender, after the
-    path of colors a and b that starts at the receiver has swapped its colors:
+    By König's theorem, the largest number of edges at a node is enough colors. Each edge gets the
+    lowest color that is free at both ends. If there is none, it gets the color a that is free at
+    the sender, after the path of colors a and b that starts at the receiver has swapped its colors:
 
         u ─?─ v ═a═ x ─b─ y ═a═ z    b is free at v:    u ═a═ v ─b─ x ═a═ y ─b─ z
 
-    Colors are 0, 1, 2, ..., as few as the largest number of edges at a sender or at a receiver. Deterministic.
-    Raises PlanError if the two lists differ in length.
+    Colors are 0, 1, 2, .... The result is deterministic. Raises PlanError if the two lists differ
+    in length.
     """
     if len(senders) != len(receivers):
         raise PlanError(f"an edge has two ends, but {len(senders)} senders and {len(receivers)} receivers were given")
@@ -268,7 +278,9 @@ def color_edges(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
 
 
 class _Coloring:
-    """The edges of a bipartite multigraph, each joining a sender and a receiver, colored one after another."""
+    """Colors the edges of a bipartite multigraph one by one. Each edge joins a sender and a
+    receiver.
+    """
 
     def __init__(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
         # nodes: senders and receivers under different numbers, since a rank may do both at once
@@ -327,7 +339,9 @@ def _lowest(bits: int) -> int:
 
 
 def _stream_findings(rounds: Schedule, order: Ints) -> Iterator[Finding]:
-    """Every stream must be cut from 0 to its end, without a gap, and its pieces travel in order."""
+    """Check that every stream is split from 0 to its end without a gap, and that its pieces travel
+    in order.
+    """
     number, sender, receiver, start, stop = (column[order] for column in rounds.columns())
     fresh = np.concatenate(([True], (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])))
     due = np.where(fresh, 0, np.concatenate(([0], stop[:-1])))
@@ -335,7 +349,7 @@ def _stream_findings(rounds: Schedule, order: Ints) -> Iterator[Finding]:
         what = f"bytes {int(start[i])} to {int(stop[i])} to rank {int(receiver[i])} follow byte {int(due[i])}"
         yield Finding(what, None, int(sender[i]))
     for i in np.flatnonzero(~fresh & (number <= np.concatenate(([0], number[:-1]))))[:1].tolist():
-        yield Finding(f"bytes to rank {int(receiver[i])} travel out of order", None, int(sender[i]))
+        yield Finding(f"bytes to rank {int(receiver[i])} are sent out of order", None, int(sender[i]))
     traffic = rounds.plan.traffic()
     last = np.append(np.flatnonzero(fresh)[1:] - 1, len(order) - 1)
     found = dict(zip((sender[last] << 32 | receiver[last]).tolist(), stop[last].tolist()))

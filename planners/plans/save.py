@@ -512,7 +512,7 @@ def _item_fault(item: WriteItem, plan: SavePlan, rank: int) -> str | None:
     """What is wrong with one item by itself, or None."""
     parts, spec = plan.layout.parts(item.fqn, rank), plan.layout[item.fqn].spec
     if item.nbytes != item.box.numel * spec.itemsize:
-        return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {spec.dtype} are meant"
+        return f"says {item.nbytes} bytes, but has {item.box.numel} elements of {spec.dtype}"
     for box, local in parts[item.part].boxes() if 0 <= item.part < len(parts) else ():
         if box.contains(item.box) and item.box.moved_with(box, local) == item.source:
             return None

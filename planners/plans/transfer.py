@@ -306,7 +306,7 @@ class TransferPlan(Plan[TransferItems]):
             return
         for route in routes:
             yield from alike(_route_findings(self, route), route.group.names)
-        strange = "is sent, but is not to be moved"
+        strange = "is sent, but is not part of the transfer"
         yield from listed_findings(self.explicit, self.names, strange, partial(_tensor_findings, self))
         yield from _conservation(self)
 
@@ -360,7 +360,7 @@ def plan_transfers(
         elif held.dtype != wanted.dtype and not allow_cast:
             problems.append(f"{fqn!r} is {held.dtype} before, but {wanted.dtype} after (allow_cast permits that)")
     if problems:
-        raise LayoutMismatchError("the layout after does not fit the one before: " + "; ".join(problems))
+        raise LayoutMismatchError("the target layout does not match the source layout: " + "; ".join(problems))
     return TransferPlan(before, after, names, ranks_per_host)
 
 
@@ -407,7 +407,7 @@ def _item_fault(item: TransferItem, plan: TransferPlan, parts: Sequence[Part]) -
     """What is wrong with one item by itself, or None."""
     itemsize = plan.before[item.fqn].spec.itemsize
     if item.nbytes != item.box.numel * itemsize:
-        return f"claims {item.nbytes} bytes, but {item.box.numel} elements of {itemsize} bytes are meant"
+        return f"says {item.nbytes} bytes, but has {item.box.numel} elements of {itemsize} bytes"
     given = plan.before.parts(item.fqn, item.sender) if item.sender < plan.before.world_size else ()
     for side, at, local, its in (
         ("sender", item.source_part, item.source, given),

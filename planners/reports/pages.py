@@ -106,7 +106,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
         return f'<p class="verdict">Proved {escape(report.verdict)}.</p>'
     listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
     more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
-    return f'<div class="verdict wrong">Not right:<ul>{listed}{more}</ul></div>'
+    return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
 
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
@@ -148,7 +148,7 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
     else:
         figures.append(("bytes read" if plan.kind == "load" else "bytes written", format_bytes(plan.total_bytes)))
     if isinstance(plan, LoadPlan) and not (plan.views or plan.explicit):
-        traffic, between = _reads(plan), ("the lowest rank that saved a chunk", "the rank that reads of it")
+        traffic, between = _reads(plan), ("the lowest rank that saved a chunk", "the rank that reads from it")
     worlds = " → ".join(f"{layout.world_size:,}" for _, layout in sides)
     title = f"{plan.kind.capitalize()}: {worlds} ranks"
     return _Story(title, [*figures, *_busiest(loads)], sides, told, traffic, between)
@@ -357,7 +357,7 @@ def _span(edges: list[int], i: int, length: float) -> tuple[float, float]:
 def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: int, label: bool) -> str:
     if not ranks:
         return (
-            f'<rect class="hole" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>nobody</title></rect>'
+            f'<rect class="hole" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>no rank</title></rect>'
         )
     color = rank_color(ranks[0], world_size)
     words = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4:,} more" if len(ranks) > 4 else "")

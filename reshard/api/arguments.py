@@ -64,13 +64,16 @@ def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
 def _half(verb: str, given: Any) -> str:
     reads = verb == "load"
     if isinstance(given, Mapping):
-        return f"{verb}(state_dict, path) was given a dict alone: where {'from' if reads else 'to'}?"
+        return (
+            f"{verb}(state_dict, path) was called without a path: pass the path to "
+            f"{'load from' if reads else 'save to'}"
+        )
     what = repr(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
     if reads:
-        fix = f"it fills a state that is there. To read all of it: reshard.open({what}).nested()"
+        fix = f"pass the state to fill first. To read everything: reshard.open({what}).nested()"
     else:
-        fix = f"the state comes first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
-    return f"{verb}(state_dict, path) was given {what} alone: {fix}"
+        fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
+    return f"{verb}(state_dict, path) was called with {what} only: {fix}"
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
@@ -81,7 +84,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
     """
     paths = (str, os.PathLike, Storage, *paths)
     if isinstance(state, paths) and not isinstance(path, paths):
-        raise FormatError(f"the path comes second: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)")
+        raise FormatError(
+            f"the path is the second argument: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)"
+        )
     if not isinstance(path, paths):
         raise FormatError(f"{verb}(state_dict, path) needs a path, URL or Storage, got {type(path).__name__}")
     if isinstance(state, FunctionType | MethodType):

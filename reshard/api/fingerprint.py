@@ -109,7 +109,7 @@ def fingerprint(
 def _check_state(state_dict: object) -> None:
     if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
         raise CheckpointError(
-            f"fingerprint wants a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
+            f"fingerprint takes a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
         )
 
 

@@ -101,8 +101,7 @@ def load(
         process_group: the ranks that load together. A key is unexpected only if no rank's target has it.
         alone: this process loads by itself, even in a running job. It reads its own shards of sharded tensors.
         threads: maximum number of copy threads; default: this process's share of the host's processors, up to 8.
-        memory_budget_bytes: for staging, and for data that cannot be mapped; at least 128 KiB; default: 32 MiB per
-            thread.
+        memory_budget_bytes: for staging and data that cannot be mapped; at least 128 KiB; default 32 MiB per thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
@@ -110,6 +109,7 @@ def load(
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
         LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
             target cannot be filled in place.
+        OptionError: an option has an unknown value, such as strict="strickt".
         CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)

@@ -343,8 +343,8 @@ def match_keys(
 def needs_code(kind: str) -> str:
     """What to say of an object whose class is not known here."""
     return (
-        f"saved as an object of {kind}, which only code could make again, and nothing from a checkpoint is run: leave "
-        "the key out of what is loaded, and save such objects as plain data"
+        f"saved as an object of {kind}, which only code can rebuild, and reshard runs no code from a checkpoint: "
+        "leave the key out of the state to load, and save such objects as plain data"
     )
 
 
@@ -590,8 +590,9 @@ def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> 
         if saves.setdefault(url, save_id) != save_id:
             group.refuse(
                 CheckpointError(
-                    f"{url} is not the same checkpoint for all ranks: some have opened the save {saves[url]}, others "
-                    f"{save_id}. It was replaced just then, or is a folder of each machine: load again, from one place"
+                    f"{url} is not the same checkpoint on all ranks: some opened the save {saves[url]}, others "
+                    f"{save_id}. Load again if it was just replaced. If each machine has its own folder, use a shared "
+                    "one"
                 )
             )
 

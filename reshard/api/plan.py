@@ -11,12 +11,13 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import FormatError, LayoutError, StorageError
+from reshard.errors import FormatError, LayoutError, StorageError, renamed
 from reshard.storage.base import Storage
 
 __all__ = ["is_layout_file", "plan", "read_layout_file"]
 
 
+@renamed()
 def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> LoadPlan:
     """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 
@@ -37,14 +38,14 @@ def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> L
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
         what = f"{source!r}" if isinstance(source, str) else f"a {type(source).__name__}"
-        raise LayoutError(f"a plan starts from a path, Checkpoint or StateLayout, not from {what}")
+        raise LayoutError(f"source must be a path, Checkpoint, or StateLayout, got {what}")
     wanted = _side(onto, rules)
     if isinstance(wanted, Topology):
         wanted = wanted.layout(saved.specs)
     elif rules:
         raise LayoutError(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}")
     if not isinstance(wanted, StateLayout):
-        raise LayoutError(f"a plan leads to a StateLayout or Topology, not to a {type(onto).__name__}")
+        raise LayoutError(f"onto must be a StateLayout or Topology, got a {type(onto).__name__}")
     return plan_reads(saved, wanted)
 
 

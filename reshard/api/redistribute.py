@@ -287,7 +287,7 @@ class Prepared:
             transfer.source for transfer in self.pairing.transfers.values()
         } & self._source.state.tensors.keys():
             if self._source.state.tensors[key].is_meta:
-                raise LayoutError(f"the source {key!r} is a meta tensor: it has no elements to give")
+                raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
 
     def _places(self) -> list[int]:
         """Where all local tensors are: equal as long as nobody gave a tensor other memory."""
@@ -454,7 +454,7 @@ def verify_live(
         for key in pairing.views
         if before[key] != after[key]
     ]
-    covers = "the fingerprint of every target, computed now, is that of what it is made of"
+    covers = "every target has the fingerprint that its sources give"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
 
 

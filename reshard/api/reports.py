@@ -180,5 +180,5 @@ def _write(path: str, trace: Mapping[str, Any]) -> None:
         with suppress(OSError):
             os.unlink(made)
         raise StorageError(
-            f"the timeline cannot be written to {path}: {error}. Give a file of a local folder"
+            f"the timeline cannot be written to {path}: {error}. Pass the path of a local file"
         ) from error

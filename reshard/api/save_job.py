@@ -68,7 +68,7 @@ class SaveJob:
 def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
     """What this rank gives to be saved. Raises as `reshard.save` does."""
     if not isinstance(state_dict, Mapping | list | tuple):
-        raise FormatError(f"what is saved must be a dict (or a list) of values, got {type(state_dict).__name__}")
+        raise FormatError(f"the state to save must be a dict (or a list) of values, got {type(state_dict).__name__}")
     return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
 
 
@@ -416,7 +416,7 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
         storage, there, here, place = open_storage(parent), f"{folder}/", f"{name}/", path_below(parent, folder)
     contents, where = open_contents(place, share=share)
     if not isinstance(contents.facts, NativeFacts):
-        raise FormatError(f"{where} is {contents.format}: a save can only be based on one of this library's own format")
+        raise FormatError(f"{where} is {contents.format}: the base of a save must be in the native format")
     if save_id not in (None, contents.facts.manifest.save_id):
         raise CheckpointNotFoundError(f"{where} was replaced since the first rank opened it")
     return Base(storage, there, here, contents.facts)
@@ -460,8 +460,8 @@ def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
     (parent, _), (other, name) = _parent(path), _parent(wanted)
     if not parent or not other or place_of(open_storage(parent)) != place_of(open_storage(other)):
         raise CheckpointError(
-            f"base must be the checkpoint at {path} itself or one in a folder next to it, got {os.fspath(wanted)}: its "
-            "files are linked into the new folder. Save next to it, or leave out base"
+            f"base must be the checkpoint at {path} itself or one beside it, got {os.fspath(wanted)}: its "
+            "files are linked into the new folder. Save beside it, or leave base out"
         )
     return name
 
@@ -578,9 +578,7 @@ class SaveOptions:
         if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
             raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
         if self.ranks_per_file > 1 and self.base is not None:
-            raise CheckpointError(
-                "a save with a base keeps digests and tables of each rank's own file: leave ranks_per_file or base out"
-            )
+            raise CheckpointError("ranks_per_file and base cannot be combined: leave one of them out")
         if isinstance(self.select, str):
             raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
         if self.select is not None and not isinstance(self.select, Iterable):
@@ -588,7 +586,7 @@ class SaveOptions:
         if self.select is not None:
             object.__setattr__(self, "select", tuple(self.select))
         if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
-            raise CheckpointError(f"select must be a list of globs, which are text, but has {odd[0]!r}")
+            raise CheckpointError(f"select must be a list of strings, but contains {odd[0]!r}")
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
             raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
         if self.select == ():

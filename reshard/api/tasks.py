@@ -106,7 +106,8 @@ _open = _Open()
 def _begin(order: _Order) -> Callable[[Any], Any]:
     if order.version != __version__:
         raise CheckpointError(
-            f"reshard {__version__} is here, but {order.version} at the driver: install the same version for all"
+            f"this worker has reshard {__version__}, but the driver has {order.version}: install the same version "
+            "everywhere"
         )
     try:
         work: Work[Any, Any] = pickle.loads(order.work)  # from the driver, which may run what it likes here
@@ -196,8 +197,8 @@ def _packed(work: object) -> bytes:
         return pickle.dumps(work)
     except Exception as error:  # whatever a value's own pickling does
         raise CheckpointError(
-            f"the work cannot be sent to workers: {error}: functions and classes in it must be those of a "
-            "module, and no lambdas"
+            f"the work cannot be sent to workers: {error}: its functions and classes must be defined in a module, and "
+            "lambdas do not work"
         ) from error
 
 
@@ -222,7 +223,8 @@ class _Driver:
                 raise CheckpointError(f"worker {worker} cannot import reshard: {found}") from found
             if found != __version__:
                 raise CheckpointError(
-                    f"worker {worker} has reshard {found}, the driver {__version__}: install the same version for all"
+                    f"worker {worker} has reshard {found}, the driver {__version__}: install the same version "
+                    "everywhere"
                 )
         for worker, answer in self._ask(_look, _Order(*self._order)):
             self._result(answer, worker)
@@ -273,7 +275,7 @@ class _Driver:
             raise self._broken(error) from error
         except Exception as error:  # engines have kinds of their own
             raise CheckpointError(
-                f"the executor takes no tasks: {_words(error)}: it may be shut down or closed. {self._so_far}"
+                f"the executor accepts no tasks: {_words(error)}: it may be shut down or closed. {self._so_far}"
             ) from error
 
     def _lost(self, error: BaseException, tries: int) -> None:
@@ -284,8 +286,8 @@ class _Driver:
             raise CheckpointError(f"a task cannot be sent to workers: {error}") from error
         if tries >= TRIES:
             raise CheckpointError(
-                f"a task was lost {tries} times, the last time by {_words(error)}: does it end its worker, by taking "
-                f"too much memory? {self._so_far}"
+                f"a task was lost {tries} times, the last time by {_words(error)}. It may kill its worker, for "
+                f"example by running out of memory. {self._so_far}"
             ) from error
         _log.warning("a task was lost and is submitted again: %s", _words(error))
 
@@ -346,7 +348,7 @@ def check_executor(executor: Executor | None, workers: int, *opened_by_workers: 
     if executor is None and workers == 1:
         return
     if executor is not None and workers > 1:
-        raise CheckpointError("an executor has workers of its own: give it, or workers")
+        raise CheckpointError("an executor has its own workers: pass executor or workers, not both")
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise CheckpointError(
             f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}: of dask.distributed, "
@@ -355,11 +357,10 @@ def check_executor(executor: Executor | None, workers: int, *opened_by_workers: 
     for path in opened_by_workers:
         if not isinstance(path, str | os.PathLike):
             raise CheckpointError(
-                f"workers open what they read and write themselves: give it by path or URL, not as "
-                f"{type(path).__name__}"
+                f"workers open checkpoints themselves: pass a path or URL, not a {type(path).__name__}"
             )
         if workers > 1 and os.fspath(path).startswith("memory://"):
-            raise CheckpointError("worker processes cannot see the memory of this one: give a folder")
+            raise CheckpointError("worker processes cannot see the memory of this process: use a folder")
 
 
 @contextmanager
@@ -377,7 +378,7 @@ class Processes(Executor):
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise CheckpointError(f"wanted 1 process or more, got {count}")
+            raise CheckpointError(f"the number of processes must be >= 1, got {count}")
         self.num_workers = count
         self._made: tuple[ProcessPoolExecutor, Connection] | None = None
 

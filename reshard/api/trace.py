@@ -53,7 +53,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         What `build` raises, with a note that names the rank.
     """
     if world_size < 1:
-        raise LayoutError(f"a job has at least 1 rank, got world_size={world_size}")
+        raise LayoutError(f"world_size must be >= 1, got {world_size}")
     trace = _Trace(build, world_size)
     if ranks is None:
         covered: set[int] = set()
@@ -63,7 +63,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
     else:
         for rank in ranks:
             if not 0 <= rank < world_size:
-                raise LayoutError(f"there are ranks 0 to {world_size - 1} only, but ranks names {rank}")
+                raise LayoutError(f"ranks must be between 0 and {world_size - 1}, got {rank}")
             trace.alike[rank] = _reached(trace.run(rank), rank)
     return trace.layout()
 
@@ -141,8 +141,8 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
     """A fake default process group in which this process is `rank`."""
     if dist.is_initialized():
         raise LayoutError(
-            "a process group is initialized in this process, and tracing needs to pretend another: trace before "
-            "init_process_group, after destroy_process_group, or in a process of its own"
+            "a process group is initialized in this process, and tracing needs a fake one: trace before "
+            "init_process_group, after destroy_process_group, or in a separate process"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

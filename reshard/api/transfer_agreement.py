@@ -174,8 +174,8 @@ class _Pairer:
             mine, its = self.out.views[key], self.out.views[first]
             if (mine.sources, mine.geometry) != (its.sources, its.geometry):
                 self.mismatched.append(
-                    f"{key}: is the same memory as {first!r}, but is to come from {_names(mine)} and that from "
-                    f"{_names(its)}; map both to one source"
+                    f"{key}: shares memory with {first!r}, but is filled from {_names(mine)}, and that one from "
+                    f"{_names(its)}: map both to the same source"
                 )
                 continue
             self.out.ties[key] = first
@@ -220,9 +220,9 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     lines += _section("named by a view or the mapping, but no target", stray, [*found.after])
     if not lines:
         return
-    fixes = ["mapping= and views= say what comes from where"]
+    fixes = ["mapping= and views= define which source fills which target"]
     if strict and (found.missing or found.unexpected):
-        fixes.append("strict=False leaves missing and unexpected ones alone")
+        fixes.append("strict=False ignores missing and unexpected keys")
     if any("before, but" in line for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
@@ -287,7 +287,7 @@ def complete(given: TransferOptions) -> TransferOptions:
     if options["max_inflight_bytes"] < 1024:
         raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
     if len({view.spec.fqn for view in views}) != len(views):
-        raise LayoutError("two views make the same target")
+        raise LayoutError("two views create the same target")
     return options
 
 

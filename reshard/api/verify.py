@@ -23,7 +23,7 @@ from planners.plans.plan import verify as prove
 from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError, renamed
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
@@ -58,6 +58,7 @@ _SMALL_BYTES = 16 << 10
 """Tensors are read in pieces of at most about this size."""
 
 
+@renamed()
 @gc_paused()
 def verify(
     path: Any,
@@ -379,6 +380,7 @@ def _read_findings(
     return findings
 
 
+@renamed()
 def compare(
     a: Any,
     b: Any,
@@ -453,10 +455,11 @@ def _compare(
     findings += _own_findings(left, right)
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes and objects; of {total} bytes of values on each side {read} read and compared{within}"
+        f"names, shapes, dtypes, and objects compared; {read} of {total} bytes of values on each side read and "
+        f"compared{within}"
     )
     if read < total:
-        covers += ", of the others only the fingerprints saved with them"
+        covers += ", the rest only by their saved fingerprints"
     sizes = {name: math.prod(left.tensors[name].shape) for name in common if is_measured}
     alike = {name for name, text in known.items() if text == ""}
     sums = {name: found[name] if name in found else _Difference() for name in sizes if name in found or name in alike}
@@ -707,7 +710,7 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
         x, y = left.own[key], right.own[key]
         ranks = [r for r in x if r in y]
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
-            yield Finding(f"is of ranks {sorted(x)} in {left.label}, of {sorted(y)} in {right.label}", key)
+            yield Finding(f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}", key)
         for rank in ranks:
             if not _equal(_read(x[rank]), _read(y[rank])):
                 yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)

@@ -51,17 +51,17 @@ Html = Annotated[
 Rules = Annotated[
     list[str] | None,
     typer.Option(
-        "--rule", metavar="GLOB=PLACEMENTS", help="Shard these tensors so: '*.wo.weight=S(0),S(1)'. Repeatable."
+        "--rule", metavar="GLOB=PLACEMENTS", help="Placements by glob, such as '*.wo.weight=S(0),S(1)'. Repeatable."
     ),
 ]
 Select = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="GLOB", autocompletion=tensor_names, help="Take only these names; '!GLOB' leaves out. Repeatable."
+        metavar="GLOB", autocompletion=tensor_names, help="Only these names. '!GLOB' excludes names. Repeatable."
     ),
 ]
 Normalized = Annotated[bool, typer.Option("--normalized", help="Use canonical names and layouts.")]
-Model = Annotated[bool, typer.Option("--model", help="Take only the model, under bare canonical names.")]
+Model = Annotated[bool, typer.Option("--model", help="Only the model, under canonical names without a prefix.")]
 Names = Annotated[
     str | None,
     typer.Option(
@@ -272,7 +272,9 @@ Naming = Annotated[
 HintOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--hint", metavar="KEY=JSON", help="For canonical names: what the checkpoint lacks, as errors ask. Repeatable."
+        "--hint",
+        metavar="KEY=JSON",
+        help="For canonical names: a fact that the checkpoint lacks. Errors say which. Repeatable.",
     ),
 ]
 
@@ -330,7 +332,7 @@ def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
 def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
     """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
     if given and not used:
-        raise UsageError("--hint is for canonical names: add --normalized")
+        raise UsageError("--hint needs canonical names: add --normalized")
     hints = {}
     for text in given or []:
         name, equals, value = text.partition("=")
@@ -438,5 +440,5 @@ def size_in_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:
-        raise UsageError(f"{text!r} is no size: write it like 5GB, 500MB or 2GiB")
+        raise UsageError(f"{text!r} is not a size: write it like 5GB, 500MB, or 2GiB")
     return int(float(match[1]) * _UNITS[unit])

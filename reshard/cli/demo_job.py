@@ -113,7 +113,7 @@ class Change:
         if not abs(self.loss_loaded - loss_before) < 1e-3:  # sums in another order differ in the last digits
             found.append(f"the loss was {loss_before} before and is {self.loss_loaded} as loaded")
         if not self.loss_after < self.loss_loaded:
-            found.append(f"training on raised the loss from {self.loss_loaded} to {self.loss_after}")
+            found.append(f"more training raised the loss from {self.loss_loaded} to {self.loss_after}")
         return [f"{self.onto}: {problem}" for problem in found]
 
 
@@ -146,8 +146,8 @@ def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
     """
     if not hasattr(torch.cpu.Stream, "record_event"):
         raise ReshardError(
-            f"the demo trains under FSDP2 on CPUs, which torch {torch.__version__} cannot: install a newer one, 2.7 at "
-            "least. Saves and loads need none of it"
+            f"the demo trains with FSDP2 on CPUs, which needs torch 2.7 or newer; this is torch {torch.__version__}. "
+            "Saves and loads do not need it"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -314,7 +314,7 @@ _LOOK_S = 0.05
 def _first_words(failure: ProcessExitedException | ProcessRaisedException) -> str:
     """What a rank ended with: of an error of ours the first line says enough; of a bug, everything is needed."""
     if isinstance(failure, ProcessExitedException):
-        return "died without a word; was it killed for memory?"
+        return "died without an error message. It may have run out of memory"
     known = re.findall(r"^reshard\.errors\.\w+: (.*)", str(failure), re.MULTILINE)
     return f"failed: {known[-1] if known else failure}"
 

@@ -34,7 +34,7 @@ _Onto = Annotated[
     typer.Argument(
         metavar="ONTO",
         autocompletion=topologies,
-        help="The same, such as fsdp=3, fsdp=4,tp=2, or hsdp=2x4.",
+        help="The target: a topology such as fsdp=3, fsdp=4,tp=2, or hsdp=2x4, a checkpoint, or a layout file.",
     ),
 ]
 _ReadRate = Annotated[
@@ -132,7 +132,7 @@ def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Clus
 def _unsharded_text(item: tuple[str, tuple[str, ...]]) -> str:
     axis, fqns = item
     shown = ", ".join(fqns[:3]) + (f", and {len(fqns) - 3} more" if len(fqns) > 3 else "")
-    return f"axis {axis!r} shards no tensor: all ranks along it read the same of {shown}"
+    return f"axis {axis!r} shards no tensor: all ranks along it hold all of {shown}"
 
 
 def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[str, tuple[str, ...]]) -> None:

@@ -1,13 +1,14 @@
-"""The engine behind the names and signatures of `torch.distributed.checkpoint`: change one import
-and keep the rest.
+"""Drop-in replacement for `torch.distributed.checkpoint` (DCP), with the same names and signatures.
+Change one import and keep the rest:
 
     import reshard.dcp as dcp          # was: import torch.distributed.checkpoint as dcp
     from reshard.dcp.state_dict import get_model_state_dict
 
 Submodules have torch's names, too. The interfaces (`StorageReader`, `StorageWriter`, `LoadPlanner`,
-`SavePlanner`, `Stateful` and the plan items) are torch's own classes, so third-party planners and
-storages work here, and those defined here work under torch's `save` and `load`. What is written is
-what torch reads, and the other way round; `load` reads all formats of `reshard.open`.
+`SavePlanner`, `Stateful`, and the plan items) are torch's own classes. Third-party planners and
+storages therefore work here, and the classes defined here work with torch's `save` and `load`. Each
+library reads the checkpoints that the other writes. `load` also reads every other format that
+`reshard.open` reads.
 """
 
 from torch.distributed import checkpoint as _torch

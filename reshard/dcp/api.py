@@ -1,4 +1,4 @@
-"""torch's own: CheckpointException: what went wrong on which rank."""
+"""Re-exports torch's `CheckpointException`, which says what failed on which rank."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The planners: what this rank writes, and which parts of which saved chunks go where."""
+"""Default planners: what each rank writes, and which parts of the saved chunks each rank reads."""
 
 from __future__ import annotations
 
@@ -62,17 +62,18 @@ __getattr__ = partial(getattr, _torch)
 
 
 class DefaultLoadPlanner(LoadPlanner):
-    """Reads exactly the overlaps of what is saved with what this rank holds, and proves that they
-    fill it.
+    """Reads exactly the elements that this rank needs, and proves that they fill its target.
 
-    `allow_partial_load` leaves what is not saved as it is; otherwise all missing keys are named in
-    one error.
+    With `allow_partial_load`, values that are missing from the checkpoint stay unchanged. Without
+    it, one error lists all missing keys.
     """
 
     def __init__(
         self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True, allow_partial_load: bool = False
     ) -> None:
-        """The arguments of torch's planner; sharded tensors are always flat."""
+        """Take the arguments of torch's planner. `flatten_sharded_tensors` is ignored: sharded
+        tensors are always flattened.
+        """
         del flatten_sharded_tensors
         self.flatten_state_dict = flatten_state_dict
         self.allow_partial_load = allow_partial_load
@@ -85,18 +86,20 @@ class DefaultLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the target apart."""
+        """Flatten the target state dict."""
         self._regions = {}
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = flat_state(state_dict) if self.flatten_state_dict else (state_dict, {})
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """An item for every overlap.
+        """Return a read item for every overlap between a saved chunk and this rank's target.
 
-        Raises KeyMismatchError with all keys that are missing or of another shape, in which case it
-        is a ValueError, too; CorruptCheckpointError where the saved chunks do not hold what is
-        wanted exactly once.
+        Raises:
+            KeyMismatchError: keys are missing or have another shape; the error lists all of them.
+                It is also a ValueError if a shape or kind differs.
+            CorruptCheckpointError: the saved chunks do not contain every wanted element exactly
+                once.
         """
         if self.metadata is None:
             raise KeyMismatchError("set_up_planner was not given the metadata of a checkpoint")
@@ -115,7 +118,9 @@ class DefaultLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def _join_what_was_saved_whole(self, known: Mapping[str, Any]) -> None:
-        """Before torch 2.4, a dict of plain values was one object: have it as one where it was saved so."""
+        """Before torch 2.4, DCP saved a dict of plain values as one object. Read it as one object
+        in that case.
+        """
         for key in [key for key in self.state_dict if key not in known and not is_tensor(self.state_dict[key])]:
             path = self.mappings.get(key, ())
             for depth in range(len(path) - 1, 0, -1):
@@ -149,17 +154,18 @@ class DefaultLoadPlanner(LoadPlanner):
         return out
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """Return the plans unchanged: each rank reads for itself."""
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """What came back from the coordinator."""
+        """Return the plan that the coordinator sent back."""
         return new_plan
 
     def load_bytes(self, read_item: TorchReadItem, value: io.BytesIO) -> None:
-        """Put an object in its place. It is read by the restricted reader: nothing in it runs.
+        """Store an object in the target. A restricted unpickler reads it, so no code in the file
+        runs.
 
-        Raises UnsafeDataError for an object whose class is not known here.
+        Raises UnsafeDataError for an object of an unknown class.
         """
         fqn = read_item.dest_index.fqn
         found = TorchArchive(BytesSource(value.read(), f"the object {fqn!r}")).object()
@@ -174,19 +180,21 @@ class DefaultLoadPlanner(LoadPlanner):
             put_at(self.original_state_dict, self.mappings[fqn], found)
 
     def resolve_tensor(self, read_item: TorchReadItem) -> torch.Tensor:
-        """The memory that an item goes into."""
+        """Return the memory that a read item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: TorchReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: `resolve_tensor` gave the target's own memory."""
+        """Do nothing: `resolve_tensor` already returned the target's own memory."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The local tensor behind an index, whoever made the plan: to be overridden."""
+        """Return the local tensor for an index. Override it to load into other tensors."""
         found: torch.Tensor = _found(self._regions, self.state_dict, index)
         return found
 
     def transform_tensor(self, read_item: TorchReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a local tensor that an item goes into: to be overridden."""
+        """Return the part of a local tensor that a read item fills. Override it to transform the
+        target.
+        """
         offsets, ndim = tuple(read_item.dest_offsets), len(read_item.lengths)
         if not any(offsets[ndim:]):  # plans of others may have zeros for more dims than there are
             offsets = offsets[:ndim]
@@ -194,11 +202,11 @@ class DefaultLoadPlanner(LoadPlanner):
 
 
 def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
-    """Where each chunk is in the tensor.
+    """Return the box of each chunk in the tensor.
 
-    Readers that dequantize give the shape after it, and may leave the one chunk of the tensor with
-    that of its blocks. Raises CorruptCheckpointError if there are several of another number of
-    dims.
+    Readers that dequantize report the dequantized shape, and may leave the shape of the quantized
+    blocks in the only chunk. Raises CorruptCheckpointError if there are several chunks with another
+    number of dims.
     """
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     if all(box.ndim == len(entry.size) for box in boxes):
@@ -212,11 +220,12 @@ def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
 
 
 class DefaultSavePlanner(SavePlanner):
-    """Plans one item for each region of each tensor and for each object; regions that several ranks
-    hold are written by the rank that has least to write, or, with `dedup_save_to_lowest_rank`, by
-    the lowest.
+    """Plans one write item for each region of each tensor and for each object. If several ranks
+    hold a region, the rank with the fewest bytes so far writes it, or the lowest rank with
+    `dedup_save_to_lowest_rank`.
 
-    The global plan is proved: the regions of every tensor tile it exactly once.
+    The planner proves its global plan: the regions of each tensor contain every element exactly
+    once.
     """
 
     def __init__(
@@ -227,8 +236,9 @@ class DefaultSavePlanner(SavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        """The arguments of torch's planner. Sharded tensors are always flat and replicas always
-        written once; plans are cheap enough not to be cached."""
+        """Take the arguments of torch's planner. Sharded tensors are always flattened, replicas are
+        always written once, and plans are never cached, because they are cheap to compute.
+        """
         del flatten_sharded_tensors, dedup_replicated_tensors, enable_plan_caching
         self.flatten_state_dict = flatten_state_dict
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
@@ -239,13 +249,13 @@ class DefaultSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state dict apart."""
+        """Flatten the state dict."""
         self._regions = {}
         self.state_dict, self.mappings = flat_state(state_dict) if self.flatten_state_dict else (dict(state_dict), {})
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """An item for everything that this rank holds."""
+        """Return a write item for everything that this rank holds."""
         items: list[TorchWriteItem] = []
         alike: dict[Any, TensorWriteData] = {}  # one for all tensors that are cut alike: it is pickled once
         for fqn, value in self.state_dict.items():
@@ -267,7 +277,7 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=self.mappings)
 
     def _own_items(self, fqn: str, value: Any) -> Iterator[TorchWriteItem]:
-        """What a checkpointable says that this rank has to write of it."""
+        """Return the write items that a checkpointable value declares for this rank."""
         for item in value.__create_write_items__(fqn, value):
             data = item.tensor_data
             if data is None or 0 not in data.chunk.sizes or 0 in data.size:
@@ -275,10 +285,11 @@ class DefaultSavePlanner(SavePlanner):
                 yield item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Each item once, balanced in bytes over those that hold it; and the metadata of the whole.
+        """Assign each item to one of the ranks that hold it, balanced by bytes. Return the plans
+        and the global metadata.
 
-        Raises KeyMismatchError or LayoutError where ranks disagree or the regions do not tile a
-        tensor.
+        Raises KeyMismatchError if ranks disagree, and LayoutError if the regions of a tensor
+        overlap or leave a gap.
         """
         holders: dict[MetadataIndex, list[int]] = defaultdict(list)
         item_of: dict[MetadataIndex, TorchWriteItem] = {}
@@ -328,21 +339,21 @@ class DefaultSavePlanner(SavePlanner):
         return Metadata(state_dict_metadata=table, planner_data=mappings or None, **versioned())
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What came back from the coordinator."""
+        """Return the plan that the coordinator sent back."""
         self.plan = new_plan
         return new_plan
 
     def resolve_data(self, write_item: TorchWriteItem) -> torch.Tensor | io.BytesIO:
-        """The elements of a region, or the bytes of an object."""
+        """Return the elements of a region, or the bytes of an object."""
         found: torch.Tensor | io.BytesIO = self.transform_object(write_item, self.lookup_object(write_item.index))
         return found
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The value behind an index: to be overridden."""
+        """Return the value for an index. Override it to save other values."""
         return _found(self._regions, self.state_dict, index)
 
     def transform_object(self, write_item: TorchWriteItem, object: Any) -> Any:
-        """What is written of a value: to be overridden."""
+        """Return what to write for a value. Override it to transform values before they are saved."""
         if write_item.type == WriteItemType.BYTE_IO:
             buffer = io.BytesIO()
             torch.save(object, buffer)
@@ -352,7 +363,9 @@ class DefaultSavePlanner(SavePlanner):
 
 
 def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], index: MetadataIndex) -> Any:
-    """The value behind an index. A plan that a subclass made of its own has regions that are not known yet."""
+    """Return the value for an index. The plan of a subclass can name regions that are not
+    registered yet.
+    """
     value = state.get(index.fqn)
     if index not in regions and (is_tensor(value) or is_checkpointable(value)):
         regions.update({region.index(index.fqn): region.tensor for region in regions_of(index.fqn, value)})
@@ -360,7 +373,9 @@ def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], in
 
 
 def _with_empty(fqn: str, value: Any) -> list[HeldRegion]:
-    """The regions of a tensor; of a tensor without any element, one empty region, so that it is not lost."""
+    """Return the regions of a tensor. A tensor without elements gets one empty region, so that it
+    is saved.
+    """
     regions = list(regions_of(fqn, value))
     shape = shape_of(value)
     if not regions and 0 in shape:
@@ -369,7 +384,7 @@ def _with_empty(fqn: str, value: Any) -> list[HeldRegion]:
 
 
 def _same(a: TorchWriteItem, b: TorchWriteItem) -> bool:
-    """Whether two items are of one region, one shape and one dtype; the rest of the properties may differ."""
+    """Return True if two items have the same region, shape, and dtype. Other properties may differ."""
     x, y = a.tensor_data, b.tensor_data
     return (
         x is not None

@@ -1,6 +1,6 @@
-"""`FileSystemWriter`: DCP's files, written so that torch reads them, and an old checkpoint stays
-whole meanwhile. `FileSystemReader`: any checkpoint that `reshard.open` reads, behind torch's
-`StorageReader`.
+"""`FileSystemWriter` writes DCP's files so that torch can read them, and keeps an older checkpoint
+intact until the new one is complete. `FileSystemReader` reads every checkpoint that `reshard.open`
+reads, through torch's `StorageReader` interface.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ __all__ += _torch.__all__
 
 _METADATA = ".metadata"
 _PIECE_BYTES = 16 << 20
-"""Of memory through which elements go to devices and other dtypes, twice."""
+"""Size of the buffer for copies to devices and other dtypes, in bytes. There are two."""
 __getattr__ = partial(getattr, _torch)
 
 
 class CheckpointExistsError(StorageError, FileExistsError, RuntimeError):
-    """There is a checkpoint already, and it is not to be overwritten."""
+    """A checkpoint already exists, and `overwrite` is off."""
 
 
 class FileSystemWriter(StorageWriter):
-    """Writes `__<rank>_<n>.distcp` files and, last and in one step, `.metadata`.
+    """Writes `__<rank>_<n>.distcp` files, and then publishes them by writing `.metadata` in one
+    atomic step.
 
-    Over an older checkpoint the new files get names of their own, and the old ones go when
-    `.metadata` has changed.
+    If you overwrite a checkpoint, the new files get new names, and the old files are deleted after
+    the new `.metadata` is written.
     """
 
     def __init__(
@@ -84,11 +85,14 @@ class FileSystemWriter(StorageWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = "torch_save",
     ) -> None:
-        """The arguments of torch's writer. Files are always synced; `thread_count` is how many
-        files a rank writes at once; with `single_file_per_rank` off every item gets a file of its
-        own; `_extensions` transform the bytes of each item, the last one first.
+        """Take the arguments of torch's writer. Files are always synced.
 
-        Raises StorageError for a `thread_count` below 1, or another `serialization_format`.
+        Args:
+            single_file_per_rank: if False, each item gets its own file.
+            thread_count: how many files a rank writes at the same time.
+            _extensions: transform the bytes of each item, the last one first.
+
+        Raises StorageError if `thread_count` is below 1 or `serialization_format` is not supported.
         """
         del sync_files, cache_staged_state_dict
         self.per_thread_copy_ahead = per_thread_copy_ahead  # callers read it; nothing goes by it
@@ -96,8 +100,8 @@ class FileSystemWriter(StorageWriter):
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
         if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
             raise StorageError(
-                f"{serialization_format} would write files that no reader of DCP's folders reads; for safetensors "
-                "there is reshard.save, or reshard.convert of what was saved"
+                f"{serialization_format} would write files that no DCP reader can read. For safetensors, use "
+                "reshard.save, or reshard.convert afterwards"
             )
         self.path, self.single_file_per_rank = path, single_file_per_rank
         self.thread_count, self.overwrite = thread_count, overwrite
@@ -107,36 +111,37 @@ class FileSystemWriter(StorageWriter):
 
     @property
     def storage(self) -> Storage:
-        """Where it writes."""
+        """The storage that it writes to."""
         return open_storage(self.path)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where it writes, as it was given."""
+        """Where it writes, as you passed it."""
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, at `checkpoint_id` if given."""
+        """Prepare for another save, at `checkpoint_id` if given."""
         if checkpoint_id:
             self.path = checkpoint_id
         self.save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises StorageError if there is a checkpoint and `overwrite` is off."""
+        """Prepare the storage. Raises StorageError if a checkpoint exists and `overwrite` is off."""
         self.is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self._each_for_itself = not kwargs.get("use_collectives", True)  # under torch's `save` alone
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the prefix of its files.
+        """Assign each rank the prefix of its files.
 
-        Raises CheckpointExistsError if there is a checkpoint and no `overwrite`; StorageError if
-        there is one of all ranks, which would be read instead, where each rank saves for itself.
+        Raises CheckpointExistsError if a checkpoint exists and `overwrite` is off. Raises
+        StorageError if each rank saves for itself into a folder with a checkpoint of all ranks,
+        because a load would read that one.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
@@ -145,8 +150,8 @@ class FileSystemWriter(StorageWriter):
             )
         if self._each_for_itself and _METADATA in names:
             raise StorageError(
-                f"there is a checkpoint of all ranks in {self.path}, which would be read instead of what each rank "
-                "saves for itself (use_collectives=False): save elsewhere, or delete it first"
+                f"{self.path} has a checkpoint of all ranks, which loads would read instead of the ones that each "
+                "rank saves for itself (use_collectives=False): save elsewhere, or delete it first"
             )
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
@@ -183,7 +188,7 @@ class FileSystemWriter(StorageWriter):
         return [list(items[k :: self.thread_count]) for k in range(self.thread_count) if items[k :: self.thread_count]]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish: on the coordinator, when all ranks have written."""
+        """Publish the checkpoint. The coordinator calls it after all ranks have written."""
         metadata.storage_data = {row.index: row.storage_data for rows in results for row in rows}
         metadata.storage_meta = self.storage_meta()
         storage = self.storage
@@ -192,7 +197,7 @@ class FileSystemWriter(StorageWriter):
             storage.delete(name)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where and by which save."""
+        """Return the location and ID of this save."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     # a stager, too, as torch's writer is: subclasses change how `async_save` copies
@@ -200,23 +205,23 @@ class FileSystemWriter(StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether `async_save` waits for `synchronize_staging`."""
+        """Return True if `async_save` should wait for `synchronize_staging`."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """A copy on the CPU, whole when it returns."""
+        """Return a copy of the state on the CPU. The copy is complete when this returns."""
         self.per_thread_copy_ahead = 0
         return on_the_cpu(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: `stage` returns only when the copy is complete."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the writer holds no resources."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a place to write to."""
+        """Return True if this could be a location to write to."""
         return bool(os.fspath(checkpoint_id))
 
 
@@ -229,15 +234,20 @@ def _is_there(storage: Storage, name: str) -> bool:
 
 
 class FileSystemReader(StorageReader):
-    """Reads just the bytes that a plan asks for, in order of their position. Runs no pickle.
+    """Reads only the bytes that a plan needs, in order of their position. It never unpickles
+    arbitrary objects.
 
-    `path` may be a folder, a file or a URL, of any format that `reshard.open` knows. Where there
-    are files of several, those of DCP count.
+    `path` can be a folder, a file, or a URL, in any format that `reshard.open` reads. If a folder
+    contains several formats, DCP takes precedence.
     """
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
-        """`_extension_registry`: undoes transforms of the caller's own; zstandard is read without
-        it. Only what is registered runs, whatever the checkpoint names."""
+        """Create a reader.
+
+        Args:
+            _extension_registry: undoes your own transforms. zstandard needs no registration. Only
+                registered transforms run, even if the checkpoint names others.
+        """
         self.path, self.extension_registry = path, _extension_registry
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
@@ -250,7 +260,7 @@ class FileSystemReader(StorageReader):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, opened when first needed."""
+        """The checkpoint, opened on first access."""
         if self._checkpoint is None:
             undo = None if self.extension_registry is None else partial(_undo, self.extension_registry)
             format = dataclasses.replace(FORMAT, open=lambda files: open_folder(files, "", undo))
@@ -259,7 +269,7 @@ class FileSystemReader(StorageReader):
         return self._checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget what was opened; from now on read `checkpoint_id`, if given."""
+        """Close the checkpoint. From now on, read `checkpoint_id`, if given."""
         self._checkpoint = None
         self._chunks = {}
         self.load_id = uuid.uuid4().hex
@@ -267,7 +277,7 @@ class FileSystemReader(StorageReader):
             self.path = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """torch's metadata of whatever is there."""
+        """Return torch's metadata of the checkpoint, whatever its format."""
         checkpoint = self.checkpoint
         table: dict[str, Any] = {}
         for name, tensor in checkpoint.items():
@@ -280,20 +290,20 @@ class FileSystemReader(StorageReader):
         return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, **versioned(version))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: where bytes are is asked of the checkpoint."""
+        """Do nothing: the checkpoint itself knows where its bytes are."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Obey `plan`: find all bytes first, then read them in order of file and position.
+        """Carry out `plan`: locate all bytes, then read them in order of file and position.
 
-        Raises CorruptCheckpointError, before anything is written, if bytes are not there.
+        Raises CorruptCheckpointError, before anything is written, if bytes are missing.
         """
         found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:
@@ -329,12 +339,14 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a place to read from."""
+        """Return True if this could be a location to read from."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uploads) -> None:
-    """Read what is at `place` into a tensor on any device; what its own stream is asked next comes after that."""
+    """Read the bytes at `place` into a tensor on any device. Work that its stream is given later
+    runs after the read.
+    """
     device = target.device
     if target.dtype == saved and device.type == "cpu" and not target.is_conj() and not target.is_neg():
         copy_place(place, as_array(target))
@@ -348,7 +360,9 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uplo
 
 
 def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: bytes) -> bytes:
-    """Raises FormatError for transforms that are not registered, CorruptCheckpointError if too much comes out."""
+    """Undo transforms. Raises FormatError for transforms that are not registered, and
+    CorruptCheckpointError if the result is too large.
+    """
     try:
         extensions = registry.from_descriptor_list(transforms)
     except ValueError as error:
@@ -372,7 +386,9 @@ _TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
 
 
 class _Gathered:
-    """The file object that items are written into: small pieces, of which an item has dozens, are written together."""
+    """A file object that buffers small writes. An item consists of dozens of small pieces, which
+    are written together.
+    """
 
     def __init__(self, out: Writer) -> None:
         self._out, self._waiting, self.nbytes = out, bytearray(), 0
@@ -389,12 +405,12 @@ class _Gathered:
         return size
 
     def let_go(self) -> None:
-        """Write what waits."""
+        """Write the buffer."""
         self._out.write(self._waiting)
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Wait: for more, or for the end."""
+        """Do nothing: the buffer is written when it is full or at the end."""
 
     close = flush
 
@@ -407,9 +423,11 @@ def write_items(
     extensions: Sequence[Any],
     callers: CopyStreams,
 ) -> list[WriteResult]:
-    """Write what `planner` gives for `items`, through `extensions`; where each item is. What they
-    are made of on devices comes after what the streams of the caller were asked, whatever thread
-    this is: see `of_caller`."""
+    """Write the data that `planner` returns for `items`, through `extensions`. Return where each
+    item is stored.
+
+    Copies from devices wait for work on the caller's streams, in every thread: see `of_caller`.
+    """
     rows = []
     transforms = [extension.get_descriptor() for extension in reversed(extensions)]
     with storage.create(name) as file, callers.use_all():
@@ -432,7 +450,9 @@ def write_items(
 
 
 def _compact(tensor: torch.Tensor, callers: CopyStreams) -> torch.Tensor:
-    """On the CPU, and not a view of more memory than it shows: `torch.save` writes all of it."""
+    """Return the tensor on the CPU, as a view of no more memory than it shows: `torch.save` writes
+    all of it.
+    """
     if callers[tensor.device] is None:
         wait_for(tensor.device)
     tensor = to_host([tensor.detach()])[0].resolve_conj().resolve_neg()

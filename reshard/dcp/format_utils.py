@@ -1,4 +1,4 @@
-"""Between DCP's folders and single files of `torch.save`."""
+"""Convert between DCP's folders and single `torch.save` files."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ __getattr__ = partial(getattr, _torch)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """One file of `torch.save` out of a checkpoint folder, nested as it was saved; in bounded memory."""
+    """Convert a checkpoint folder to one `torch.save` file, with the nesting of the saved state.
+    Memory use is bounded.
+    """
     from reshard.api.convert import convert
 
     convert(dcp_checkpoint_dir, torch_save_path, format="torch_save", alone=True, overwrite=True)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
-    """A checkpoint folder out of one file of `torch.save`. Nothing in the file runs."""
+    """Convert one `torch.save` file to a checkpoint folder. No code in the file runs."""
     checkpoint = open_checkpoint(torch_save_path)
     nested = whole(checkpoint.nested())
     log_unchecked(checkpoint)
@@ -47,12 +49,16 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """For readers without metadata, such as `BroadcastingTorchSaveReader`: the target itself says what is saved."""
+    """For readers without metadata, such as `BroadcastingTorchSaveReader`: it derives the metadata
+    from the target.
+    """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the target apart, and make metadata of it. Raises KeyMismatchError for anything that is no tensor."""
+        """Flatten the target and derive metadata from it. Raises KeyMismatchError for a value that
+        is not a tensor.
+        """
         super().set_up_planner(state_dict, metadata, is_coordinator)
         objects = [key for key, value in self.state_dict.items() if not is_tensor(value)]
         if objects:
@@ -67,13 +73,15 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
 
 
 class NoFileError(CheckpointError, AssertionError):
-    """Nobody said which file to read: torch raises an AssertionError."""
+    """The call does not name a file to read. It is also an AssertionError, as in torch."""
 
 
 class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
-    """Reads a file of `torch.save` straight into sharded targets; to be used with `DynamicMetaLoadPlanner`.
+    """Reads a `torch.save` file directly into sharded targets. Use it with
+    `DynamicMetaLoadPlanner`.
 
-    Each rank reads the bytes of its own shards out of the file, so the name is history: nothing is broadcast.
+    Each rank reads the bytes of its own shards from the file. Despite the name, which is torch's,
+    nothing is broadcast.
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
@@ -81,22 +89,25 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
         self.coordinator_rank = coordinator_rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Empty: the planner makes it of the target."""
+        """Return empty metadata: the planner derives it from the target."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises NoFileError if nobody said which file to read."""
+        """Raises NoFileError if no file was given."""
         self.is_coordinator = is_coordinator
         if not self.path:
             raise NoFileError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
 
     def prepare_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: torch calls them otherwise than in its other reader."""
+        """Return the plans unchanged. torch names this argument differently than in its other
+        reader.
+        """
         return global_plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item out of the file. Raises KeyMismatchError for a tensor that it does not hold, and for an
-        object."""
+        """Read every item from the file. Raises KeyMismatchError for an object, and for a tensor
+        that the file does not contain.
+        """
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise KeyMismatchError(f"{item.storage_index.fqn!r}: this reader only supports loading Tensors")
@@ -104,5 +115,5 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a file."""
+        """Return True if this is a file."""
         return os.path.isfile(checkpoint_id)

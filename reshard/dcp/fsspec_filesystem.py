@@ -1,4 +1,4 @@
-"""torch's own: storages over fsspec, which is needed. A public module of torch from 2.14 on, and here under any."""
+"""Re-exports torch's fsspec storages, under every torch version. They require fsspec."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""torch's own: storages of safetensors files in Hugging Face's layout; the writer leaves no files of older saves."""
+"""Re-exports torch's storages for Hugging Face files. The writer here also deletes files of earlier saves."""
 
 import json
 import logging
@@ -14,16 +14,17 @@ __getattr__ = partial(getattr, _torch)
 
 _log = logging.getLogger("reshard")
 _WRITTEN = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
-"""How torch's writer calls its files."""
+"""Names that torch's writer gives its files."""
 
 
 class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore[no-redef]
-    """torch's. Files of its naming that an earlier save left in the folder, from other ranks or into other files, are
-    removed when the new ones are whole, and named by a warning in the log: readers would take them for parts of this
-    checkpoint."""
+    """torch's writer, which also deletes files that an earlier save with other ranks or files left
+    in the folder. Readers would take them for parts of this checkpoint. It deletes them after the
+    new files are complete, and logs a warning that names them.
+    """
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """On one rank, when all have written."""
+        """Finish the save. One rank calls it after all ranks have written."""
         written = {one.storage_data.relative_path for rank in results for one in rank}
         self._remove_others(self.path, written)  # before they are consolidated with the new ones
         super().finish(metadata, results)
@@ -36,5 +37,5 @@ class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore
         for file in map(str, self.fs.ls(folder)):
             name = file.rpartition("/")[2]
             if _WRITTEN.fullmatch(name) and name not in written:
-                _log.warning("%s: %s is of an earlier save, and was removed", folder, name)
+                _log.warning("%s: %s was left by an earlier save, and was deleted", folder, name)
                 self.fs.rm_file(self.fs.concat_path(folder, name))

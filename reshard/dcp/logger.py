@@ -1,4 +1,4 @@
-"""torch's own: logging."""
+"""Re-exports torch's logging."""
 
 from functools import partial
 

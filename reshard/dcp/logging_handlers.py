@@ -1,4 +1,4 @@
-"""torch's own: logging handlers."""
+"""Re-exports torch's logging handlers."""
 
 from functools import partial
 

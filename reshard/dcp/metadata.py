@@ -1,4 +1,4 @@
-"""torch's own: the records of `.metadata`."""
+"""Re-exports torch's `.metadata` records."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own: loading the state of an optimizer without its targets."""
+"""Re-exports torch's functions that load optimizer state without a target."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own: the interfaces of planners, and the items of plans."""
+"""Re-exports torch's planner interfaces and plan items."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own: helpers of planners."""
+"""Re-exports torch's planner helpers."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What a plain local tensor says of its place in a global one: torch's own from 2.15 on, and the same under any."""
+"""`CheckpointableTensor`, which torch has from 2.15 on: a local tensor declares its place in a global one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["CheckpointableTensor"]
 
 @runtime_checkable
 class _CheckpointableTensor(Protocol):
-    """Attributes of a tensor of which one or several parts, perhaps not all of it, are parts of a global tensor."""
+    """Attributes of a local tensor of which one or more parts are parts of a global tensor."""
 
     global_shape: tuple[int, ...]
     global_offsets: tuple[tuple[int, ...], ...]
-    """Where each part begins in the global tensor."""
+    """Where each part starts in the global tensor."""
     local_offsets: tuple[tuple[int, ...], ...]
-    """Where it begins in this one."""
+    """Where each part starts in this tensor."""
     local_sizes: tuple[tuple[int, ...], ...]
 
 

@@ -1,4 +1,4 @@
-"""torch's own: storage of quantized safetensors files."""
+"""Re-exports torch's storage for quantized safetensors files."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own: helpers of planners that reshard."""
+"""Re-exports torch's helpers for planners that reshard."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own: stagers, which copy a state before it is saved in the background."""
+"""Re-exports torch's stagers, which copy a state before it is saved in the background."""
 
 from functools import partial
 

@@ -1,7 +1,8 @@
-"""The functions that get and set state dicts of live models: ours; the rest is torch's own.
+"""The functions that get and set the state dicts of live models. The getters and setters are ours;
+the other names are torch's.
 
-The getters give FSDP1's sharded parameters as torch does, in chunks of rows, whatever the flat
-parameters hold: see `reshard.state_dict.options.InChunks`.
+The getters return FSDP1's sharded parameters in chunks of rows, as torch does, regardless of how
+the flat parameters are sharded: see `reshard.state_dict.options.InChunks`.
 """
 
 import warnings
@@ -29,7 +30,7 @@ R = TypeVar("R")
 
 
 def _in_chunks(getter: Callable[P, R]) -> Callable[P, R]:
-    """A getter of `reshard`, in chunks."""
+    """Wrap one of our getters so that it returns row chunks."""
 
     @wraps(getter)
     def get(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""`load` and `load_state_dict` with torch's signatures, on our engine where nothing else is asked for."""
+"""`load` and `load_state_dict` with torch's signatures, on our engine where possible."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ def load(
 ) -> None:
     """Fill `state_dict` in place, as `torch.distributed.checkpoint.load` does.
 
-    Keys that only the checkpoint has are not read, tensors of another dtype are converted, and
-    values with a `load_state_dict` method are given what was loaded.
+    Keys that only the checkpoint has are skipped, tensors of another dtype are cast, and values
+    with a `load_state_dict` method receive what was loaded.
 
-    Without a planner or reader of the caller's own, the engine of `reshard.load` does it: any
-    format, byte ranges, a proved plan, checksums. A `DefaultLoadPlanner`, torch's or ours, is none
-    of the caller's own. Otherwise torch's protocol between planner and reader is followed.
+    If you pass no planner and no reader of your own, `reshard.load` does the work: it reads every
+    format, only the byte ranges that this rank needs, by a proved plan, and it verifies checksums.
+    A plain `DefaultLoadPlanner`, torch's or ours, counts as no planner. Otherwise, torch's protocol
+    between planner and reader is followed.
 
-    Raises as `reshard.load` does, on every rank; what is raised is a `CheckpointException` of
-    torch's as well, whose `failures` has the own error of each rank that failed.
+    Raises the errors of `reshard.load`, on every rank. Each is also a `CheckpointException`, whose
+    `failures` has the error of each rank that failed.
     """
     with Call(process_group, no_dist).as_torch_raises() as group:
         with group.together("open"):
@@ -65,7 +66,7 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """The older name of `load`; deprecated upstream, and here."""
+    """Older name of `load`. Deprecated here as in torch."""
     warnings.warn("`load_state_dict` is deprecated. Please use `load` instead.", FutureWarning, stacklevel=2)
     with Call(process_group, no_dist).as_torch_raises() as group:
         with group.together("open"):

@@ -1,4 +1,4 @@
-"""`save`, `async_save` and `save_state_dict` with torch's signatures."""
+"""`save`, `async_save`, and `save_state_dict` with torch's signatures."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def save(
 ) -> Metadata:
     """Save in DCP's format, as `torch.distributed.checkpoint.save` does.
 
-    Ranks talk over the control plane and not by collectives, whatever `use_collectives` says: a
-    whole `.metadata` is written in any case. Values with a `state_dict` method are asked for it.
+    Ranks communicate over the store instead of collectives, regardless of `use_collectives`. The
+    save always writes one global `.metadata`. Values with a `state_dict` method are saved as what
+    it returns.
 
-    Raises as `reshard.save` does, on every rank; what is raised is a `CheckpointException` of
-    torch's as well, whose `failures` has the own error of each rank that failed.
+    Raises the errors of `reshard.save`, on every rank. Each is also a `CheckpointException`, whose
+    `failures` has the error of each rank that failed.
     """
     del use_collectives
     with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
@@ -64,7 +65,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """The older name of `save`; deprecated upstream, and here."""
+    """Older name of `save`. Deprecated here as in torch."""
     warnings.warn("`save_state_dict` is deprecated. Please use `save` instead.", FutureWarning, stacklevel=2)
     with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
         storage_writer.reset()
@@ -79,7 +80,9 @@ def _save(
     coordinator: int,
     write: Write = write_here,
 ) -> Metadata:
-    """torch's own planner as it is means the same as none: ours is quicker. Callers find in it what it would know."""
+    """Save. torch's own planner without changes counts as none, because ours is faster. Its
+    attributes are filled in for callers that read them.
+    """
     with phase("save", path=getattr(writer, "checkpoint_id", None)):
         if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
             return run_save(state, writer, planner, group, coordinator, write)
@@ -104,22 +107,22 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Any:
-    """Like `save`, but only copies the state before it returns; the future gives the metadata, or
+    """Like `save`, but return as soon as the state is copied. The future returns the metadata or
     raises.
 
-    Any process group will do: the background thread talks over the store, not over the group's
+    Any process group works: the background thread communicates over the store, not over the group's
     backend.
 
     Args:
-        async_checkpointer_type: `AsyncCheckpointerType.PROCESS`, or "process": files are written by
-            a process of their own, which serves all saves and ends with this one; it takes memory
+        async_checkpointer_type: with `AsyncCheckpointerType.PROCESS` or "process", a separate
+            process writes the files. It serves all saves, ends with this process, and takes memory
             for what this rank writes.
-        async_stager: copies the state, in place of our own copy to the CPU; by default
-            `storage_writer`, if that is an `AsyncStager`. It stays the caller's to close.
+        async_stager: copies the state, instead of our own copy to the CPU. Default:
+            `storage_writer`, if it is an `AsyncStager`. You close it.
 
     Returns:
-        A `Future` of the metadata; where the stager itself answers with a future, an
-        `AsyncSaveResponse` of two, if torch has that name.
+        A `Future` of the metadata. If the stager returns a future and torch has
+            `AsyncSaveResponse`, an `AsyncSaveResponse` of two futures.
     """
     del use_collectives
     call = Call(process_group, no_dist)
@@ -154,7 +157,7 @@ def _in_background(save: Callable[[], Metadata], call: Call) -> Future[Metadata]
 
 
 def _now(staged: Any) -> dict[str, Any]:
-    """The state, once it is there."""
+    """Return the state, once it is available."""
     state: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
     return state
 

@@ -1,4 +1,4 @@
-"""torch's own: `Stateful`: what gives and takes a state dict of its own."""
+"""Re-exports torch's `Stateful`: an object that returns and loads its own state dict."""
 
 from functools import partial
 

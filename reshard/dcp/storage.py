@@ -1,4 +1,4 @@
-"""torch's own: the interfaces of storages."""
+"""Re-exports torch's storage interfaces."""
 
 from functools import partial
 

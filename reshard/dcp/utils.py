@@ -1,4 +1,4 @@
-"""torch's own: helpers of storages."""
+"""Re-exports torch's storage helpers."""
 
 from functools import partial
 

@@ -419,7 +419,7 @@ class Waiter:
         self._last = batch = _Batch(works)
         self._queue.put(batch)
         while not batch.done.wait(_LOOK_S):
-            self._look(f"a message to or from rank {peers[batch.at]} did not get through", "that rank hangs")
+            self._look(f"a message to or from rank {peers[batch.at]} was not delivered", "that rank hangs")
         if batch.error is not None:
             self._lost(batch.error)
 
@@ -434,7 +434,7 @@ class Waiter:
         """Raises the failure of another rank, DeadlineError when the time is up."""
         self._group.check()
         if time.monotonic() > self._deadline:
-            raise DeadlineError(f"{what} within {self._allowed_s:g} s. Look at what {who} in, or waits for")
+            raise DeadlineError(f"{what} within {self._allowed_s:g} s. Check what {who} in, or waits for")
 
     def settle(self, devices: Iterable[torch.device]) -> None:
         """Until the current streams of these devices have done all that was asked, messages between devices included.
@@ -447,7 +447,7 @@ class Waiter:
                 continue
             done: Any = device_module(device).current_stream(device).record_event()
             while not done.query():
-                self._look(f"what {device} was asked, messages from other ranks included, did not end", "a rank hangs")
+                self._look(f"the work on {device}, including messages from other ranks, did not finish", "a rank hangs")
                 time.sleep(_DEVICE_LOOK_S)
 
     def meet(self, process_group: dist.ProcessGroup | None) -> None:

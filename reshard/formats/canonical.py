@@ -44,8 +44,8 @@ class Canonical:
         """Raises NormalizationError if another tensor has the name already."""
         if fqn in self.model:
             raise NormalizationError(
-                f"both {self.model[fqn].fqn!r} and {source!r} would be called {fqn!r}; name one of them by the hint "
-                "'names'"
+                f"both {self.model[fqn].fqn!r} and {source!r} would be called {fqn!r}; rename one of them with the "
+                "hint 'names'"
             )
         self.model[fqn] = tensor
 
@@ -152,8 +152,8 @@ class Hints:
                 return None
             if isinstance(value, str):
                 raise NormalizationError(
-                    "the hint 'param_names' is one list of names, but several optimizers, stages or ranks count for "
-                    "themselves: give {0: [names], 1: [names], ...}"
+                    "the hint 'param_names' is one list of names, but several optimizers, stages, or ranks number "
+                    "their parameters separately: give {0: [names], 1: [names], ...}"
                 )
         if isinstance(value, Mapping):
             items = value.items()

@@ -52,7 +52,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     result.notes += _half_of_lightning(contents, result, hints)
     _override_groups(result, hints)
     if by_id:
-        check_shapes(result, "so the names that were given are in another order than the ids")
+        check_shapes(result, "so the given names are in another order than the ids")
     _split_fused(result, hints)
     return result
 

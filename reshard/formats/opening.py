@@ -357,6 +357,7 @@ def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
     """Folders below that hold what looks like a checkpoint, for the message; at most five."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
+    folders = [folder for folder in folders if not is_generation(folder)]
     marked = {name.rpartition("/")[0] for name in names if _is_mark(name.rpartition("/")[2])}
     return [f for f in folders if any(name == f or name.startswith(f + "/") for name in marked)][:5]
 

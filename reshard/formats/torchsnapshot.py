@@ -240,8 +240,8 @@ class _Snapshot:
             )
         if self.own:
             told.append(
-                f"{len(self.own)} values, such as {self.own[0]!r}, are each rank's own: several "
-                "ranks saved them and did not declare them replicated. Load them into a reshard.PerRank"
+                f"{len(self.own)} values, such as {self.own[0]!r}, belong to single ranks: several ranks saved them "
+                "and did not declare them replicated. Load them into a reshard.PerRank"
             )
         if self.quantized:
             told.append(f"{len(self.quantized)} quantized tensors, such as {self.quantized[0]!r}, are not read")

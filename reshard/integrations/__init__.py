@@ -1,1 +1,3 @@
-"""Inside training frameworks: a module each, which imports its framework and is imported by nothing of this package."""
+"""Integrations with training frameworks. Each module imports its framework; no other module of this
+package imports them.
+"""

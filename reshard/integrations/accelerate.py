@@ -1,13 +1,13 @@
-"""What an `Accelerator` has prepared, saved and loaded on this engine, on any number of processes.
+"""Save and load everything that an `Accelerator` has prepared, on any number of processes.
 
     from reshard.integrations.accelerate import load_state, save_state
 
-    save_state(accelerator, "run/step-10", {"step": 10})       # in place of accelerator.save_state
-    step = load_state(accelerator, "run")["step"]              # in place of accelerator.load_state
-    manager.save(10, state_of(accelerator, {"step": 10}))      # by a reshard.CheckpointManager, which decides when
+    save_state(accelerator, "run/step-10", {"step": 10})       # instead of accelerator.save_state
+    step = load_state(accelerator, "run")["step"]              # instead of accelerator.load_state
+    manager.save(10, state_of(accelerator, {"step": 10}))      # with a reshard.CheckpointManager
 
-Names have no wrappers in them: DDP, FSDP2, compiled or plain, saved by one and loaded by another.
-Data loaders and the states of Python's and numpy's random numbers are not in it.
+Names have no wrapper prefixes, so a checkpoint from a DDP, FSDP2, or compiled model loads into any
+other of them. Data loaders and the random states of Python and NumPy are not saved.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ __all__ = ["load_state", "save_state", "state_of"]
 def save_state(
     accelerator: Accelerator, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
 ) -> SaveReport:
-    """Save model, optimizers, schedules, the gradient scaler, what was registered for
-    checkpointing, torch's random numbers and `extra`, which is of plain values and tensors. All
-    processes call it.
+    """Save the model, optimizers, schedulers, the gradient scaler, registered objects, torch's
+    random states, and `extra`. `extra` contains plain values and tensors. All processes must call
+    it.
 
-    Raises ReshardError for none or several models: save these by `reshard.save`, under names of
-    your choice.
+    Raises ReshardError if the accelerator has no model or several. Save several models with
+    `reshard.save`, under names of your choice.
     """
     return save(LiveObjects(state_of(accelerator, extra)).state, path)
 
 
 def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Fill what is prepared from a checkpoint of `save_state`, or the newest complete one of a run,
-    and give the `extra` that was saved. All processes call it.
+    """Restore everything that is prepared from a checkpoint of `save_state`, or from the newest
+    complete one of a run. Return the saved `extra`. All processes must call it.
 
-    Raises as `reshard.load` does, and ReshardError for none or several models.
+    Raises the errors of `reshard.load`, and ReshardError if the accelerator has no model or
+    several.
     """
     checkpoint, state = open_checkpoint(path), state_of(accelerator)
     del state["extra"]
@@ -58,15 +59,16 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
 
 
 def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All that is prepared and registered, and `extra`, as a `reshard.CheckpointManager` saves and restores it.
+    """Return everything that is prepared and registered, and `extra`, as a state that a
+    `reshard.CheckpointManager` can save and restore.
 
-    Raises ReshardError for none or several models.
+    Raises ReshardError if the accelerator has no model or several.
     """
     models = accelerator._models
     if len(models) != 1:
         raise ReshardError(
-            f"the accelerator has prepared {len(models)} models, and one is wanted: save several by reshard.save, each "
-            "under a name of its own"
+            f"the accelerator has prepared {len(models)} models, expected one: save several with reshard.save, each "
+            "under its own name"
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {

@@ -1,11 +1,12 @@
-"""Lightning's checkpoints on this engine.
+"""Lightning checkpoints in the native format.
 
-    Trainer(plugins=[ReshardIO()])                              # one device, DDP: Lightning has one whole state
-    Trainer(strategy=ReshardModelParallel())                    # FSDP2, tensor parallelism: each rank has its part
-    Trainer(callbacks=[ReshardCheckpoint("run", every=Every(steps=500))])   # any of them; a CheckpointManager decides
+    Trainer(plugins=[ReshardIO()])                              # one device or DDP: one full state
+    Trainer(strategy=ReshardModelParallel())                    # FSDP2, tensor parallelism: sharded state
+    Trainer(callbacks=[ReshardCheckpoint("run", every=Every(steps=500))])   # any strategy, CheckpointManager
 
-The first two read what Lightning itself wrote in their place. A checkpoint is a folder that is checked when
-it is read, can be inspected and compared, and a save that was interrupted leaves the one before.
+`ReshardIO` and `ReshardModelParallel` also read the checkpoints that Lightning itself writes in
+their place. A checkpoint is a folder. You can inspect and compare it, loads verify it, and an
+interrupted save keeps the previous one.
 """
 
 from __future__ import annotations
@@ -35,23 +36,27 @@ from reshard.stored.tensor import whole
 __all__ = ["ReshardCheckpoint", "ReshardIO", "ReshardModelParallel"]
 
 _SHARDED = ("state_dict", "optimizer_states")
-"""What Lightning's checkpoints have of model and optimizers."""
+"""The sharded entries of Lightning's checkpoints: model and optimizers."""
 
 
 class ReshardIO(CheckpointIO):
-    """Lightning decides when and what, this decides how. Lightning calls `save_checkpoint` on the first rank only."""
+    """A Lightning plugin that stores checkpoints in the native format. Lightning decides when and
+    what to save. It calls `save_checkpoint` on the first rank only.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as a folder."""
         save(checkpoint, path, alone=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank reads for itself. Nothing in the file is run, so `weights_only` makes no difference."""
+        """Load a checkpoint. Each rank reads for itself. No code in the file runs, so
+        `weights_only` makes no difference.
+        """
         found: dict[str, Any] = whole(open_checkpoint(path).nested())
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a folder of ours, or a file of Lightning's."""
+        """Delete a checkpoint folder, or a checkpoint file of Lightning's."""
         if Path(path).is_dir():
             shutil.rmtree(path)
         else:
@@ -59,17 +64,21 @@ class ReshardIO(CheckpointIO):
 
 
 class ReshardModelParallel(ModelParallelStrategy):
-    """Lightning's strategy for models that `configure_model` shards, with checkpoints of ours: each
-    rank writes and reads its own part, and any number of ranks resumes."""
+    """Lightning's `ModelParallelStrategy`, for models that `configure_model` shards, with sharded
+    checkpoints. Each rank writes and reads its own part, and you can resume with any number of
+    ranks.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """All ranks call it. What is no model and no optimizer is saved as the first rank has it."""
+        """Save a checkpoint. Collective. Values other than models and optimizers are saved as rank
+        0 has them.
+        """
         sharded: dict[str, Any] = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         rest = self.broadcast({key: value for key, value in checkpoint.items() if key not in sharded})
         save({**rest, **sharded}, self.broadcast(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """All ranks call it. Fills model and optimizers and gives the rest."""
+        """Fill model and optimizers from a checkpoint, and return the other values. Collective."""
         assert self.model is not None
         assert self.lightning_module is not None
         checkpoint = open_checkpoint(self.broadcast(checkpoint_path))
@@ -105,15 +114,18 @@ class ReshardModelParallel(ModelParallelStrategy):
 
 
 class ReshardCheckpoint(CheckpointCallback):
-    """While `fit` runs, a `reshard.CheckpointManager` saves what is due; `fit` begins with its newest step.
+    """A Lightning callback that saves with a `reshard.CheckpointManager` during `fit`. `fit` starts
+    by restoring the newest step.
 
         Trainer(callbacks=[ReshardCheckpoint("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3))])
 
     Args:
-        root, options: of `CheckpointManager`. The metric of `keep` is one of `trainer.callback_metrics`.
+        root, options: passed to `CheckpointManager`. The metric of `keep` is a key of
+            `trainer.callback_metrics`.
 
     Attributes:
-        manager: that of the last `fit`; None before, and with `fast_dev_run`.
+        manager: the manager of the last `fit`. None before the first `fit`, and with
+            `fast_dev_run`.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -137,18 +149,22 @@ class ReshardCheckpoint(CheckpointCallback):
         self._restored = self.manager.restore(self._state, strict=pl_module.strict_loading)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises CheckpointError if Lightning has resumed from a `ckpt_path`, too: some strategies do so last."""
+        """Raise CheckpointError if Lightning has also resumed from a `ckpt_path`. Some strategies
+        do so only at this point.
+        """
         if self._restored is not None and trainer.ckpt_path is not None:
             raise CheckpointError(
-                f"fit got ckpt_path={trainer.ckpt_path!r}, and {self._restored.path} is there, too: leave ckpt_path "
-                "out to continue from that step, or choose another root"
+                f"fit got ckpt_path={trainer.ckpt_path!r}, but the root already has {self._restored.path}: leave "
+                "ckpt_path out to continue from that step, or choose another root"
             )
         self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save what is due, unless the batch only added to gradients, which are not saved."""
+        """Save if a save is due. Batches that only accumulate gradients are skipped, because
+        gradients are not saved.
+        """
         if self.manager is None or self._step == trainer.global_step:
             return
         self._step, name = trainer.global_step, self.manager.keep.metric
@@ -158,7 +174,7 @@ class ReshardCheckpoint(CheckpointCallback):
             trainer.should_stop = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the manager; what fails there becomes a note of the exception."""
+        """Close the manager. If closing fails, its error becomes a note of the exception."""
         if self.manager is not None:
             trainer._signal_connector.teardown()  # its handlers first, which came after the manager's
             self.manager.__exit__(type(exception), exception, None)
@@ -170,7 +186,9 @@ class ReshardCheckpoint(CheckpointCallback):
 
 
 class _TrainerState:
-    """What a trainer has beside model and optimizers: loops, schedules, callbacks, precision, data."""
+    """The trainer's state other than model and optimizers: loops, schedulers, callbacks, precision,
+    and data.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

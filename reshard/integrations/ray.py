@@ -1,4 +1,5 @@
-"""`RayExecutor`: workers of a Ray cluster as a `concurrent.futures.Executor`, which Ray itself has none of.
+"""`RayExecutor`: a `concurrent.futures.Executor` whose workers are those of a Ray cluster. Ray
+itself has none.
 
 from reshard.integrations.ray import RayExecutor
 
@@ -23,11 +24,13 @@ R = TypeVar("R")
 
 
 class RayExecutor(Executor):
-    """Each call is a Ray task, which Ray does again when its node or worker is lost.
+    """Runs each call as a Ray task. Ray retries the task if it loses a node or a worker.
 
     Args:
-        address: of the cluster; default: the one that this process is connected to, or Ray started here.
-        options: of `ray.remote`, such as `num_cpus`, `max_retries`, `resources`, `runtime_env`.
+        address: address of the cluster. Default: the cluster that this process is connected to, or
+            else a local one.
+        options: passed to `ray.remote`, such as `num_cpus`, `max_retries`, `resources`, or
+            `runtime_env`.
     """
 
     def __init__(self, address: str | None = None, **options: Any) -> None:
@@ -40,7 +43,7 @@ class RayExecutor(Executor):
         self._is_shut = False
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
-        """Have a worker call the function, which it imports."""
+        """Run the function on a worker. The worker must be able to import it."""
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[R] = _RayFuture(self._call.options(**self._options).remote(fn, args, kwargs))
@@ -49,7 +52,9 @@ class RayExecutor(Executor):
         return future
 
     def ask_each(self, function: Callable[[Any], Any], about: object) -> dict[str, Any]:
-        """What a worker on each node that has CPUs answers, or why it does not, by the node's name."""
+        """Call the function on one worker of each node that has CPUs. Return the results, or the
+        reasons for failures, by node name.
+        """
         asked = {}
         for node in ray.nodes():
             if node["Alive"] and node["Resources"].get("CPU"):
@@ -60,7 +65,7 @@ class RayExecutor(Executor):
         return {name: _answer(ref) for name, ref in asked.items()}
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; disconnect, if this connected."""
+        """Stop accepting calls. Disconnect from Ray if this executor connected."""
         self._is_shut = True
         for future in list(self._under_way) if cancel_futures else []:
             future.cancel()
@@ -86,7 +91,7 @@ class _RayFuture(Future[R]):
                 self.set_exception(error)
 
     def cancel(self) -> bool:
-        """Also one that is begun: it is interrupted."""
+        """Cancel the call. A call that has started is interrupted."""
         if not self.done():
             ray.cancel(self._ref)
         return super().cancel()

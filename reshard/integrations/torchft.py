@@ -1,13 +1,13 @@
-"""torchft's recovery by checkpoints of this engine: a replica group that is behind reads what
-another has written.
+"""Recovery of torchft replica groups through checkpoints: a group that is behind reads what another
+group wrote.
 
     from reshard.integrations.torchft import ReshardTransport
 
     Manager(..., checkpoint_transport=ReshardTransport(f"/shared/heal/{replica_id}"))
 
-Nothing that a peer sends is unpickled, what is read is checked, and ranks that shard within their
-group write and read each its own part. It goes by way of a folder that all groups see, so it is for
-large states on fast storage, or for one machine's memory: `/dev/shm`.
+Nothing that a peer sends is unpickled, and reads are verified. Ranks that shard within their group
+each write and read their own part. The transport needs a folder that all groups can reach. It suits
+large states on fast storage, or `/dev/shm` on a single machine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ __all__ = ["ReshardTransport"]
 
 
 _PAUSE_S = 0.05
-"""Between two looks for a checkpoint that another group is writing."""
+"""Seconds between two checks for a checkpoint that another group is writing."""
 
 
 class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any where torchft is not installed
-    """One for each rank of a replica group, all with the same arguments."""
+    """A torchft checkpoint transport. Create one on each rank of a replica group, with the same
+    arguments.
+    """
 
     def __init__(
         self,
@@ -46,31 +48,35 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         places: Callable[[Checkpoint], dict[str, Any]] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """
+        """Create a transport.
+
         Args:
-            folder: of this replica group alone; the other groups read it, under the same path or
+            folder: the folder of this replica group. The other groups read it at the same path or
                 URL.
-            places: gives the state to load into, such as {"user": {"default": {...}}, "torchft":
-                {...}}, as torchft's manager nests it; needed where it is sharded. Otherwise each
-                rank gets all of it, as plain tensors.
-            process_group: of the ranks that share the state within this replica group.
+            places: a function that returns the state to load into, nested as torchft's manager
+                nests it, such as {"user": {"default": {...}}, "torchft": {...}}. Required if the
+                state is sharded. Without it, each rank gets the full state as plain tensors.
+            process_group: the ranks that share the state within this replica group.
         """
         self._folder, self._places, self._process_group = os.fspath(folder), places, process_group
 
     def metadata(self) -> str:
-        """The folder."""
+        """Return the folder."""
         return self._folder
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Collective within the replica group: write it. What was sent before goes, since nobody reads it any more."""
+        """Write the state. Collective within the replica group. The previous checkpoint is deleted,
+        because no group reads it anymore.
+        """
         save(state_dict, self._path(self._folder, step), process_group=self._process_group, timeout=timeout)
         if not dist.is_initialized() or dist.get_rank(self._process_group) == 0:
             prune(self._folder, keep_last=1)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Collective within the replica group: wait for it, and read it.
+        """Wait for the checkpoint and read it. Collective within the replica group.
 
-        Raises DeadlineError if it is not there in time; as `load` does.
+        Raises DeadlineError if the checkpoint does not appear within `timeout`, and the errors of
+        `load`.
         """
         checkpoint = _awaited(self._path(metadata, step), timeout.total_seconds())
         if self._places is None:
@@ -91,5 +97,5 @@ def _awaited(path: str, timeout_s: float) -> Checkpoint:
             return open_checkpoint(path)
         except CheckpointNotFoundError as error:
             if time.monotonic() > end:
-                raise DeadlineError(f"{path} was not there after {timeout_s:g} s: {error}") from error
+                raise DeadlineError(f"{path} did not appear within {timeout_s:g} s: {error}") from error
         time.sleep(_PAUSE_S)

@@ -1,14 +1,14 @@
-"""torchtitan's checkpoint manager on this engine: one line of its config.
+"""torchtitan's checkpoint manager on reshard. Change one line of its config:
 
     from reshard.integrations.torchtitan import CheckpointManager
 
-    checkpoint=CheckpointManager.Config(interval=500)          # in place of torchtitan's own of that name
+    checkpoint=CheckpointManager.Config(interval=500)          # instead of torchtitan's CheckpointManager
 
-Folders, names and files stay those that torchtitan writes and finds: either manager resumes from
-what the other saved. Hugging Face's files are read and written by ready mappings, so shards may end
-anywhere, also within a head.
+Folders, names, and files are the ones that torchtitan uses, so either manager resumes from the
+checkpoints of the other. Predefined mappings read and write Hugging Face files, so shards can end
+anywhere, even inside an attention head.
 
-    checkpoint=ReshardManager.Config(interval=500, keep_latest_k=3)   # a reshard.CheckpointManager decides and saves
+    checkpoint=ReshardManager.Config(interval=500, keep_latest_k=3)   # with a reshard.CheckpointManager
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _log = logging.getLogger("reshard")
 
 
 class TitanManager(_theirs.CheckpointManager):
-    """Decides as torchtitan does when, what and where; `reshard.dcp` saves and loads."""
+    """torchtitan decides when, what, and where to save; `reshard.dcp` saves and loads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_theirs.CheckpointManager.Config):
-        """torchtitan's own: it builds the class in which it finds a config of that name."""
+        """torchtitan's own config. torchtitan instantiates the class that contains it."""
 
     def dcp_save(
         self,
@@ -57,7 +57,9 @@ class TitanManager(_theirs.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """As torchtitan's, without a garbage collection: few objects are made here."""
+        """Like torchtitan's method, but without a garbage collection, because a save here creates
+        few objects.
+        """
         if to_hf:
             if (names := self._names(checkpoint_id, "torchtitan", "huggingface")) is None:
                 return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
@@ -75,9 +77,10 @@ class TitanManager(_theirs.CheckpointManager):
         )
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is complete in any format that opens, -1 if there is none:
-        torchtitan's own sees DCP's and Hugging Face's only, and would begin anew where there are
-        others."""
+        """Return the newest step that is complete in any format that `reshard.open` reads, or -1.
+        torchtitan's own method knows only DCP and Hugging Face, and would start from scratch if
+        there are other formats.
+        """
         place = folder or self.folder
         if "://" in place:
             found: int = super()._find_load_step(folder)
@@ -85,7 +88,7 @@ class TitanManager(_theirs.CheckpointManager):
         return _newest(place)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """As torchtitan's, from any format and folder that `reshard.open` opens."""
+        """Like torchtitan's method, but from any format and folder that `reshard.open` reads."""
         names = None
         if from_hf and not from_quantized:
             names = self._names(checkpoint_id, "huggingface", "torchtitan")
@@ -100,8 +103,9 @@ class TitanManager(_theirs.CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _names(self, folder: str, source: str, target: str) -> Mapping | None:
-        """The mapping of the model's family, by the `config.json` beside the files; None, and a
-        warning, where there is none."""
+        """Return the mapping for the model family in the `config.json` beside the files. If there
+        is none, log a warning and return None.
+        """
         assets = getattr(self.sd_adapter, "hf_assets_path", None)
         places = [place for place in (folder, assets) if place]
         place = next((place for place in places if Path(place, "config.json").is_file()), None)
@@ -117,17 +121,20 @@ class TitanManager(_theirs.CheckpointManager):
 
 @dataclass(kw_only=True, slots=True)
 class ManagerOptions(TitanManager.Config):
-    """torchtitan's, and what it has no option for."""
+    """torchtitan's options, and options for `reshard.CheckpointManager`."""
 
     options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-    """Of `reshard.CheckpointManager`, as `{"whole_every": 10}`; they win over torchtitan's."""
+    """Options for `reshard.CheckpointManager`, such as `{"whole_every": 10}`. They override
+    torchtitan's.
+    """
 
 
 class ReshardManager(TitanManager):
-    """A `reshard.CheckpointManager` decides when torchtitan saves, what stays, and what a run goes on from.
+    """A `reshard.CheckpointManager` decides when torchtitan saves, which steps to keep, and where
+    to resume.
 
-    The root has steps of the native format. Those that torchtitan or the class above saved there before are resumed,
-    too, and stay.
+    The root contains steps in the native format. Steps that torchtitan or `TitanManager` saved
+    there earlier can be resumed, too, and are kept.
     """
 
     Config = ManagerOptions
@@ -146,9 +153,10 @@ class ReshardManager(TitanManager):
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Called at each step: the manager also saves by the clock, and when the job is to end.
+        """Save if a save is due. torchtitan calls this at each step, because the manager also saves
+        by the clock and before the job ends.
 
-        Raises SystemExit when all is saved that a signal, a file or a function has asked for.
+        Raises SystemExit after the save if a signal, a file, or a function has requested a stop.
         """
         if self.load_only:
             return False
@@ -171,7 +179,7 @@ class ReshardManager(TitanManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """The last step: of the model only, in another dtype, or as Hugging Face's files."""
+        """Save the last step: only the model, in another dtype, or as Hugging Face files."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         self._manager.save(int(checkpoint_id.rpartition("-")[2]), _taken(state_dict), force=True)
@@ -179,9 +187,10 @@ class ReshardManager(TitanManager):
         return None
 
     def _load(self, step: int = -1) -> bool:
-        """From the manager, unless another format has the step.
+        """Load from the manager, unless the step is in another format.
 
-        Raises CheckpointError if the run would come to a folder of another format.
+        Raises CheckpointError if a newer step of another format is in the folder, because the run
+        would later reach it.
         """
         steps, other = self._manager.all_steps(), self._find_load_step()
         if -1 < step < other and not self.load_only:
@@ -193,7 +202,7 @@ class ReshardManager(TitanManager):
         return (is_its and self._restore(step, steps)) or super()._load(step)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest complete step of other formats, -1 if there is none."""
+        """Return the newest complete step in other formats, or -1."""
         return _newest(folder or self.folder, but="native")
 
     @torch.no_grad()
@@ -224,7 +233,7 @@ def _newest(folder: str, but: str = "") -> int:
 
 
 class _Lazy(UserDict[str, Any]):
-    """Asked for at steps that are saved only."""
+    """Computes its contents only when a step is saved."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self._make = make
@@ -239,12 +248,12 @@ def _taken(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_files(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Without what balances experts, which no family's files have."""
+    """Remove the biases that balance experts, which no Hugging Face files contain."""
     return {key: value for key, value in state_dict.items() if "expert_bias" not in key}
 
 
 def _export(state_dict: dict[str, Any], folder: str, names: Mapping) -> None:
-    """Save what each rank has, and write Hugging Face's files of it; collective."""
+    """Save each rank's part, and convert it to Hugging Face files. Collective."""
     parts = Path(folder, "sharded")
     weights = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
     save.save(weights, parts)
@@ -254,4 +263,4 @@ def _export(state_dict: dict[str, Any], folder: str, names: Mapping) -> None:
 
 
 CheckpointManager = TitanManager
-"""As torchtitan calls it; `reshard.CheckpointManager` is another one."""
+"""torchtitan's name for it. Not to be confused with `reshard.CheckpointManager`."""

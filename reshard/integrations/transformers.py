@@ -1,17 +1,16 @@
-"""transformers' Trainer with checkpoints of this engine: each process writes and reads its own
-part.
+"""The transformers `Trainer` with sharded checkpoints: each process writes and reads its own part.
 
     from reshard.integrations.transformers import ReshardTrainer
 
-    trainer = ReshardTrainer(model, args, train_dataset=data)         # in place of Trainer
+    trainer = ReshardTrainer(model, args, train_dataset=data)         # instead of Trainer
     trainer.train(resume_from_checkpoint=True)
 
     class MyTrainer(ReshardTrainer, SFTTrainer): ...                  # any other trainer
 
-It is a class and no callback since the Trainer has loaded by the time that it calls the first one.
-Model, optimizer and schedule are one checkpoint of ours in the folder `checkpoint-<step>`; beside
-it lie the Trainer's state, random numbers and gradient scaler in the Trainer's own files. Of a
-model with adapters of PEFT, only what trains is saved.
+It is a class and not a callback, because the Trainer loads before it calls the first callback. The
+folder `checkpoint-<step>` contains a native checkpoint with model, optimizer, and scheduler, and
+the Trainer's own files with its state, random states, and gradient scaler. Of a model with PEFT
+adapters, only the trainable parameters are saved.
 """
 
 from __future__ import annotations
@@ -45,10 +44,14 @@ __all__ = ["ReshardTrainer"]
 
 
 class ReshardTrainer(Trainer):
-    """Decides as the Trainer does when and what; checkpoints that the Trainer itself wrote are resumed by its code."""
+    """A Trainer that decides as usual when and what to save. It also resumes checkpoints that the
+    plain Trainer wrote, with the Trainer's own code.
+    """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
-        """As the Trainer's. Of models that transformers itself shards, which it refuses to save, all is saved, too."""
+        """Take the Trainer's arguments. Models that transformers itself shards are saved in full,
+        although the Trainer refuses to save them.
+        """
         is_refused = args is not None and getattr(model, "is_distributed_loading_by_transformers", False)
         only = is_refused and args.save_only_model
         if is_refused:
@@ -60,19 +63,25 @@ class ReshardTrainer(Trainer):
                 args.save_only_model = only
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As the Trainer's; True resumes from the newest checkpoint that is complete.
+        """Train as the Trainer does. With `resume_from_checkpoint=True`, resume from the newest
+        complete checkpoint.
 
-        Raises CheckpointNotFoundError if none is; ReshardError under an engine that saves
-        by itself.
+        Raises CheckpointNotFoundError if there is none, and ReshardError under an engine that
+        saves by itself.
         """
         if self.is_deepspeed_enabled:
-            raise ReshardError("DeepSpeed's engine saves by itself: use the Trainer as it is, and reshard.convert")
+            raise ReshardError(
+                "DeepSpeed's engine saves its own checkpoints: use the plain Trainer, and convert its checkpoints "
+                "with reshard.convert"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
         return super().train(resume_from_checkpoint, *args, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's, one whole model that `from_pretrained` reads; of a checkpoint, the config only."""
+        """Save one unsharded model that `from_pretrained` reads. Inside a checkpoint, save only the
+        config.
+        """
         if not _internal_call or output_dir is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -130,12 +139,14 @@ class ReshardTrainer(Trainer):
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _is_read_here(self, folder: str | None) -> TypeGuard[str]:
-        """What is ours; and what the Trainer wrote of a whole model, for one that transformers shards."""
+        """Return True for checkpoints of this class, and for the Trainer's checkpoint of an
+        unsharded model if transformers shards this model.
+        """
         is_sharded = self.is_distributed_loading_by_transformers and not self._options().ignore_frozen_params
         return folder is not None and (_is_ours(folder) or is_sharded)
 
     def _options(self) -> StateDictOptions:
-        """What is frozen beside adapters comes from where it came from."""
+        """Leave out frozen parameters beside adapters: they come from the base model."""
         has_adapters = hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
         return StateDictOptions(ignore_frozen_params=has_adapters)
 
@@ -145,7 +156,7 @@ class ReshardTrainer(Trainer):
         return inner
 
     def _newest(self) -> str:
-        """The Trainer writes its state last."""
+        """Return the newest complete checkpoint. The Trainer writes its own state last."""
         found = steps(self.args.output_dir)
         whole = [step.path for step in found if step.problem is None and Path(step.path, TRAINER_STATE_NAME).is_file()]
         if not whole:

@@ -1,4 +1,4 @@
-"""Weights of a training job for vLLM's weight transfer, by this engine's plans.
+"""Weights of a training job for vLLM's weight transfer.
 
     from reshard.integrations.vllm import ShardSource, StateSource
 
@@ -6,10 +6,10 @@
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                        # at every step, on every rank
 
-vLLM's own `ModuleSource` gathers every tensor on every rank, under the names that the module has.
-Here each byte crosses once to each rank that wants it, from any layout, pipeline stages and strided
-shards too, and under other names; memory is needed for a batch of weights at a time. How weights
-get into vLLM's own tensors is left to vLLM.
+vLLM's own `ModuleSource` gathers every tensor on every rank, under the names in the module. Here,
+each byte goes once to each rank that needs it, from any layout, including pipeline stages and
+strided shards, and under other names. The transfer holds one batch of weights in memory at a time.
+vLLM itself copies the weights into its tensors.
 """
 
 from __future__ import annotations
@@ -34,44 +34,52 @@ __all__ = ["ShardSource", "StateSource"]
 
 
 _MOST_SHARDS = 16
-"""Sources that NCCL's M2N takes for one shard."""
+"""The largest number of shards per tensor that NCCL's M2N supports."""
 
 
 class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """Whole tensors: for vLLM's broadcast over NCCL, which the first rank sends; with
-    `everyone=True` on every rank, as CUDA IPC and sharded RDT want them."""
+    """A source of full tensors, for vLLM's NCCL broadcast, which the first rank sends. With
+    `everyone=True`, every rank has them, as CUDA IPC and sharded RDT require.
+    """
 
     def __init__(self, state: Mapping[str, Any], *, everyone: bool = False, **options: Any) -> None:
-        """Collective; other options are those of `reshard.WeightSource`, but for `layouts` and `delta`."""
+        """Create a source. Collective. `options` are those of `reshard.WeightSource`, except
+        `layouts` and `delta`.
+        """
         self._source, self._everyone = WeightSource(state, everyone=everyone, **options), everyone
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """The same on every rank."""
+        """Names, dtypes, shapes, and owners of all tensors. The same on every rank."""
         owners = None if self._everyone else (0,)
         specs = self._source.specs.values()
         return [ParamMeta(s.fqn, dtype_from_name(s.dtype), s.shape, owners=owners) for s in specs]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank goes through it, also one that gets nothing."""
+        """Yield the (name, tensor) pairs. Collective: every rank must run it to its end, even if it
+        gets nothing.
+        """
         return self._source.iter_full()
 
 
 class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """This rank's rows of each tensor: for NCCL's M2N, whatever the layout was. At most 16 shards
-    of a tensor, as many as divide its rows evenly, each held by equally many ranks: what M2N can
-    take."""
+    """A source of this rank's rows of each tensor, for NCCL's M2N, from any layout. A tensor has at
+    most 16 shards, which divide its rows evenly, and equally many ranks hold each shard, as M2N
+    requires.
+    """
 
     def __init__(
         self, state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        """Collective; other options are those of `reshard.WeightSource`, but for `everyone` and `delta`."""
+        """Create a source. Collective. `options` are those of `reshard.WeightSource`, except
+        `everyone` and `delta`.
+        """
         self._ranks = Group(process_group).ranks
         self._source = WeightSource(state, layouts=self._layout, process_group=process_group, **options)
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """The same on every rank."""
+        """Names, dtypes, shapes, and placements of all tensors. The same on every rank."""
         world = len(self._ranks)
         owners, out = tuple(range(world)), []
         for spec in self._source.specs.values():
@@ -81,7 +89,7 @@ class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
         return out
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective."""
+        """Yield the (name, local rows) pairs. Collective."""
         return self._source.iter_full()
 
     def _layout(self, spec: TensorSpec) -> TensorLayout | None:
@@ -91,6 +99,8 @@ class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
         return TensorLayout(spec, mesh, [cut.Replicate(), cut.Shard(0)])
 
     def _shards(self, spec: TensorSpec) -> int:
-        """How many equal runs of rows a tensor is cut into; every rank has one of them."""
+        """Return the number of equal row ranges that a tensor is split into. Each rank has one of
+        them.
+        """
         common = math.gcd(spec.shape[0], len(self._ranks)) if spec.shape and spec.shape[0] else 1
         return max(shards for shards in range(1, _MOST_SHARDS + 1) if common % shards == 0)

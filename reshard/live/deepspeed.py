@@ -34,7 +34,7 @@ HOW_TO_SET = (
     "engine's own load_checkpoint; or, of a model without an optimizer, set it inside "
     "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
 )
-WHOSE_OPTIMIZERS = f"of its optimizers only DeepSpeed knows what is whose; {HOW_TO_SAVE}"
+WHOSE_OPTIMIZERS = f"only DeepSpeed knows which state of its optimizers belongs to which parameter; {HOW_TO_SAVE}"
 
 
 def is_partitioned(parameter: object) -> bool:

@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
-        raise FormatError(f"{dtype} is not supported: its elements are no plain numbers of 1 to 16 bytes") from None
+        raise FormatError(f"{dtype} is not supported: its elements are not plain numbers of 1 to 16 bytes") from None
 
 
 def dtype_from_name(name: str) -> torch.dtype:

@@ -54,8 +54,8 @@ class _Tensors:
     def encode(self, tensor: torch.Tensor) -> dict[str, Any]:
         if not self.limit_bytes:
             raise FormatError(
-                "a Tensor is where only plain data can be: in a set, or in a dict whose keys are neither text nor "
-                "ints; put it into a dict with text keys"
+                "a Tensor is in a place that only plain data can be in: a set, or a dict whose keys are neither "
+                "strings nor ints. Put it into a dict with string keys"
             )
         if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided or tensor.device.type == "meta":
             raise FormatError(f"a {type(tensor).__name__} on {tensor.device} is not a plain tensor")
@@ -75,7 +75,7 @@ def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{shape} is not a shape")
     if len(raw) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{len(raw)} bytes are no tensor of shape {shape} and dtype {dtype}")
+        raise ValueError(f"{len(raw)} bytes do not fit a tensor of shape {shape} and dtype {dtype}")
     if not raw:
         return torch.empty(shape, dtype=kind, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)

@@ -1,4 +1,4 @@
-"""A state dict taken apart, each tensor asked once for what it is; and values put into it in place."""
+"""Flattens a state dict and inspects each tensor once, and puts values into it in place."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ __all__ = [
 
 
 _LONG = 1000
-"""Numbers in a sequence."""
+"""Sequences with at least this many numbers are one value."""
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor of a state dict, asked once: made where the state is taken apart, and handed on from
-    there."""
+    """A tensor of a state dict. Its properties are computed once, when the state is flattened, and
+    passed along.
+    """
 
     key: str
     value: Any
@@ -77,8 +78,9 @@ class LiveTensor:
         return is_ambiguous(self.value)
 
     def settle(self, layout: TensorLayout, rank: int) -> None:
-        """Have `form` be the one that all ranks found together: of those that are possible for this
-        rank, the one by which `rank` holds what it holds in `layout`."""
+        """Set `form` to the one that all ranks agreed on: among the forms that are possible for
+        this rank, the one in which `rank` holds its elements in `layout`.
+        """
         held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
         for form in self.forms:
             if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
@@ -91,12 +93,12 @@ class LiveTensor:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Type of its elements."""
+        """Dtype of the tensor."""
         return dtype_of(self.value)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, of whatever kind it is: `spec` refuses some."""
+        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
         return global_shape(self.value)
 
     @cached_property
@@ -111,17 +113,18 @@ class LiveTensor:
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no memory yet."""
+        """True if it is on the meta device and has no memory."""
         return self.device.type == "meta"
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is sharded and this rank holds no element: then nothing here tells what it is
-        tied to."""
+        """True if it is sharded and this rank holds no element of it. This rank then cannot find
+        its aliases.
+        """
         return self.is_sharded and not any(local.numel() for local in self.local)
 
     def lies_like(self, other: LiveTensor) -> bool:
-        """Whether both are sharded, such that each rank holds the same elements of both."""
+        """Return True if both are sharded and each rank holds the same elements of both."""
         one, two = self.value, other.value
         if is_dtensor(one) and is_dtensor(two):
             return (one.shape, one.placements, one.device_mesh) == (two.shape, two.placements, two.device_mesh)
@@ -131,7 +134,7 @@ class LiveTensor:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal as far as this rank can see."""
+    """Return True if two values are equal as far as this rank can see."""
     if is_sharded(a) or is_sharded(b):
         one, other = LiveTensor("", a), LiveTensor("", b)
         return one.lies_like(other) and all(map(torch.equal, one.local, other.local))
@@ -143,27 +146,30 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two local tensors are the same memory seen alike, but for their dtypes."""
+    """Return True if two local tensors are the same view of the same memory, apart from their
+    dtypes.
+    """
     if hasattr(a, "__tensor_flatten__"):
         return False
     return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride()
 
 
 LiveState = State[LiveTensor]
-"""A state dict taken apart. What it holds is the caller's, and not copied. `tensors` has the tied
-ones, too, and `aliases` those that are the very same memory as an earlier one; `per_rank` are
-`PerRank`s; every key has a path."""
+"""A flattened state dict. It refers to your values and copies nothing. `tensors` includes tied
+tensors, `aliases` maps each tied tensor to the earlier one with the same memory, `per_rank` holds
+the `PerRank` values, and every key has a path.
+"""
 
 
 def is_single(value: Any) -> bool:
-    """Whether a value is one thing under its key, however it is made inside: a tensor or a
-    `PerRank`."""
+    """Return True if a value is one leaf under its key, such as a tensor or a `PerRank`."""
     return is_tensor(value) or isinstance(value, PerRank)
 
 
 def is_long(path: KeyPath, value: Any) -> bool:
-    """Whether a sequence of numbers is one value, such as the order of a sampler: a key for each
-    costs too much."""
+    """Return True if a sequence of numbers is one value, such as the order of a sampler: one key
+    per number would cost too much.
+    """
     kind = type(value)
     return kind in (list, tuple) and len(value) >= _LONG and all(type(item) in (int, float) for item in value)
 
@@ -174,14 +180,16 @@ def take_apart(
     whole_at: Callable[[KeyPath, Any], bool] | None = None,
     select: Collection[str] | None = None,
 ) -> LiveState:
-    """Take a nest apart.
+    """Flatten a nested state.
 
     Args:
-        whole_at: containers that are one value, by path and container.
-        select: globs: only what has a key that one of them fits, with the containers around it.
+        whole_at: a predicate of path and container. Containers for which it returns True are one
+            value.
+        select: globs. Only values with a matching key are kept, with the containers around them.
 
-    Raises KeyMismatchError for keys that collide; LayoutError for a tensor that is no plain array
-    in memory.
+    Raises:
+        KeyMismatchError: keys collide.
+        LayoutError: a tensor is not a plain array in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
     leaves = {path: settled(value) for path, value in flat.leaves.items()}
@@ -214,7 +222,7 @@ def take_apart(
 
 
 def _selected(flat: Flat, select: Collection[str]) -> Flat:
-    """What the globs fit, with the containers around it."""
+    """Return the values that match the globs, with the containers around them."""
     fits = {path: any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select) for path in flat.leaves}
     inner = {path[:i] for path in flat.leaves for i in range(len(path))}
     kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
@@ -268,8 +276,8 @@ class PerRank:
             return self.value
         of = f" of {saved_world_size}" if saved_world_size > len(saved) else ""
         raise KeyMismatchError(
-            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is rank "
-            f"{rank}: say what to do with PerRank(value, on_change='keep' or 'drop' or a function)"
+            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is "
+            f"rank {rank}: choose with PerRank(value, on_change='keep' or 'drop' or a function)"
         )
 
 
@@ -277,41 +285,46 @@ class PerRank:
 
 
 _EXTRA_STATE = "_extra_state"
-"""The key under which torch puts what `Module.get_extra_state` gives."""
+"""The key under which torch stores the result of `Module.get_extra_state`."""
 
 
 @dataclass(frozen=True)
 class Targets(State[LiveTensor]):
-    """What a load may fill. `objects` has the single values beside tensors; other values are parts
-    of `units`."""
+    """The places that a load fills. `objects` has the values other than tensors; the remaining
+    values are parts of `units`.
+    """
 
     root: Any = None
     """The state dict itself."""
     units: dict[str, KeyPath] = field(default_factory=dict)
-    """Containers without any tensor, which are replaced whole: their contents may have changed
-    since."""
+    """Containers without tensors. They are replaced as a unit, because their contents may have
+    changed.
+    """
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
-    """Tensors that are to be replaced by ones of another dtype."""
+    """Tensors that are replaced by tensors of another dtype."""
     resized: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of these, the extra state of modules that was saved with another shape: it takes that."""
+    """The replaced tensors that are the extra state of a module and were saved with another shape.
+    They take the saved shape.
+    """
     _made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     _new: dict[str, Any] = field(default_factory=dict)
-    """What takes the places of tensors of which `_made` has the new memory."""
+    """The replacements for tensors. `_made` has their new memory."""
 
     @classmethod
     def of(
         cls, state: dict[str, Any], *, saved: Mapping[str, Any] | None = None, entry_by_entry: bool = False
     ) -> Targets:
-        """Take `state` apart; nothing is changed. Raises FormatError if it is no dict or list.
+        """Flatten `state`. Nothing is changed. Raises FormatError if it is not a dict or list.
 
         Args:
-            saved: objects of the checkpoint by key. A list, tuple or dict of plain values whose
-                very key is among them was saved as one, and is one; so is a list or tuple with
-                tensors, if one of as many items was saved.
-            entry_by_entry: no dict is replaced whole: each of its entries is matched for itself.
+            saved: objects of the checkpoint by key. A list, tuple, or dict of plain values counts
+                as one object if its key is in `saved`. So does a list or tuple with tensors, if one
+                with the same number of items was saved.
+            entry_by_entry: match each entry of a dict separately, instead of replacing dicts as a
+                unit.
         """
         if not isinstance(state, MutableMapping | list):
-            raise FormatError(f"what is loaded into must be a dict (or a list), got {_in_words(state)}")
+            raise FormatError(f"the state to load into must be a dict (or a list), got {_in_words(state)}")
         live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for key, path in live.paths.items():
@@ -330,7 +343,7 @@ class Targets(State[LiveTensor]):
         return cls(live.tensors, objects, paths, live.containers, live.aliases, live.per_rank, state, units)
 
     def live(self, key: str, levels: int = 0) -> Any:
-        """What is under `key` now, or so many levels above that."""
+        """Return what is under `key` now, or the container that is `levels` levels above it."""
         here: Any = self.root
         path = self.paths[key]
         for part in path[: len(path) - levels]:
@@ -338,8 +351,9 @@ class Targets(State[LiveTensor]):
         return here
 
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
-        """The local tensors to write into: the live ones, or new ones for meta tensors and changed
-        dtypes, which `put_new` puts in their places."""
+        """Return the local tensors to write into: the live ones, or new ones for meta tensors and
+        changed dtypes. `put_new` stores the new ones in the state.
+        """
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
         if not tensor.is_meta and dtype is None:
@@ -354,8 +368,9 @@ class Targets(State[LiveTensor]):
         return self._made[key]
 
     def _replace(self, key: str, fresh: tuple[torch.Tensor, ...]) -> None:
-        """Make what takes the place of a tensor, and of those that are tied to it and not replaced
-        for themselves."""
+        """Create the replacement for a tensor, and for tied tensors that have no replacement of
+        their own.
+        """
         tied = self.tied_in_place
         first = tied.get(key, key)
         made: dict[int, Any] = {}
@@ -367,27 +382,30 @@ class Targets(State[LiveTensor]):
             self._new[other] = made[id(tensor)]
 
     def put_new(self) -> None:
-        """Put new tensors in their places: only when they are filled, since until then their memory
-        holds anything."""
+        """Store new tensors in the state. Call it only after they are filled, because their memory
+        starts uninitialized.
+        """
         self.assign(self._new)
         self._new.clear()
 
     def is_opaque(self, key: str) -> bool:
-        """Whether a tensor is of the extra state of a module, whose shape is nobody's business but
-        the module's."""
+        """Return True if a tensor belongs to the extra state of a module. Only the module knows its
+        shape.
+        """
         parts = [str(part) for part in self.paths[key]]
         return not self.tensors[key].is_sharded and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
 
     @property
     def tied_in_place(self) -> dict[str, str]:
-        """`aliases` without those that are replaced by tensors of their own."""
+        """Return `aliases` without the tensors that get a replacement of their own."""
         return {key: first for key, first in self.aliases.items() if not {key, first} & set(self.replaced)}
 
     def check_places(self, keys: Iterable[str]) -> None:
-        """Raises FormatError if a value that is to be replaced is in something that cannot be
+        """Raise FormatError if a value that must be replaced is in a container that cannot be
         changed.
 
-        Values of `keys`, and tensors on the meta device or of another dtype.
+        This concerns the values of `keys`, tensors on the meta device, and tensors of another
+        dtype.
         """
         fresh = [key for key, tensor in self.tensors.items() if tensor.is_meta]
         for key in (*keys, *fresh, *self.replaced):
@@ -402,8 +420,9 @@ class Targets(State[LiveTensor]):
                 )
 
     def tell_autograd(self, keys: Iterable[str]) -> None:
-        """Say that live tensors were written to, past torch: a graph that needs their old values
-        must not be run."""
+        """Mark live tensors as modified. torch did not see the writes, and a graph that needs the
+        old values must not run.
+        """
         for key in keys:
             tensor = self.tensors[key]
             outer = (tensor.value,) if is_dtensor(tensor.value) else ()
@@ -412,18 +431,20 @@ class Targets(State[LiveTensor]):
                     increment_version(one)
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Put values in the places of their keys."""
+        """Store values at their keys."""
         for key, value in values.items():
             _put(self.root, self.paths[key], value)
 
 
 def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
-    """The outermost container on `path`, itself included, that is replaced whole."""
+    """Return the outermost container on `path`, including the value itself, that is replaced as a
+    unit.
+    """
     return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
 
 
 def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
-    """Whether the container at a path was saved as one object, and can be replaced by it."""
+    """Return True if the container at a path was saved as one object and can be replaced by it."""
 
     def whole(path: KeyPath, value: Any) -> bool:
         key = key_of(path)
@@ -438,20 +459,20 @@ def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
 
 
 def _depth_of_dicts(path: KeyPath) -> int:
-    """How many containers on the way to `path`, from the top, are dicts or lead to one."""
+    """Return how many containers along `path`, from the top, are dicts or lead to one."""
     return max((i + 1 for i, part in enumerate(path) if type(part) is not int), default=0)
 
 
 def _in_words(value: Any) -> str:
-    """What was given in place of a state, and what was meant."""
+    """Describe what was passed instead of a state, and what was probably meant."""
     kind = type(value).__name__
     if isinstance(value, (str, os.PathLike)):
-        return f"{kind}: it is reshard.load(state, path) that reads checkpoints"
+        return f"{kind}: to read a checkpoint, call reshard.load(state, path)"
     return kind
 
 
 def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
-    """`fresh` as the same kind of tensor as `tensor`."""
+    """Wrap `fresh` as the same kind of tensor as `tensor`."""
     if is_dtensor(tensor):
         if not fresh:
             return tensor
@@ -466,7 +487,7 @@ def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
 
 
 def _put(root: Any, path: KeyPath, value: Any) -> None:
-    """Replace what is at `path`. Tuples on the way are made anew in their own containers."""
+    """Replace what is at `path`. Tuples on the way are rebuilt inside their own containers."""
     chain = [root]
     for part in path[:-1]:
         chain.append(_inside(chain[-1], part))
@@ -484,7 +505,9 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
 
 
 def _inside(here: Any, part: str | int | IntKey) -> Any:
-    """What a container, or a tensor that is made of others, has at one part of a path."""
+    """Return the child of a container, or of a tensor that consists of others, at one part of a
+    path.
+    """
     return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
 
 

@@ -266,7 +266,7 @@ def form_by_all(tensor: Any) -> Form:
         dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
     form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
     if form is None:
-        raise LayoutError(f"the ranks hold local tensors that are no one layout of shape {tuple(tensor.shape)}")
+        raise LayoutError(f"the local tensors of the ranks do not form one layout of shape {tuple(tensor.shape)}")
     return form
 
 
@@ -344,7 +344,7 @@ def _placement(placement: Any, ndim: int) -> Placement:
         return Shard(placement.dim % max(ndim, 1))
     if type(placement).__name__ == "Replicate":
         return Replicate()
-    raise LayoutError(f"has the placement {placement}, which is not known here: redistribute it first")
+    raise LayoutError(f"has the placement {placement}, which is not supported: redistribute it first")
 
 
 def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:

@@ -380,10 +380,7 @@ def unresolved_class(value: Any) -> str | None:
 
 def needs_class(name: str) -> str:
     """What to say of a value of a class that no live value brings."""
-    return (
-        f"saved as a {name}, which is made only where the target has one: put one there, or leave the key out of what "
-        "is loaded"
-    )
+    return f"saved as a {name}, which a load restores only if the target has one: put one there, or leave the key out"
 
 
 def _collect(live: Any, out: dict[str, type]) -> None:

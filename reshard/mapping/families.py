@@ -1,11 +1,11 @@
-"""Ready mappings between Hugging Face, torchtitan, Megatron, vLLM and SGLang, for Llama, Mistral, Qwen, Phi-3, Gemma,
-mixtures of experts (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Llama 4), and models that also see (see `vision`).
+"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, and SGLang, for Llama, Mistral, Qwen, Phi-3,
+Gemma, mixture-of-experts models (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Llama 4), and vision-language models
+(see `vision`).
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
 
-They are for canonical names and whole tensors, as `Checkpoint.normalized` and `convert(..., normalized=True)` have
-them: of Megatron's files, layers are unstacked and padding is cut off before. Optimizer states go along.
+They apply to canonical names and full tensors, as `Checkpoint.normalized` returns them, and to optimizer states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer."""
+    """The architecture of a decoder-only transformer."""
 
     family: str
     """The `model_type`, such as "llama"."""
@@ -38,48 +38,48 @@ class Decoder:
     head_size: int
     vocab_size: int
     layers: int = 0
-    """How many, those that predict further tokens left out; 0 where it is not known."""
+    """Number of layers, without multi-token prediction layers. 0 if unknown."""
     next_layers: int = 0
-    """Layers behind the others that predict further tokens: multi-token prediction."""
+    """Number of multi-token prediction layers, which come after the others."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers of a mixture of experts that have none."""
+    """Numbers of the layers of a mixture-of-experts model that have no experts."""
     expert_size: int = 0
-    """Rows of an expert's gate."""
+    """Number of rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: of queries, 0 if these have none; of keys and values."""
+    """Rows of the first projections of latent attention: for queries (0 if they have none), and for keys and values."""
     vision_heads: int = 0
-    """Heads of the vision tower, in models that also see."""
+    """Attention heads of the vision tower, in vision-language models."""
 
     def __post_init__(self) -> None:
-        """Raises NormalizationError for numbers that cannot be."""
+        """Raises NormalizationError for impossible numbers."""
         if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
-            raise NormalizationError(f"{self.kv_heads} key/value heads cannot serve {self.heads} query heads: {self}")
+            raise NormalizationError(f"{self.kv_heads} key/value heads do not divide {self.heads} query heads: {self}")
 
     @property
     def has_experts(self) -> bool:
-        """Whether feed-forward layers are mixtures of experts."""
+        """True if feed-forward layers are mixtures of experts."""
         return self.family in _MIXTURES
 
     @property
     def is_latent(self) -> bool:
-        """Whether attention goes through latent vectors."""
+        """True if the model uses multi-head latent attention."""
         return self.family in ("deepseek_v2", "deepseek_v3")
 
     @property
     def is_sandwiched(self) -> bool:
-        """Whether there are norms behind attention and feed-forward, too."""
+        """True if norms also follow attention and feed-forward."""
         return self.family in ("gemma2", "gemma3_text", "gemma3")
 
     @property
     def is_zero_centered(self) -> bool:
-        """Whether weights of norms are differences from 1."""
+        """True if norm weights are stored as differences from 1."""
         return self.family in ("gemma", "gemma2", "gemma3_text", "gemma3")
 
     @classmethod
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
-        """From a `config.json`: its path, the folder it is in, or what it holds.
+        """Read a `config.json`: its path, its folder, or its content.
 
-        Raises NormalizationError for an entry that is missing.
+        Raises NormalizationError if an entry is missing.
         """
         if isinstance(config, Decoder):
             return config
@@ -96,7 +96,7 @@ class Decoder:
         config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
-            raise NormalizationError(f"the model's config says nothing of {', '.join(missing)}")
+            raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
         heads = int(config["num_attention_heads"])
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -120,7 +120,7 @@ class Decoder:
 
 
 def _has_experts(config: Dict[str, Any], layer: int) -> bool:
-    """Whether a layer of a mixture of experts is one: DeepSeek counts from 0 behind the dense ones, others from 1."""
+    """Return True if a layer has experts. DeepSeek counts from 0 after the dense layers, others from 1."""
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
     if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
@@ -138,7 +138,7 @@ MEGATRON = "decoder.layers.{i}."
 
 
 def outer_to_titan(generation: str) -> list[Rule]:
-    """Everything outside the layers; `lm_head` was called `output` up to torchtitan 0.2."""
+    """Map everything outside the layers. `lm_head` was called `output` up to torchtitan 0.2."""
     return [
         Rename("model.embed_tokens.weight", "tok_embeddings.weight"),
         Rename("model.norm.weight", "norm.weight"),
@@ -149,8 +149,8 @@ def outer_to_titan(generation: str) -> list[Rule]:
 
 
 def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -> list[Rule]:
-    """Attention and the dense feed-forward layer. `rotate_pairs`: the model rotates neighbours, as torchtitan's
-    Llama does, and not halves of a head, so rows of queries and keys change places."""
+    """Map attention and the dense feed-forward layer. `rotate_pairs`: the model rotates adjacent pairs, as
+    torchtitan's Llama does, and not halves of a head, so the rows of queries and keys are reordered."""
     inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
 
     def rotary(source: str, target: str) -> Rule:
@@ -168,15 +168,15 @@ def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -
 
 
 def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
-    """gate, down and up are w1, w2 and w3."""
+    """Map gate, down, and up to w1, w2, and w3."""
     parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     return [Rename(f"{HF}{source}.{a}.{{kind}}", f"{TITAN}{target}.{b}.{{kind}}") for a, b in parts.items()]
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
-    """Everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with its padding.
+    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with padding.
 
-    TransformerEngine keeps a norm within the projection that follows it, unless that is a router or latent attention.
+    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router or latent attention.
     """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
     vocab: list[Rule] = [
@@ -207,7 +207,7 @@ def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab:
 
 
 def attention_to_megatron(model: Decoder) -> list[Rule]:
-    """Queries, keys and values become one, query group by query group; gate and up become one."""
+    """Fuse queries, keys, and values by query group, and fuse gate and up."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     fused = f"{MEGATRON}self_attention.linear_qkv.{{kind}}"
     return [
@@ -220,7 +220,7 @@ def attention_to_megatron(model: Decoder) -> list[Rule]:
 
 
 def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
-    """fc1 is gate and up, fc2 is down."""
+    """Map gate and up to fc1, and down to fc2."""
     pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
     return [
         Concat(pair, f"{MEGATRON}{target}.linear_fc1.{{kind}}", parts=(1, 1)),
@@ -229,7 +229,7 @@ def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
 
 
 def phi3_to_plain(model: Decoder) -> Mapping:
-    """From Phi-3's fused projections, queries before keys before values, to those that all other families have."""
+    """Map Phi-3's fused projections (queries, keys, values) to the separate ones of other families."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
     return Mapping(
@@ -241,7 +241,7 @@ def phi3_to_plain(model: Decoder) -> Mapping:
 
 
 def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rule]:
-    """The same rules, with `by` added to every norm's weight."""
+    """Return the same rules, with `by` added to the weight of every norm."""
     return [
         Offset(rule.sources[0].text, rule.targets[0].text, by, exact)
         if isinstance(rule, Rename) and rule.sources[0].text.endswith("norm.weight")
@@ -258,7 +258,7 @@ _PARTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
 
 
 def experts_to_titan(generation: str, fill: float | None = None) -> list[Rule]:
-    """Experts side by side; router, its bias, and the experts that all tokens share."""
+    """Stack the experts. Map the router, its bias, and the shared experts."""
     block = titan_block(generation)
     stacks: list[Rule] = [
         Stack(f"{HF}mlp.experts.{{e}}.{a}.weight", block + titan_name(b, generation), over="e", fill=fill)
@@ -273,17 +273,17 @@ def experts_to_titan(generation: str, fill: float | None = None) -> list[Rule]:
 
 
 def titan_block(generation: str) -> str:
-    """Where torchtitan has its experts."""
+    """Return the name of the block in which torchtitan keeps its experts."""
     return f"{TITAN}moe.routed_experts.inner_experts." if generation == "0.3" else f"{TITAN}moe.experts."
 
 
 def titan_name(name: str, generation: str) -> str:
-    """torchtitan 0.3 ends names by letters for their dims."""
+    """Return a torchtitan name. torchtitan 0.3 appends letters for the dims."""
     return name if generation == "0.3" else name.rpartition("_")[0]
 
 
 def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
-    """gate and up of each expert as one; grouped by TransformerEngine, the expert's number ends the name."""
+    """Fuse gate and up of each expert. In TransformerEngine's grouped experts, the expert number ends the name."""
     rules: list[Rule] = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
         block = f"{MEGATRON}mlp.experts."
@@ -304,7 +304,7 @@ def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rul
 
 
 def in_memory_to_disk(fill: float | None = None) -> Mapping:
-    """From what a model of transformers 5 has in memory, stacks of experts, to its files."""
+    """Map the stacked experts that transformers 5 has in memory to the names in its files."""
     block = f"{HF}mlp.experts."
     pair = [f"{block}{{e}}.gate_proj.weight", f"{block}{{e}}.up_proj.weight"]
     return Mapping(
@@ -316,7 +316,7 @@ def in_memory_to_disk(fill: float | None = None) -> Mapping:
 
 
 def mixtral_to_plain() -> Mapping:
-    """From Mixtral's own names on disk to those that all later families use."""
+    """Map Mixtral's own names on disk to the ones that later families use."""
     block = f"{HF}block_sparse_moe."
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     experts = [
@@ -350,12 +350,12 @@ _MEGATRON = {
 
 
 def latent_to_titan() -> list[Rule]:
-    """Attention of DeepSeek to torchtitan."""
+    """Map DeepSeek's attention to torchtitan."""
     return [Rename(f"{HF}self_attn.{a}.weight", f"{TITAN}attention.{b}.weight") for a, b in _TITAN.items()]
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
-    """Attention of DeepSeek to Megatron; TransformerEngine keeps the norms within the projections that follow them."""
+    """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections after them."""
     norms = {"kv_a_layernorm": "kv_layernorm.weight", "q_a_layernorm": "q_layernorm.weight"}
     if transformer_engine:
         norms = {
@@ -367,10 +367,10 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
-    """Layers that predict further tokens: on disk they are numbered on, in Megatron they are apart.
+    """Map multi-token prediction layers. On disk, their numbers continue; Megatron keeps them apart.
 
-    `rules` are those of the other layers, `inner` is what Megatron calls the transformer layer within. On disk such a
-    layer repeats the embedding and the output layer: these copies keep their names, since Megatron has none.
+    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer inside. The copies
+    of the embedding and the output layer on disk keep their names, because Megatron has none for them.
     """
     out: list[Rule] = []
     for number in range(model.next_layers):
@@ -397,9 +397,9 @@ _BLOCK = f"{HF}mlp.experts."
 
 
 def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
-    """From its own names to those of other mixtures of experts: one matrix an expert, gate and up apart.
+    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert.
 
-    Raises NormalizationError where the rows of an expert are not known.
+    Raises NormalizationError if the number of rows of an expert is unknown.
     """
     if model.expert_size < 1:
         raise NormalizationError(f"gate and up of gpt-oss alternate: expert_size is needed to separate them: {model}")
@@ -410,8 +410,8 @@ def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
 def turned_to_plain(
     block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
 ) -> Mapping:
-    """From stacks of experts whose matrices stand the other way round. `beside` are rules for other tensors, `kinds`
-    how names end; gate and up lie in so many `groups`."""
+    """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other tensors, and `kinds`
+    are the endings of names. Gate and up are interleaved in this number of `groups`."""
     names = ("gate_up_proj", "down_proj")
     stacks = [
         Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)
@@ -432,7 +432,7 @@ def turned_to_plain(
 
 
 def gpt_oss_to_titan(generation: str) -> list[Rule]:
-    """What it has beside attention, out of its own names."""
+    """Map the gpt-oss tensors other than attention."""
     block = titan_block(generation)
     names = {"gate_up_proj": ("mlp1", "EGD", "EG"), "down_proj": ("mlp2", "EDF", "ED")}
     rules: list[Rule] = [
@@ -446,7 +446,7 @@ def gpt_oss_to_titan(generation: str) -> list[Rule]:
 
 
 def gpt_oss_to_megatron() -> list[Rule]:
-    """What other mixtures of experts do not have."""
+    """Map the gpt-oss tensors that other mixture-of-experts models do not have."""
     return [Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset")]
 
 
@@ -454,7 +454,7 @@ def gpt_oss_to_megatron() -> list[Rule]:
 
 
 def llama4_to_plain(fill: float | None) -> Mapping:
-    """From its own names to those of other mixtures of experts."""
+    """Map Llama 4's own names to those of other mixture-of-experts models."""
     parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
     names = {f"shared_expert.{part}": f"shared_experts.{part}" for part in parts} | {part: part for part in parts}
     names["router.weight"] = "gate.weight"
@@ -473,11 +473,11 @@ def llama4_to_plain(fill: float | None) -> Mapping:
 
 
 ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
-"""What each calls the first projections of latent attention."""
+"""The name that each engine gives to the fused first projections of latent attention."""
 
 
 def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
-    """From the names that most have on disk. `routed_experts`: vLLM's experts are in a module of that name."""
+    """Map the plain names on disk to an engine. `routed_experts`: vLLM keeps its experts in a module of that name."""
     fused = _latent(model, engine) if model.is_latent else _attention(model)
     shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
     made = Mapping([*fused, *_gate_up("mlp"), *_gate_up(shared)])
@@ -495,13 +495,13 @@ def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float 
 
 
 def _attention(model: Decoder) -> list[Rule]:
-    """Head by head: all queries, then all keys, then all values."""
+    """Fuse attention: all queries, then all keys, then all values, head by head."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     return [Concat(qkv, f"{HF}self_attn.qkv_proj.{{kind}}", (model.heads, model.kv_heads, model.kv_heads))]
 
 
 def _latent(model: Decoder, engine: str) -> list[Rule]:
-    """The two that are computed first, unless queries have no latent vector."""
+    """Fuse the first two projections, unless queries have no latent vector."""
     if not model.latent_rows[0]:
         return []
     first = [f"{HF}self_attn.{x}.weight" for x in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -525,14 +525,14 @@ def _gate_up(block: str) -> list[Rule]:
 
 
 TRANSFORMER_ENGINE = ("llama", "mistral", "qwen2")
-"""The families whose layers it has."""
+"""The families that TransformerEngine has layers for."""
 _QKV = f"{HF}self_attention.layernorm_qkv."
 _MLP = f"{HF}layernorm_mlp."
 _KINDS = ("weight", "bias")
 
 
 def to_transformer_engine() -> list[Rule]:
-    """From the names that most have on disk."""
+    """Map the plain names on disk to TransformerEngine."""
     parts = {"q": "query", "k": "key", "v": "value"}
     return [
         Rename(f"{HF}input_layernorm.weight", f"{_QKV}layer_norm_weight"),
@@ -545,7 +545,7 @@ def to_transformer_engine() -> list[Rule]:
 
 
 def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
-    """Fused projections in three, and without the states of fp8 recipes, which are no parameters."""
+    """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
         interleaved = False  # one query group lies alike in both
     cut = _UntoldSplit if interleaved is None else Split
@@ -563,7 +563,7 @@ def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
 
 
 class _UntoldSplit(Split):
-    """A fused projection of which nobody has said how it lies: both ways have one name and one shape."""
+    """A fused projection with an unknown order of rows. Both orders have the same name and shape."""
 
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(
@@ -582,12 +582,12 @@ class _UntoldSplit(Split):
 
 
 LLAMA_CPP = ("llama", "mistral", "qwen2", "qwen3")
-"""The families whose names these are."""
+"""The families that llama.cpp names are known for."""
 _LLAMA_CPP_BLOCK = "blk.{i}."
 
 
 def to_llama_cpp(model: Decoder) -> list[Rule]:
-    """From the names that most have on disk."""
+    """Map the plain names on disk to llama.cpp."""
 
     def rotary(source: str, target: str) -> Rule:
         pairs = model.family in ("llama", "mistral")
@@ -646,28 +646,29 @@ def ready(
     qkv_interleaved: bool | None = None,
     fill: float | None = None,
 ) -> Mapping:
-    """The mapping from one naming to another.
+    """Return the predefined mapping from one naming scheme to another.
 
     Args:
-        config: the model's Hugging Face `config.json`: path, folder or content; or a `Decoder`.
-        source, target: "huggingface" (as on disk), "transformers" (as a model of transformers 5 has it in memory),
-            "plain" (one matrix for each of gate, up, queries, keys, values and expert, as Llama and Qwen have them on
-            disk), "torchtitan", "megatron", "vllm" or "sglang" (as these have it in memory, whole), or "gguf"
-            (llama.cpp's names), or "transformer_engine" (Hugging Face's outside, its `TransformerLayer` inside).
-            `normalized` brings Hugging Face's files to the names in memory, unless its hint `stored_names` is True.
-        titan: whose names: "0.3", or "0.2" for all older ones.
-        transformer_engine: Megatron's names where its layers are those of TransformerEngine.
-        padded_vocab: rows of Megatron's padded vocabulary, where it is not cut off.
-        zero_centered: whether Megatron's norms are (`--apply-layernorm-1p`); by default as the family's own are.
+        config: the model's Hugging Face `config.json`, as path, folder, or content; or a `Decoder`.
+        source, target: "huggingface" (names on disk), "transformers" (names in memory, as transformers 5 has them),
+            "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama and Qwen have
+            them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf" (llama.cpp's
+            names), or "transformer_engine" (Hugging Face names, with TransformerEngine's `TransformerLayer` for each
+            layer). `normalized` converts Hugging Face files to the names in memory, unless its hint `stored_names` is
+            True.
+        titan: torchtitan's version: "0.3", or "0.2" for all older ones.
+        transformer_engine: use Megatron's names for TransformerEngine layers.
+        padded_vocab: rows of Megatron's padded vocabulary, if padding was not removed.
+        zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default: as in the
+            family's own files.
         exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
-        mtp: what Megatron calls the layer within one of multi-token prediction; before 0.16 "transformer_layer".
-        routed_experts: whether vLLM has its experts in a module of that name, as since the middle of 2026.
-        qkv_interleaved: how queries, keys and values that are one tensor lie in layers of "transformer_engine", which
-            was their `qkv_weight_interleaved`. By default a file that has such tensors is refused when it is read.
-        fill: stands for states of experts that have none, where experts are stacked; see `Stack`.
+        mtp: Megatron's name for the layer inside a multi-token prediction layer. Before 0.16, "transformer_layer".
+        routed_experts: vLLM keeps its experts in a module of that name, as it does since mid-2026.
+        qkv_interleaved: the order of the rows in fused QKV tensors of "transformer_engine", which its
+            `qkv_weight_interleaved` sets. By default, files with such tensors are refused when they are read.
+        fill: stands in for missing states of experts, where experts are stacked; see `Stack`.
 
-    Raises NormalizationError for a family or naming that is not known, or a family that torchtitan does not have, or
-    that there is no mapping of to an engine.
+    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
     model = Decoder.of(config)
     _check(model, source, target, titan)
@@ -693,7 +694,7 @@ def ready(
 
 
 def _check(model: Decoder, source: str, target: str, titan: str) -> None:
-    """Raises NormalizationError for a family or naming that is not known, or that does not have the other."""
+    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that has no mapping."""
     if model.family not in FAMILIES:
         raise NormalizationError(f"there is no ready mapping for {model.family!r}: known are {', '.join(FAMILIES)}")
     for naming in (source, target):
@@ -710,7 +711,7 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
 
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:
-    """From a family's names on disk to those that most have."""
+    """Map a family's names on disk to the plain ones."""
     decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
     if model.family == "gpt_oss":
         return gpt_oss_to_plain(model, fill)
@@ -760,7 +761,7 @@ def _titan_as_plain(model: Decoder) -> Mapping:
 
 
 def _gguf_as_plain(model: Decoder) -> Mapping:
-    """A table that follows from the settings is no parameter."""
+    """Drop tables that are computed from the settings and are not parameters."""
     return Mapping([Drop("rope_freqs.weight")])
 
 
@@ -768,7 +769,7 @@ _FIRST: dict[str, Callable[[Decoder], Mapping]] = {
     "torchtitan": _titan_as_plain,
     "gguf": _gguf_as_plain,
 }
-"""What is done first with the files of a naming, and cannot be undone."""
+"""Applied first to the files of a naming scheme. These rules cannot be inverted."""
 
 
 def _megatron(

@@ -257,8 +257,8 @@ class MappingStage:
         name = self._parameters.get(group.site.name)
         if name is None:
             raise KeyMismatchError(
-                f"{group.members[0]!r} goes along with a parameter that is not in {self.url}: it does not say into how "
-                "many it is taken apart"
+                f"{group.members[0]!r} belongs to a parameter that is not in {self.url}, so the number of its parts "
+                "is unknown"
             )
         return len(self._views(group, [self.tensors[name]()]))
 
@@ -298,8 +298,8 @@ class MappingStage:
         """States that go along, such as steps, become one: then they must be one."""
         if len(sources) > 1 and (sources[0].spec.numel > 1 or not self._all_equal(sources)):
             raise KeyMismatchError(
-                f"{group.members[0]!r} and {len(sources) - 1} others would become one, but they are not one number "
-                "that is equal in all of them"
+                f"cannot merge {group.members[0]!r} and {len(sources) - 1} others into one value: they are not equal "
+                "numbers"
             )
 
     @staticmethod

@@ -77,12 +77,10 @@ class Rule(ABC):
         for pattern in self.targets:
             unknown = set(pattern.words) - words - {pattern.number}
             if unknown:
-                raise NormalizationError(
-                    f"{self}: no source says what {{{min(unknown)}}} in {pattern.text!r} stands for"
-                )
+                raise NormalizationError(f"{self}: no source defines {{{min(unknown)}}} in {pattern.text!r}")
         for pattern in self.sources[1:]:
             if set(pattern.words) != set(self.sources[0].words):
-                raise NormalizationError(f"{self}: all sources must have the same words")
+                raise NormalizationError(f"{self}: all sources must have the same placeholders")
 
     def renamed(self, change: Callable[[str], str]) -> Rule:
         """Return the same rule for other names: `change` is called with the text of each pattern."""
@@ -135,7 +133,7 @@ class Drop(Rule):
         return []
 
     def inverse(self) -> Rule:
-        raise NormalizationError(f"{self.sources[0].text!r} is left out: that cannot be undone")
+        raise NormalizationError(f"{self.sources[0].text!r} is dropped, and the inverse cannot restore it")
 
 
 @dataclass(frozen=True, init=False)
@@ -166,7 +164,7 @@ class Concat(Rule):
 
     def inverse(self) -> Rule:
         if not self.parts:
-            raise NormalizationError(f"{self}: give parts, the sizes in proportion, so that it can be undone")
+            raise NormalizationError(f"{self}: give parts, the sizes in proportion, so that the rule has an inverse")
         return Split(self.targets[0].text, [p.text for p in self.sources], self.parts, self.groups, self.dim)
 
 
@@ -433,7 +431,7 @@ class Cast(Computing):
 
     def inverse(self) -> Rule:
         if self.old is None:
-            raise NormalizationError(f"{self}: give old, the dtype before, so that it can be undone")
+            raise NormalizationError(f"{self}: give old, the dtype before, so that the rule has an inverse")
         return Cast(self.sources[0].text, self.old, self.dtype)
 
 
@@ -490,7 +488,7 @@ class Dequantize(Computing):
         return dequantized(weight, scale, name, block=self.block, dtype=self.dtype)
 
     def inverse(self) -> Rule:
-        raise NormalizationError("dequantization cannot be undone")
+        raise NormalizationError("dequantization has no inverse")
 
 
 @dataclass(frozen=True, init=False)
@@ -518,7 +516,7 @@ class Mxfp4(Computing):
         return mxfp4(blocks, scales, name, dtype=self.dtype)
 
     def inverse(self) -> Rule:
-        raise NormalizationError("dequantization cannot be undone")
+        raise NormalizationError("dequantization has no inverse")
 
 
 # Names by pattern: `layers.{i}.attention.wq.{kind}`, and where in a checkpoint's keys such a name

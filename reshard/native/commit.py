@@ -129,12 +129,12 @@ class Generation:
         found, where = counting(self.storage), self.storage.url
         if found not in (None, self.replaces, self.save_id):
             raise StorageError(
-                f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later one "
-                "stays, and nothing of this one. Give each job a folder of its own"
+                f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later "
+                "one is kept, and this one is discarded. Give each job its own folder"
             )
         if f"{self.folder}/{CLAIM}" not in self.storage.list(f"{self.folder}/{CLAIM}"):
             raise StorageError(
-                f"{where}: others took this save for dead and removed what it wrote: nothing was published"
+                f"{where}: another process considered this save dead and deleted its files: nothing was published"
             )
         liveness.check_fences(where)
 

@@ -579,10 +579,10 @@ def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
     try:
         sealed = msgspec.msgpack.decode(data, type=_Sealed)
         if (sealed.version, sealed.digest) != (_VERSION, xxhash.xxh3_128_digest(sealed.body)):
-            raise ValueError("its digest is another one")
+            raise ValueError("its digest differs")
         found = msgspec.msgpack.decode(sealed.body, type=_Body)
         if found.sums != sums:
-            raise ValueError("it is of another file")
+            raise ValueError("it belongs to another file")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
         raise CorruptCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
     ends = accumulate(found.counts, initial=0)

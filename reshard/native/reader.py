@@ -110,7 +110,7 @@ def open(files: Files) -> Contents:
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
         raise CorruptCheckpointError(
-            f"{storage.url}/{MANIFEST} contradicts itself: it speaks of {absent[0]!r}, which it does not describe"
+            f"{storage.url}/{MANIFEST} contradicts itself: it names {absent[0]!r} without describing it"
         )
     facts = NativeFacts(files, manifest, plan)
     return Contents(

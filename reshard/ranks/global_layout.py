@@ -229,9 +229,9 @@ def check_nests(states: Iterable[State[Any]]) -> None:
                 continue
             if first.kind == place.kind and None in (first.items, place.items):
                 continue  # tensors on one side: ranks may have some of a list of them
-            fix = "Wrap what is each rank's own in reshard.PerRank(value), or give it a key per rank"
+            fix = "Wrap values that differ between ranks in reshard.PerRank(value), or use one key per rank"
             if any(one.containers.get(path, "").startswith("tensor:") for one in states):
-                fix = "It is quantized on some ranks alone: save plain values, by reshard.dequantized(state)"
+                fix = "It is quantized on some ranks only: save plain values, with reshard.dequantized(state)"
             raise KeyMismatchError(f"{key_of(path)!r} is {first} on some ranks and {place} on others. {fix}")
 
 

@@ -249,7 +249,7 @@ def _merge(
     for state in states:
         for key, path in state.paths.items():
             if paths.setdefault(key, path) != path:
-                raise KeyMismatchError(f"the key {key!r} stands for different places of the state on different ranks")
+                raise KeyMismatchError(f"the key {key!r} belongs to different places of the state on different ranks")
         for path, kind in state.containers.items():
             containers.setdefault(path, kind)
     if len(states) > 1:

@@ -100,7 +100,7 @@ class Group:
     ) -> None:
         wrong = None
         if alone and process_group is not None:
-            wrong = ReshardError("alone=True means this process by itself: leave process_group out")
+            wrong = ReshardError("alone=True means that this process acts by itself: leave process_group out")
         allowed_s = seconds(deadline_s)
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
             wrong = ReshardError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
@@ -118,7 +118,7 @@ class Group:
             self._join(dist.group.WORLD if process_group is None else process_group)
         elif process_group is not None:
             raise wrong or ReshardError(
-                "a process group was given, but torch.distributed is not initialized, or no longer"
+                "a process group was given, but torch.distributed is not initialized (or was destroyed)"
             )
         else:
             refuse_unjoined()
@@ -321,7 +321,9 @@ class Group:
             for name, by in given.items()
             if len(by) > 1
         ]
-        self.refuse(LayoutError(f"the ranks call {verb} with different options, give all the same: {'; '.join(lines)}"))
+        self.refuse(
+            LayoutError(f"the ranks call {verb} with different options. Pass the same on all ranks: {'; '.join(lines)}")
+        )
 
     def refuse(self, error: ReshardError) -> NoReturn:
         """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""

@@ -102,7 +102,7 @@ class Rounds:
             outcome = self._read()
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
-            self._missed = f". Before, the others had given this rank up: {outcome.message}"
+            self._missed = f". The other ranks had already given up on this rank: {outcome.message}"
         self._stale_keys.enter(self._session)
         weakref.finalize(self, self._stale_keys.leave, self._session, self._own_keys)
 
@@ -315,9 +315,7 @@ class Rounds:
         if gone is None:
             return None
         rank = self._ranks[gone.place]
-        why = (
-            f"it exited or was killed before it reached {label}, or there. Look at its log, and the system's for memory"
-        )
+        why = f"it exited or was killed at or before {label}. Check its log, and the system log for out-of-memory kills"
         return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
 
     def _diverged(self, entries: Mapping[int, LogEntry], span: int, group: int) -> Failure:
@@ -327,7 +325,7 @@ class Rounds:
             first = (group * FAN + slot) * span
             said.setdefault(entry.label, []).extend(self._ranks[first : first + span])
         words = "; ".join(f"{label}: {format_ranks(ranks)}" for label, ranks in said.items())
-        return Failure("diverged", -1, f"the ranks do different things at the same time: {words}")
+        return Failure("diverged", -1, f"the ranks make different calls at the same time: {words}")
 
     def _overdue(self, label: str, allowed_s: float) -> Outcome:
         """The time is over: one rank looks who is missing, for all."""
@@ -349,18 +347,15 @@ class Rounds:
             silent = self._silent()
             if (outcome := self._read()) is not None:  # who was slow has closed the round
                 return outcome
-            why = (
-                f"all ranks reached {where}, but {format_ranks(silent)} did not go on to wait for the others: look at "
-            )
-            why += "what hangs there, or whether it died"
+            why = f"all ranks reached {where}, but {format_ranks(silent)} did not start to wait for the others: check "
+            why += "what hangs there, or whether a process died"
             return self._settle(Failure("deadline", silent[0] if silent else -1, why, silent))
         return self._settle(
             Failure(
                 "deadline",
                 missing[0],
-                f"{format_ranks(missing)} did not reach {where}; "
-                f"there waited: {format_ranks(arrived)}. Look at what the missing hang in, or whether they died"
-                f"{self._missed}",
+                f"{format_ranks(missing)} did not reach {where}; waiting there: {format_ranks(arrived)}. Check where "
+                f"the missing ranks hang, or whether they died{self._missed}",
                 missing,
             )
         )

@@ -79,8 +79,8 @@ class SharedStore:
             yield
         except (RuntimeError, NotImplementedError) as error:
             raise ReshardError(
-                f"ranks cannot talk to each other: the store of this process group ({type(self._store).__name__}) does "
-                "not answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
+                f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does not "
+                "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
             ) from error
 
 

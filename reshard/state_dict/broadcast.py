@@ -233,9 +233,9 @@ def _fill(
 def _refuse(strangers: list[str]) -> None:
     if strangers:
         raise KeyMismatchError(
-            "the dict of rank 0 has names that no rank knows:\n"
+            "the dict of rank 0 has names that no rank has:\n"
             + "\n".join(f"  Unexpected key: {path.removeprefix('/')}" for path in strangers)
-            + "\npass StateDictOptions(strict=False) to set what fits"
+            + "\npass StateDictOptions(strict=False) to set only the entries that match"
         )
 
 

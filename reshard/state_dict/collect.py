@@ -1,7 +1,8 @@
-"""State dicts as the options want them: whole, on the CPU, on one rank; and whole tensors one after another.
+"""Builds state dicts as the options request: full, on the CPU, on one rank. Also yields full
+tensors one by one.
 
-Before anything is gathered the ranks compare what they are about to gather, so that a name that some of them lack is
-an error on all of them and no wait without end.
+Before a gather, the ranks compare the names to gather. If some rank lacks a name, all ranks raise
+an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ __all__ = ["collect_model", "collect_optimizer", "iter_full"]
 
 
 DEADLINE_S = 300.0
-"""How long ranks wait for each other to agree on what to gather."""
+"""How many seconds ranks wait for each other before they gather."""
 
 
 def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The state dict as the options ask for it. With `full_state_dict` collective, and a new
-    dict."""
+    """Return the state dict that the options request. With `full_state_dict`, this is collective
+    and returns a new dict.
+    """
     if not options.full_state_dict:
         state = as_chunks(state) if options.in_chunks else state
         return dict(zip(state, _all_to_cpu(list(state.values())))) if options.cpu_offload else state
@@ -47,7 +49,9 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
 
 
 def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: StateDictOptions) -> dict[str, Any]:
-    """The nested optimizer state dict as the options ask for it, {} where another rank has it."""
+    """Return the nested optimizer state dict that the options request, or {} if only another rank
+    returns it.
+    """
     if not options.full_state_dict:
         state = _optimizer_chunks(state, live) if options.in_chunks and live.live.pieces_of else state
         return _nest_to_cpu(state) if options.cpu_offload else state
@@ -120,10 +124,10 @@ def iter_full(
 def agree_on_gathering(
     tensors: Mapping[str, Any], options: Mapping[str, object], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Make sure that every rank that holds a part of a tensor is about to gather it.
+    """Check that every rank that holds a part of a tensor is about to gather it.
 
-    Collective, if any is sharded. Raises NormalizationError, alike on all ranks, naming the tensor
-    and the ranks; LayoutError where ranks were called with different options.
+    Collective, if any tensor is sharded. Raises NormalizationError, the same on all ranks, that
+    names the tensor and the ranks. Raises LayoutError if ranks use different options.
     """
     if not tensors or world_size() == 1:
         return
@@ -157,8 +161,9 @@ def agree_on_gathering(
 
 
 def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | None = None) -> Group:
-    """All ranks, called alike: with other options a rank would be at another step, and take this
-    one's for its own."""
+    """Return a group of all ranks, after checking that they use the same options. Different options
+    raise an error here, so that no rank mistakes the values of another gather for its own.
+    """
     group = Group(process_group, deadline_s=DEADLINE_S)
     group.same_options("the getters of state dicts", options)
     return group
@@ -170,7 +175,9 @@ def _owners(
     prefer: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> Callable[[str], int]:
-    """Which rank returns each name: `prefer` if it holds it, else the lowest rank that does."""
+    """Return which rank returns each name: `prefer` if it holds it, otherwise the lowest rank that
+    does.
+    """
     if world_size() == 1:
         return lambda name: 0
     group = _meeting(options, process_group)
@@ -187,7 +194,7 @@ def _owners(
 
 
 def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[Any]:
-    """[the whole value], or [] on ranks that do not return it."""
+    """Return [the full value], or [] on ranks that do not return it."""
     if is_partitioned(value):
         mine = owner is None or owner(name) == this_rank()
         found = gather_partitioned(value, keep=mine)
@@ -208,8 +215,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
-    """The values, with the elements that this rank has of tensors on the CPU; what is no tensor as
-    it is."""
+    """Copy this rank's elements of tensors to the CPU. Other values are returned unchanged."""
     held = [
         value.to_local() if is_dtensor(value) else value if isinstance(value, torch.Tensor) else None
         for value in values
@@ -227,13 +233,12 @@ def _nest_to_cpu(nest: dict[str, Any]) -> Any:
 
 
 def _tensors_in(nest: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors inside containers, by path as text: the name above all, and what leads on from
-    there."""
+    """Return the tensors inside containers by their paths, as text: the parent's name and the key."""
     return {_text(path): leaf for path, leaf in leaves_of(nest).items() if isinstance(leaf, torch.Tensor)}
 
 
 def _with_tensors(nest: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-    """The containers again, with other tensors in the places of those of `_tensors_in`."""
+    """Return copies of the containers with other tensors in the places of `_tensors_in`."""
     return map_leaves(lambda path, leaf: tensors.get(_text(path), leaf), nest)
 
 

@@ -234,7 +234,7 @@ class _ModelMatch:
             return
         pairs = [(slot, value) for slot, value, _ in direct if slot.value is not None and slot.piece is None]
         for i in overwritten([slot.value for slot, _ in pairs], [value for _, value in pairs]):
-            self.faults.append(f"{pairs[i][0].name}: shares memory with another place that is given another value")
+            self.faults.append(f"{pairs[i][0].name}: shares memory with another entry that gets another value")
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
         """What to give to the module's own `load_state_dict`: its keys by their names, and with
@@ -335,9 +335,9 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
         lines += _listed("Unexpected key", unexpected, live)
     lines += _listed("misfit", faults)
     if strict and (missing or unexpected):
-        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
+        lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
-            lines.append("names with wrapper segments become canonical by reshard.normalize(state_dict)")
+            lines.append("reshard.normalize(state_dict) removes wrapper segments from names")
         if live is not None and missing and all(_is_frozen(live.by_name[n]) for n in missing if n in live.by_name):
             lines.append("everything missing is frozen: ignore_frozen_params=True allows that")
     return "\n".join(lines)
@@ -383,14 +383,14 @@ def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: boo
     """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go
     together."""
     if not isinstance(value, torch.Tensor):
-        return f"wanted a tensor of shape {shape}, found {type(value).__name__}"
+        return f"expected a tensor of shape {shape}, found {type(value).__name__}"
     found = global_shape(value)
     if found != shape and {found, shape} != {(), (1,)}:
         return f"expected shape {shape}, found {found}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
     if _kind(dtype_of(value)) > _kind(dtype):
-        return f"expected {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you mean it"
+        return f"expected {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you want that"
     return None
 
 

@@ -1,8 +1,8 @@
-"""Canonical names: the names that parameters and buffers have when no wrapper is around their modules.
+"""Canonical names: the names of parameters and buffers without wrappers around their modules.
 
-One walk over the live modules finds every name with its tensor; all other modules of this package only look names up.
-A wrapper's segment is dropped because of the wrapper's class, never because of its spelling, so a user's own child
-called `module` keeps its name.
+One walk over the live modules finds every name and its tensor. All other modules of this package
+only look names up. A wrapper's segment is removed because of the wrapper's class, never because of
+its spelling, so your own child module called `module` keeps its name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Stage:
 
     module: nn.Module
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Canonical name of each numbered container in the stage -> number of its child 0 in the full
-    model."""
+    """Maps the canonical name of each numbered container in the stage to the number that its child
+    0 has in the full model.
+    """
 
     def __post_init__(self) -> None:
         for name, offset in self.offsets.items():
@@ -52,36 +53,37 @@ Models = nn.Module | Stage | Sequence[nn.Module | Stage]
 
 
 class StateEntry(NamedTuple):
-    """One place of a live module that holds state, under one of the names that lead to it."""
+    """One place in a live module that holds state, under one of its names."""
 
     name: str
     """Canonical name."""
     live: str
-    """Name in the live module, with every wrapper's segment."""
+    """Name in the live module, including wrapper segments."""
     kind: str
     """"parameter", "buffer" or "extra_state"."""
     owner: nn.Module
     attr: str
     value: torch.Tensor | None
-    """None for extra state."""
+    """The tensor. None for extra state."""
     persistent: bool
-    """False for buffers that are no part of state dicts."""
+    """False for buffers that are not part of state dicts."""
     wrappers: tuple[str, ...]
-    """Classes of the wrappers on the way, outermost first."""
+    """Classes of the wrappers around it, outermost first."""
     stage: int
-    """Position of its module in the list that was given."""
+    """Index of its module in the list of modules."""
     piece: FlatPiece | None = None
-    """Set for a parameter inside a flat parameter; `value` is then what the optimizer
-    has."""
+    """Set for a parameter inside a flat parameter. `value` is then the tensor that the optimizer
+    has.
+    """
 
     @property
     def identity(self) -> Any:
-        """Equal for the names of one tied tensor."""
+        """Equal for all names of one tied tensor."""
         return id(self.value) if self.piece is None else self.piece.identity
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape; () for extra state and for lazy parameters that have none yet."""
+        """Global shape. () for extra state, and for lazy parameters without a shape."""
         if self.piece is not None:
             return self.piece.shape
         if self.value is None or is_lazy(self.value):
@@ -89,7 +91,7 @@ class StateEntry(NamedTuple):
         return whole_shape(self.value) if is_partitioned(self.value) else tuple(self.value.shape)
 
     def tensor(self) -> torch.Tensor:
-        """The live tensor, sharded as it is; whoever writes into it writes into the model."""
+        """The live tensor, sharded as in the model. Writing into it changes the model."""
         if self.piece is not None:
             return self.piece.value()
         if self.value is None:
@@ -99,18 +101,19 @@ class StateEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfLoadingModule:
-    """A module that reads and writes its state dict itself, with all below it."""
+    """A module that reads and writes its own state dict and that of its children."""
 
     module: nn.Module
     prefix: str
-    """Canonical name of the module, with a dot unless empty."""
+    """Canonical name of the module, followed by a dot unless it is empty."""
     slots: tuple[StateEntry, ...]
-    """What the walk finds inside: known by name, but neither read nor written directly."""
+    """Entries that the walk finds inside. Their names are known, but they are not read or written
+    directly.
+    """
     reader: ModuleReader
 
     def canonical(self, key: str) -> str:
-        """The canonical name of a key of `module.state_dict()`; segments that lead nowhere stay as
-        they are."""
+        """Return the canonical name of a key of `module.state_dict()`. Unknown segments are kept."""
         current: nn.Module | None = self.module
         out: list[str] = []
         for part in key.split("."):
@@ -130,16 +133,17 @@ class SelfLoadingModule:
 class LiveModel:
     """Every name of one module or of a list of modules, found in one walk.
 
-    Raises NormalizationError if two different tensors have one canonical name.
+    Raises NormalizationError if two different tensors have the same canonical name.
     """
 
     def __init__(self, models: Models, modifiers: str = "_fqn_modifiers") -> None:
         self.stages = _as_stages(models)
         self.items: list[StateEntry | SelfLoadingModule] = []
-        """Slots that are read directly and regions that read themselves, in the order of
-        `state_dict()`."""
+        """Entries that are read directly, and modules that read themselves, in the order of
+        `state_dict()`.
+        """
         self.slots: list[StateEntry] = []
-        """All slots, those inside regions too."""
+        """All entries, including those inside self-loading modules."""
         self.reader = ModuleReader(modifiers)
         for index, stage in enumerate(self.stages):
             walk = _ModuleWalk(self.reader, index, stage.offsets, self.slots)
@@ -147,15 +151,16 @@ class LiveModel:
             _check_offsets(stage, walk.numbered)
         self.by_name: dict[str, StateEntry] = {}
         self.names_of: dict[Any, list[str]] = {}
-        """By a slot's `identity`, every canonical name that leads to its tensor, the first one
-        first."""
+        """Maps the `identity` of an entry to all canonical names of its tensor, in the order of the
+        walk.
+        """
         self.tied: set[str] = set()
-        """Names whose tensor has other names too."""
+        """Names whose tensor has other names, too."""
         self.pieces_of: dict[int, list[FlatPiece]] = {}
-        """By id of a parameter that optimizers have: what it consists of, if it is a flat one."""
+        """Maps the id of a flat parameter that optimizers have to the parameters in it."""
         self._index()
         self.partitioned: list[StateEntry] = []
-        """Parameters of which this rank has only parts, outside of the tensors: those of ZeRO-3."""
+        """Parameters of ZeRO-3, of which this rank holds parts outside of the tensors."""
         self._look_at_empty()
 
     def _index(self) -> None:
@@ -186,8 +191,9 @@ class LiveModel:
                 self.tied.update(names)
 
     def _look_at_empty(self) -> None:
-        """Find parameters of which the elements are elsewhere; raises NormalizationError if nobody
-        can say where."""
+        """Find parameters whose elements are stored elsewhere. Raises NormalizationError if their
+        location is unknown.
+        """
         empty = [
             slot
             for slot in self.slots
@@ -210,8 +216,9 @@ class LiveModel:
                 )
 
     def refuse_partitioned(self, fix: str) -> None:
-        """Raise NormalizationError if there are parts of parameters only, with what to do about
-        it."""
+        """Raise NormalizationError if this rank holds only parts of parameters. The error says what
+        to do.
+        """
         if self.partitioned:
             more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
             names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
@@ -220,27 +227,27 @@ class LiveModel:
             )
 
     def aliases(self, slot: StateEntry) -> list[str]:
-        """All names of the slot's tensor, its own among them."""
+        """Return all names of the entry's tensor, including its own."""
         return self.names_of[slot.identity] if slot.value is not None else [slot.name]
 
     @functools.cached_property
     def by_live(self) -> dict[str, str]:
-        """Canonical name of each live name."""
+        """Return the canonical name of each live name."""
         return {slot.live: slot.name for slot in self.slots}
 
     def tensors(self) -> Collection[torch.Tensor]:
-        """Parameters and buffers as they are, each once, without those inside FSDP1 flat
-        parameters."""
+        """Return parameters and buffers, each once, without those inside FSDP1 flat parameters."""
         found = {id(slot.value): slot.value for slot in self.slots if slot.value is not None and slot.piece is None}
         return found.values()
 
     def of_kind(self, kind: str) -> Iterator[StateEntry]:
-        """The slots of one kind, each name once."""
+        """Return the entries of one kind, each name once."""
         return (slot for slot in self.by_name.values() if slot.kind == kind)
 
     def prefixes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """Canonical prefixes, with a dot, of modules inside; raises NormalizationError for a module
-        that is not."""
+        """Return the canonical prefixes, with a dot, of modules inside. Raises NormalizationError
+        for a module that is not inside.
+        """
         found: list[str] = []
         wanted = set(modules)
         for stage in self.stages:
@@ -251,7 +258,7 @@ class LiveModel:
                     name = region.canonical(path) if path else ""
                     found.append(f"{name}." if name else "")
         if wanted:
-            raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are no part of the model")
+            raise NormalizationError(f"submodules {[type(m).__name__ for m in wanted]} are not part of the model")
         return found
 
 
@@ -265,7 +272,7 @@ _SIZES = (
     "out_channels",
     "num_features",
 )
-"""Attributes by which torch's modules say how large their parameters are."""
+"""Attributes in which torch's modules store the sizes of their parameters."""
 
 
 class _ModuleWalk:
@@ -287,10 +294,10 @@ class _ModuleWalk:
         wrappers: tuple[str, ...],
         items: list[StateEntry | SelfLoadingModule] | None,
     ) -> None:
-        """Append what the module and all below it hold to `slots`, and to `items` unless inside a
-        region (None).
+        """Append the state of the module and its children to `slots`. Also append it to `items`,
+        unless `items` is None, which means that the module is inside a self-loading one.
 
-        `live` and `name` are the module's live and canonical prefixes; both end in a dot or are
+        `live` and `name` are the module's live and canonical prefixes. Both end in a dot or are
         empty.
         """
         reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
@@ -323,8 +330,9 @@ class _ModuleWalk:
             self.visit(child, inside, path, below, items)
 
     def _own(self, module: nn.Module, live: str, name: str, wrappers: tuple[str, ...], has_extra: bool) -> None:
-        """Append the module's own parameters, buffers and extra state, in the order of
-        `state_dict()`."""
+        """Append the module's own parameters, buffers, and extra state, in the order of
+        `state_dict()`.
+        """
         add, stage, make = self.slots.append, self.stage, tuple.__new__  # three times as fast as Slot(...)
         pieces = self.pieces.get(id(module), ()) if self.pieces else ()
         for attr, piece in pieces:
@@ -349,7 +357,7 @@ class _ModuleWalk:
 
 
 def where() -> str:
-    """ " on rank 3" where there are ranks, else ""; for error messages."""
+    """Return " on rank 3" in a distributed job, otherwise "". For error messages."""
     return f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
 
 
@@ -376,7 +384,9 @@ def _check_offsets(stage: Stage, numbered: set[str]) -> None:
 
 
 def _check_same(first: StateEntry, second: StateEntry) -> None:
-    """Two slots may share a name only as copies of one buffer in several stages."""
+    """Raise unless both entries are copies of one buffer in several stages. Only these may share a
+    name.
+    """
     a, b = first.value, second.value
     if first.stage != second.stage and first.kind == second.kind == "buffer" and a is not None and b is not None:
         same = a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or b.is_meta or torch.equal(a, b))

@@ -57,9 +57,9 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
         if not is_nested(saved):
             cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
-                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found}, and not "
-                "'state' and 'param_groups' as torch's have. Give the optimizer that is inside, if it holds the "
-                f"model's own parameters; of DeepSpeed's, {HOW_TO_SAVE}"
+                f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found} instead "
+                "of 'state' and 'param_groups'. Pass the inner optimizer, if it holds the model's own parameters. "
+                f"For DeepSpeed's optimizers, {HOW_TO_SAVE}"
             )
         # ids are positions, unless several parameters share one
         plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
@@ -325,12 +325,12 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
     if strict:
         lines += [f"  Missing key: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
-        told = "an empty dict under 'state.<fqn>' would say that there was none"
+        told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += [f"  Missing optimizer state: {name}; {told}" for name in match.lost]
         lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
         for one, key in match.foreign:
             kind = type(live.optimizers[one.optimizer]).__name__
-            lines.append(f"  Unexpected key: state {key!r} of {one.name}, for which {kind} has no use")
+            lines.append(f"  Unexpected key: state {key!r} of {one.name}, which {kind} does not use")
     lines += [f"  misfit: {fault}" for fault in faults]
     if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
@@ -338,7 +338,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
     if strict and (match.missing or match.lost or match.strangers or match.foreign):
-        lines.append("pass StateDictOptions(strict=False) to set what fits and have the rest reported")
+        lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
     return "\n".join(lines)
 
 

@@ -1,8 +1,10 @@
-"""`normalize`: state dicts that were saved raw, with wrapper segments and integer ids, in canonical form.
+"""`normalize`: convert state dicts that were saved with wrapper prefixes and integer ids to
+canonical form.
 
-There is no live model to ask here, so names are read as text. The segments that only wrappers use are dropped
-wherever they stand. `module` may be DDP's or a user's own: it is dropped at the front where every name has it there,
-elsewhere only if the caller says which names are right. So are PEFT's segments, which a live model keeps.
+There is no live model to inspect, so names are read as text. Segments that only wrappers use are
+removed everywhere. `module` can belong to DDP or to your model: it is removed at the front if every
+name starts with it, and elsewhere only if you pass the right names. The same holds for PEFT's
+segments, which a live model keeps.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ class NormalizeReport:
     """What `normalize` changed."""
 
     renamed: Mapping[str, str]
-    """Raw name to canonical name, of those that differ."""
+    """Maps raw names to canonical names, where they differ."""
     dropped: Mapping[str, int]
-    """How many times each wrapper segment was dropped."""
+    """How many times each wrapper segment was removed."""
     doubtful: tuple[str, ...]
-    """Canonical names that still have a segment `module`, which may be a wrapper's or the model's
-    own."""
+    """Canonical names that still have a segment `module`, which may belong to a wrapper or to the
+    model.
+    """
     ids: Mapping[int, str]
-    """Integer parameter id to name."""
+    """Maps integer parameter ids to names."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.renamed)} names changed"]
@@ -43,7 +46,7 @@ class NormalizeReport:
 
 
 class Normalized(dict[str, Any]):
-    """The normalized dict; `report` says what was changed."""
+    """The normalized dict. `report` lists the changes."""
 
     report: NormalizeReport
 
@@ -51,23 +54,23 @@ class Normalized(dict[str, Any]):
 def normalize(
     raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
 ) -> Normalized:
-    """Convert a raw state dict to canonical names. Returns a new dict that shares the values; the
+    """Convert a raw state dict to canonical names. Return a new dict that shares the values; the
     input does not change.
 
-    It accepts a model's state dict, an optimizer's (`state` and `param_groups`, by name or by
-    integer id), the flat optimizer form, and dicts that contain several of these under their own
-    keys. Everything else is kept unchanged.
+    The input can be the state dict of a model, the state dict of an optimizer (`state` and
+    `param_groups`, by name or by integer id), a flat optimizer state dict, or a dict that contains
+    several of these. Everything else is kept unchanged.
 
     Args:
-        names: the canonical names, if you know them (`fqn_map(model)` works). They decide what the
-            text of a name cannot: whether a segment `module` belongs to a wrapper.
+        names: the canonical names, if you know them (`fqn_map(model)` works). They decide whether a
+            segment `module` belongs to a wrapper, which the text of a name cannot.
         order: canonical parameter names by integer id, for optimizers that were saved by ids. This
             is the order of the optimizer's parameters (`fqn_map(model,
             optimizer).parameter_order()`), not of the state dict.
 
     Raises:
-        NormalizationError: two names become one, an id is not in `order`, or there are ids and no
-            `order`.
+        NormalizationError: two names become the same, an id is not in `order`, or there are ids and
+            no `order`.
     """
     work = _Normalizing(frozenset(names) if names is not None else None, order)
     out = Normalized(work.tree(raw, "the state dict"))
@@ -86,7 +89,7 @@ class _Normalizing:
         self.seen: set[str] = set()
 
     def tree(self, raw: Mapping[Any, Any], what: str) -> dict[Any, Any]:
-        """One level: an optimizer, a flat optimizer, a model, or a container of these."""
+        """Normalize one level: an optimizer, a flat optimizer, a model, or a container of these."""
         if is_nested(raw):
             return self.optimizer(raw, what)
         if is_flat(raw):
@@ -134,7 +137,7 @@ class _Normalizing:
         return out
 
     def key(self, key: Any, wrappers: WrapperNames, what: str) -> Any:
-        """The canonical name of a key of optimizer state."""
+        """Return the canonical name of a key of optimizer state."""
         if isinstance(key, str):
             return self.name(key, wrappers)
         if not isinstance(key, int) or isinstance(key, bool):
@@ -150,7 +153,7 @@ class _Normalizing:
         return self.order[key]
 
     def name(self, raw: str, wrappers: WrapperNames) -> str:
-        """The canonical name of a raw one, and account of what was dropped."""
+        """Return the canonical name of a raw one, and count the removed segments."""
         if self.names is not None and raw in self.names:
             name = raw
         else:
@@ -166,8 +169,9 @@ class _Normalizing:
         return name
 
     def _by_names(self, raw: str) -> str | None:
-        """The known name that the raw one can become by dropping segments, if there is exactly
-        one."""
+        """Return the known name that the raw name becomes by removing segments, if there is exactly
+        one.
+        """
         if self.names is None:
             return None
         certain = [part for part in raw.split(".") if part not in CERTAIN_SEGMENTS]

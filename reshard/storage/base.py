@@ -78,7 +78,9 @@ class Storage(ABC):
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
         """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
         them call this alike; the first to come makes it. What nobody writes is zero."""
-        raise StorageError(f"{self.url} has no objects that several processes write: let each write one of its own")
+        raise StorageError(
+            f"{self.url} does not support objects that several processes write: let each process write its own"
+        )
 
     @abstractmethod
     def publish(self, name: str, data: Buffer) -> None:
@@ -246,7 +248,7 @@ def check_name(name: str, url: str) -> str:
 @lru_cache(maxsize=10_000)  # a load asks for the same few names very often
 def _flaw(name: str) -> str:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
-        return "wanted parts separated by '/', none of them empty, '.' or '..', without NUL and backslash"
+        return "expected parts separated by '/', none of them empty, '.' or '..', without NUL and backslash"
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -35,7 +35,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text:
-            raise StorageError("the path is empty: name a folder")
+            raise StorageError("the path is empty: pass a folder")
         return LocalStorage(text)
     if scheme in ("file", *_OBJECT_STORES) and ("#" in rest or "?" in rest):
         raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")
@@ -53,9 +53,9 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     hub = ""
     if scheme == "hf":
         fix = f"open(huggingface_hub.snapshot_download({rest!r}))"
-        hub = f". A model of the Hugging Face hub is downloaded first, and its folder opened: {fix}"
+        hub = f". For a model on the Hugging Face hub, download it first and open its folder: {fix}"
     raise StorageError(
-        f"unknown scheme {scheme!r} of {text}: known are a local folder, file://, memory://, s3://, gs:// and az://{hub}"
+        f"unknown scheme {scheme!r} of {text}. Use a local folder, file://, memory://, s3://, gs:// and az://{hub}"
     )
 
 
@@ -64,7 +64,7 @@ def path_text(path: object) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         shown = f"{type(text).__name__}: {' '.join(repr(text).split()):.80}"
-        raise StorageError(f"a path must be text, but is {shown}; name a folder or URL, or give a Storage")
+        raise StorageError(f"a path must be a string or path, but is {shown}: pass a folder, a URL, or a Storage")
     return text
 
 

@@ -39,8 +39,8 @@ class TarStorage(Storage):
         head = storage.read(name, 0, min(2, storage.size(name)))
         if head in _COMPRESSED:
             raise FormatError(
-                f"{self.url}: the archive is compressed by {_COMPRESSED[head]}, so that nothing in it can be read "
-                "without reading all of it: decompress it first, into an archive or a folder, and open that"
+                f"{self.url}: the archive is compressed with {_COMPRESSED[head]}, so reading any part means reading "
+                "all of it. Decompress it first, into an archive or a folder, and open that"
             )
         self._places = dict(sorted(self._members().items()))
 
@@ -87,7 +87,7 @@ class TarStorage(Storage):
         self._refuse(name)
 
     def _refuse(self, name: str) -> NoReturn:
-        raise StorageError(f"{self.url} is an archive, in which nothing is changed: {name!r} cannot be written")
+        raise StorageError(f"{self.url} is an archive, which is read-only: cannot write {name!r}")
 
 
 class _ArchiveFile(io.RawIOBase):

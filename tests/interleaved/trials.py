@@ -434,7 +434,7 @@ class _Trial:
         text = str(error)
         allowed = ["was published in", "already contains a checkpoint"]
         if self.verb.beside is not None or self.fault is not None:
-            allowed += ["others took this save for dead", "while it was read", "It was replaced just then"]
+            allowed += ["considered this save dead", "while it was read", "Load again if it was just replaced"]
         return any(words in text for words in allowed)
 
 

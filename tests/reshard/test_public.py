@@ -106,7 +106,7 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         reshard.plan(tmp_path / "c", "fspd=3")
     with pytest.raises(LayoutError, match="rules are for a topology"):
         reshard.plan(tmp_path / "c", tmp_path / "c", rules={"*": "R"})
-    with pytest.raises(LayoutError, match="a plan starts from a path, Checkpoint or StateLayout, not from 'fsdp=3'"):
+    with pytest.raises(LayoutError, match="source must be a path, Checkpoint, or StateLayout, got 'fsdp=3'"):
         reshard.plan("fsdp=3", tmp_path / "c")
     with pytest.raises(LayoutMismatchError):
         reshard.plan(layout, planners.fsdp(2).layout({"c": planners.TensorSpec("c", (2,), "float32")}))
@@ -115,8 +115,11 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda path: reshard.load(path, {"w": 1}), r"the path comes second: load\(state_dict, '.*'\), not load\("),
-        (lambda path: reshard.save(path, {"w": 1}), r"the path comes second: save\("),
+        (
+            lambda path: reshard.load(path, {"w": 1}),
+            r"the path is the second argument: load\(state_dict, '.*'\), not load\(",
+        ),
+        (lambda path: reshard.save(path, {"w": 1}), r"the path is the second argument: save\("),
         (
             lambda path: reshard.load({"w": 1}, {"w": 1}),
             "load.state_dict, path. needs a path, URL or Storage, got dict",
@@ -141,7 +144,7 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
         (
             lambda path: reshard.redistribute({"w": torch.ones(1)}, path),
-            r"got str: .*reshard.load\(state, path\) that reads",
+            r"got str: .*to read a checkpoint, call reshard.load\(state, path\)",
         ),
         (lambda path: reshard.convert(path, path, format="safetensor"), "did you mean 'safetensors'"),
     ],
@@ -153,13 +156,37 @@ def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("verb", "given", "meant"),
+    [
+        ("compare", {"rtl": 0.1}, "rtol"),
+        ("verify", {"worker": 2}, "workers"),
+        ("open", {"stp": 1}, "step"),
+        ("plan", {"rule": {}}, "rules"),
+    ],
+)
+def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], meant: str) -> None:
+    words = rf"{verb}\(\) got an unexpected keyword argument '{next(iter(given))}'"
+    with pytest.raises(TypeError, match=words + f": did you mean '{meant}'"):
+        getattr(reshard, verb)(*["a", "b"][: 2 if verb in ("compare", "plan") else 1], **given)
+
+
+@pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: reshard.load("path"), r"was given 'path' alone. .*reshard.open\('path'\).nested\(\)"),
-        (lambda: reshard.load(path="path"), r"was given 'path' alone. .*reshard.open\('path'\).nested\(\)"),
-        (lambda: reshard.load({"w": 1}), r"load\(state_dict, path\) was given a dict alone: where from\?"),
-        (lambda: reshard.save({"w": 1}), r"save\(state_dict, path\) was given a dict alone: where to\?"),
-        (lambda: reshard.async_save("path"), r"async_save\(state_dict, path\) was given 'path' alone: the state comes"),
+        (lambda: reshard.load("path"), r"was called with 'path' only. .*reshard.open\('path'\).nested\(\)"),
+        (lambda: reshard.load(path="path"), r"was called with 'path' only. .*reshard.open\('path'\).nested\(\)"),
+        (
+            lambda: reshard.load({"w": 1}),
+            r"load\(state_dict, path\) was called without a path: pass the path to load from",
+        ),
+        (
+            lambda: reshard.save({"w": 1}),
+            r"save\(state_dict, path\) was called without a path: pass the path to save to",
+        ),
+        (
+            lambda: reshard.async_save("path"),
+            r"async_save\(state_dict, path\) was called with 'path' only: pass the state first",
+        ),
     ],
 )
 def test_half_a_call_is_told_the_whole(call, told) -> None:
@@ -184,7 +211,7 @@ def test_what_is_no_model_is_told_what_comes_first(model) -> None:
 
 def test_paths_that_are_none_are_told_in_one_line(tmp_path) -> None:
     for call in (lambda: reshard.verify(torch.nn.Sequential(NET, NET)), lambda: reshard.open(NET)):
-        with pytest.raises(ReshardError, match="a path must be text, but is") as error:
+        with pytest.raises(ReshardError, match="a path must be a string or path, but is") as error:
             call()
         assert "\n" not in str(error.value)
     with pytest.raises(ReshardError, match=r"snapshot_download\('some/model'\)"):

@@ -137,7 +137,7 @@ DAMAGED_BLOCKS = {
         | {"digest": xxhash.xxh3_128_digest(RECORDS)}
     ),
     "a newer version": msgspec.msgpack.encode({"version": 3, "body": b"", "digest": xxhash.xxh3_128_digest(b"")}),
-    "of another file": signed_blocks(),
+    "to another file": signed_blocks(),
     "other blocks": signed_blocks(block_bytes=1 << 16),
     "huge counts": signed_blocks(starts=[96], counts=[1 << 62], records=RECORDS),
     "negative counts": signed_blocks(starts=[96, 97], counts=[2, -1], records=RECORDS),
@@ -177,7 +177,7 @@ def test_digests_of_another_save_of_the_same_form_are_not_believed(tmp_path):
     shutil.rmtree(tmp_path / "old")
     report = reshard.save(lora(1), tmp_path / "step-3", base="auto", fingerprints=False)
     assert report.bytes_reused == 0
-    assert "it is of another file" in report.passed_over[0]
+    assert "it belongs to another file" in report.passed_over[0]
     assert_same(loaded(tmp_path / "step-3"), lora(1))
 
 
@@ -288,11 +288,11 @@ def test_no_storage_but_its_own_has_a_neighbour():
 def test_bases_that_are_none(tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "model.pt")
     reshard.save(lora(1), tmp_path / "elsewhere" / "step-1")
-    with pytest.raises(CheckpointError, match=r"at .*step-2 itself or one in a folder next to it"):
+    with pytest.raises(CheckpointError, match=r"at .*step-2 itself or one beside it"):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "elsewhere" / "step-1")
     with pytest.raises(CheckpointNotFoundError):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "step-1")
-    with pytest.raises(FormatError, match="is torch_save: a save can only be based on one of this library's own"):
+    with pytest.raises(FormatError, match="is torch_save: the base of a save must be in the native format"):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match='base must be "auto" or the path of a checkpoint, got True'):
         reshard.save(lora(2), tmp_path / "step-2", base=True)  # type: ignore[arg-type]

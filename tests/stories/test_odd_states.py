@@ -61,7 +61,7 @@ class TestSaving:
 
     @pytest.mark.parametrize("key", [b"x", None, 1.5, True, (1, 2)])
     def test_tensors_under_keys_that_are_no_text(self, key, tmp_path):
-        with pytest.raises(FormatError, match=r"'m'.*Tensor.*keys are neither text nor ints"):
+        with pytest.raises(FormatError, match=r"'m'.*Tensor.*keys are neither strings nor ints"):
             reshard.save({"m": {key: torch.ones(1)}}, tmp_path / "c")
 
     @pytest.mark.parametrize(

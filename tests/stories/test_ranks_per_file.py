@@ -117,7 +117,7 @@ def test_storages_without_places_are_refused(told: list[dict[str, Any]]) -> None
 
 
 def test_a_base_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="leave ranks_per_file or base out"):
+    with pytest.raises(CheckpointError, match="leave one of them out"):
         reshard.save({"w": MATRIX}, tmp_path, base="auto", ranks_per_file=2)
 
 

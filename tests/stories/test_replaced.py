@@ -154,4 +154,4 @@ def two_saves(folder: str) -> str:
 @pytest.mark.gloo
 def test_ranks_that_have_opened_different_saves_load_none(tmp_path):
     for said in gloo.run(two_saves, 2, str(tmp_path / "c")):
-        assert "is not the same checkpoint for all ranks" in said
+        assert "is not the same checkpoint on all ranks" in said

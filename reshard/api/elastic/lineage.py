@@ -109,16 +109,16 @@ class FoundGenerations:
     def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
         """For errors: that nobody can tell which of these the job lived on last, and how to say it."""
         spans = [
-            f"{self._where(kept)}, by one that began {_when(self.incarnations[kept].id)} and was there still "
-            f"{_when(self._last(kept))}"
+            f"{self._where(kept)}, by a run from {_when(self.incarnations[kept].id)} to {_when(self._last(kept))} at "
+            "least"
             for kept in tied
         ]
         steps = list(dict.fromkeys(f"step={kept.step}" for kept in tied))
         choice = f"Choose one: pass {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
         return (
-            "it is not known which generation the job used last: runs of the job that did not know of each other, "
-            f"and that overlapped in time by the clocks of the hosts, kept these: {'; '.join(spans)}. "
-            f"{choice} the folders of the generations that you do not want: {', '.join(kept.folder for kept in tied)}"
+            "cannot determine which generation the job used last. By the clocks of the hosts, runs of the job "
+            f"overlapped in time and saved these without knowing of each other: {'; '.join(spans)}. {choice} the "
+            f"folders of the generations that you do not want: {', '.join(kept.folder for kept in tied)}"
         )
 
     def _knew(self, one: GenerationFolder, other: GenerationFolder) -> bool:
@@ -155,12 +155,12 @@ class FoundGenerations:
 
     def _why_left(self, kept: GenerationFolder, taken: GenerationFolder, step: int | None) -> str:
         if step is not None:
-            return f"step {step} is asked for"
+            return f"step {step} was requested"
         knew = self._knew(taken, kept)
         if knew or self._began_later(taken, kept):
             told = "which knew of it" if knew else "by the clocks of the hosts"
-            return f"a later incarnation of the job, {told}, kept {taken} and had not recovered this one"
-        return f"{taken} is taken, whose incarnation of the job had not recovered this one"
+            return f"a later run of the job, {told}, saved {taken} and had not restored this one"
+        return f"{taken} is used instead, and its run of the job had not restored this one"
 
 
 def _ms(save_id: str) -> int:
@@ -169,4 +169,4 @@ def _ms(save_id: str) -> int:
 
 
 def _when(save_id: str) -> str:
-    return f"at {datetime.fromtimestamp(_ms(save_id) / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
+    return f"{datetime.fromtimestamp(_ms(save_id) / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"

@@ -122,7 +122,7 @@ def _none_text(
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
         why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
         return f"no generation of step {step} in {settings.folder} is complete: {why}"
-    none = "; ".join(passed) or f"none counts on any of the {len(hosts.places)} hosts"
+    none = "; ".join(passed) or f"the {len(hosts.places)} hosts have no usable one"
     advice = "" if fallback is not None else ". Pass a checkpoint as fallback=, or start from scratch"
     return f"no generation in {settings.folder} is complete: {none}{advice}"
 

@@ -78,8 +78,8 @@ class Ledger:
             return cls(root)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path_below(root, LEDGER)} cannot be read: {error}. It has the metrics of the steps and no more: "
-                "bring it back, or remove it to go on without them"
+                f"{path_below(root, LEDGER)} cannot be read: {error}. It contains only the metrics of the steps: "
+                "restore it, or delete it to continue without them"
             ) from error
 
     def publish(self) -> None:

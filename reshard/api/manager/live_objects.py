@@ -73,7 +73,10 @@ class LiveObjects:
             return {name: self._take(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
         if isinstance(value, MutableSequence):
             return [self._take(each, f"{key}.{place}") for place, each in enumerate(value)]
-        raise FormatError(f"{key!r} is a {type(value).__name__} with a model or the like in it: use a dict or a list")
+        raise FormatError(
+            f"{key!r} is a {type(value).__name__} that contains a model or another stateful object: use a dict or a "
+            "list"
+        )
 
     def _object(self, value: Any, key: str) -> _Taken | None:
         if isinstance(value, torch.Generator):

@@ -187,7 +187,7 @@ class CheckpointManager:
             if not isinstance(its, kind):
                 raise CheckpointError(f"{name} must be {words}, got {its!r}")
         if (self._memory is None) != (self._memory_every is None):
-            raise CheckpointError("say when: every= for storage, and memory_every= where there is a memory= tier")
+            raise CheckpointError("pass every= for saves to storage, and memory_every= if you pass memory=")
         for name in ("whole_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
@@ -234,7 +234,7 @@ class CheckpointManager:
         if not self._is_open:
             raise CheckpointError(f"the manager of {self.root} is closed and saves nothing")
         if not self._may_save:
-            raise CheckpointError(f"the manager of {self.root} was made with read_only=True: it saves nothing")
+            raise CheckpointError(f"the manager of {self.root} was created with read_only=True and cannot save")
         number = checked_step(step)
         if self._before is not None and number < self._before:
             raise CheckpointError(f"step {number} is not after the last step, {self._before}: nothing was saved")

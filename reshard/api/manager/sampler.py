@@ -50,7 +50,7 @@ class ElasticSampler(Sampler[int]):
         self.part = part if part is not None else dist.get_rank() if in_job else 0
         self.parts = parts if parts is not None else dist.get_world_size() if in_job else 1
         if size < 0 or not 0 <= self.part < self.parts or tail not in ("keep", "drop", "repeat"):
-            raise LayoutError(f"no part {self.part} of {self.parts} of {size} samples, with tail={tail!r}")
+            raise LayoutError(f"invalid sampler: size={size}, part={self.part}, parts={self.parts}, tail={tail!r}")
         self.size, self.shuffle, self.seed, self.tail = size, shuffle, seed, tail
         self.epoch = self.position = 0
         self._is_counted = False
@@ -91,7 +91,7 @@ class ElasticSampler(Sampler[int]):
             f"{key} is {own!r}, was {state.get(key)!r}" for key, own in self._order().items() if state.get(key) != own
         ]
         if other:
-            raise KeyMismatchError(f"the position is one in another order of samples: {'; '.join(other)}")
+            raise KeyMismatchError(f"the saved position belongs to another order of samples: {'; '.join(other)}")
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _order(self) -> dict[str, Any]:

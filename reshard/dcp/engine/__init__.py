@@ -1,1 +1,3 @@
-"""What the face is made of: calls and their errors, torch's protocol over our control plane, states and storages."""
+"""Internals of the drop-in API: calls and their errors, torch's planning protocol, states, and
+storages.
+"""

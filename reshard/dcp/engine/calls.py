@@ -1,4 +1,6 @@
-"""One call of the face: its ranks and errors, its storages, and torch's protocol over our control plane."""
+"""One save or load of the drop-in API: its ranks and errors, its storages, and torch's planning
+protocol.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,21 @@ __all__ = [
 
 
 _TELL_S = 5.0
-"""How long a rank that failed waits for what the others failed with."""
+"""How many seconds a rank that failed waits for the errors of other ranks."""
 
 _WHOLE = 16
-"""So many ranks' own errors are told to all ranks; of more, that they failed."""
+"""The largest number of ranks whose errors are sent to all ranks in full. Of further ranks, only
+their numbers are sent.
+"""
 
 _Heard = tuple[dict[int, bytes], list[tuple[int, int]]]
-"""Errors by place in the group, and first and last places of others that failed."""
+"""Errors by place in the group, and the first and last places of other ranks that failed."""
 
 Failures = dict[int, tuple[BaseException, StackSummary]]
 
 
 class Call:
-    """The ranks of a save or a load. All of them make it, in the same order as other groups."""
+    """The ranks of a save or a load. All ranks create one, in the same order as their other groups."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         with _converted(lambda error: {0: _told(error)}):
@@ -61,12 +65,14 @@ class Call:
 
     @contextmanager
     def as_torch_raises(self) -> Iterator[Group]:
-        """Let every error from within be what it was and a `CheckpointException` besides."""
+        """Turn every error inside the block into one that is also a `CheckpointException`."""
         with _converted(self._failures):
             yield self.group
 
     def _failures(self, error: Exception) -> Failures:
-        """Collective, where a phase has failed: by place in the group, the error of each rank that failed itself."""
+        """Collective, after a phase failed. Return the errors of the ranks that failed themselves,
+        by place in the group.
+        """
         here, group = _told(error), self.group
         known = group.ranks.index(error.rank) if isinstance(error, RankFailedError) and error.rank >= 0 else group.rank
         if group.raised_alike(error):
@@ -86,7 +92,9 @@ class Call:
 
 
 def _first_ones(parts: list[_Heard]) -> _Heard:
-    """The errors of the first ranks that failed, and which others did: so what a rank hears does not grow with them."""
+    """Return the errors of the first ranks that failed, and the places of the others. This bounds
+    what each rank receives.
+    """
     errors: dict[int, bytes] = {}
     others: list[tuple[int, int]] = []
     for some, spans in parts:
@@ -118,14 +126,15 @@ def _converted(failures: Any) -> Iterator[None]:
 
 
 def _told(error: Exception) -> tuple[BaseException, StackSummary]:
-    """An error and where it was raised, without what would not travel."""
+    """Return an error and its traceback without the parts that cannot be sent."""
     frames = traceback.extract_tb(error.__traceback__)
     return error, StackSummary.from_list([(f.filename, f.lineno or 0, f.name, f.line) for f in frames])
 
 
 def pickled(error: BaseException, beside: Any = None) -> bytes:
-    """An error and what belongs to it, for another process of this job; in words where it does not let itself be
-    sent."""
+    """Pickle an error and its details for another process of this job. If the error cannot be
+    pickled, send its text.
+    """
     try:
         data = pickle.dumps((error, beside))
         pickle.loads(data)
@@ -135,7 +144,7 @@ def pickled(error: BaseException, beside: Any = None) -> bytes:
 
 
 def _both(error: Exception, failures: Failures) -> Exception:
-    """`error` as an instance of a class that is its own and torch's."""
+    """Return `error` as an instance of a class that derives from both its own class and torch's."""
     kind = _class_of(type(error))  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
     made = kind.__new__(kind, *error.args)
     made.args = error.args
@@ -159,7 +168,7 @@ def _class_of(kind: type[Exception]) -> type[Exception]:
 
 
 def _text(error: Any) -> str:
-    """What the error itself says, and what other ranks failed with."""
+    """Return the error's own message and a summary of the failures on other ranks."""
     known = str(error._original)
     others = [
         f"rank {place} failed, too: {type(other).__name__}: {other}"
@@ -173,11 +182,11 @@ def _text(error: Any) -> str:
 
 
 Write = Callable[[StorageWriter, SavePlan, SavePlanner], list[Any]]
-"""What writes the items of a rank: gives what `StorageWriter.write_data` gives."""
+"""Writes the items of a rank, and returns what `StorageWriter.write_data` returns."""
 
 
 def write_here(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
-    """In this process."""
+    """Write in this process."""
     written = writer.write_data(plan, planner)
     written.wait()
     results: list[Any] = written.value()
@@ -192,10 +201,10 @@ def run_save(
     coordinator: int,
     write: Write = write_here,
 ) -> Metadata:
-    """Plan on every rank, put the plans together on the coordinator, write everywhere, finish on
+    """Plan on every rank, merge the plans on the coordinator, write on every rank, and finish on
     the coordinator.
 
-    Plans and results travel pickled, between the processes of this job only.
+    Plans and results are pickled and sent only between the processes of this job.
     """
     is_coordinator = group.rank == coordinator
     _set_up_planner(planner, state_dict, writer.storage_meta(), is_coordinator)
@@ -223,17 +232,17 @@ def run_save(
 
 
 def _with_own(own: Any, gathered: list[bytes], place: int) -> list[Any]:
-    """What all ranks sent; this one's own as it is."""
+    """Return what all ranks sent, with this rank's own value unpickled."""
     return [own if rank == place else pickle.loads(data) for rank, data in enumerate(gathered)]
 
 
 def run_load(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int
 ) -> None:
-    """Plan on every rank, put the plans together on the coordinator, read everywhere.
+    """Plan on every rank, merge the plans on the coordinator, and read on every rank.
 
-    Where each rank has metadata of its own and there is none for all, every rank is a coordinator
-    for itself.
+    If each rank has metadata of its own and there is no global metadata, every rank is its own
+    coordinator.
     """
     is_coordinator = group.rank == coordinator
     metadata, for_all = _read_metadata(reader, group.rank)
@@ -263,7 +272,7 @@ def _central_plan(reader: StorageReader, planner: LoadPlanner, group: Group, coo
 
 
 def saved_in(metadata: Metadata) -> Iterator[Saved]:
-    """What torch's metadata says that there is."""
+    """Return the names and kinds that torch's metadata lists."""
     paths = metadata.planner_data or {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -273,9 +282,10 @@ def saved_in(metadata: Metadata) -> Iterator[Saved]:
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The metadata, and whether it is that of all ranks; if there is none, this rank's own.
+    """Return the metadata, and True if it is global. If there is no global metadata, return this
+    rank's own.
 
-    Raises what the reader raised for the former, if it has neither.
+    If there is neither, raise the reader's error for the global metadata.
     """
     try:
         return reader.read_metadata(), True
@@ -296,7 +306,9 @@ def _set_up_planner(planner: SavePlanner, state_dict: dict[str, Any], meta: Any,
 
 
 def _set_up_storage(set_up: Any, is_coordinator: bool, group: Group, use_collectives: bool = True) -> None:
-    """Storages of recent torch versions are told their rank; older third-party ones take no such argument."""
+    """Set up a storage. Recent torch versions pass the rank; older third-party storages accept no
+    such argument.
+    """
     try:
         set_up(is_coordinator, rank=group.rank, use_collectives=use_collectives)
     except TypeError as error:
@@ -314,13 +326,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def storage_by_position(call: Function) -> Function:
-    """Let `call` take its storage as second argument, too: that was its place before torch 2.2, which warns of it."""
+    """Let `call` accept its storage as the second positional argument. That was its position before
+    torch 2.2, and torch warns about it.
+    """
     name = next(name for name in inspect.signature(call).parameters if name.startswith("storage_"))
 
     @functools.wraps(call)
     def either_way(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and name not in kwargs:
-            warnings.warn(f"{call.__name__} takes the storage by name: {name}=...", stacklevel=2)
+            warnings.warn(f"{call.__name__} takes the storage as a keyword argument: {name}=...", stacklevel=2)
             return call(args[0], **{name: args[1]}, **kwargs)
         return call(*args, **kwargs)
 
@@ -328,42 +342,46 @@ def storage_by_position(call: Function) -> Function:
 
 
 def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> StorageWriter:
-    """The writer, told of `checkpoint_id`. Raises NowhereError if there is neither."""
+    """Return the writer for `checkpoint_id`. Raises NowhereError if neither is given."""
     if writer is not None:
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
         return writer
     if not checkpoint_id:
-        raise NowhereError("`checkpoint_id` must be specified where there is no storage_writer: say where to save")
+        raise NowhereError("`checkpoint_id` must be specified if there is no storage_writer: pass the path to save to")
     found: StorageWriter = _of_fsspec(checkpoint_id, "FsspecWriter") or FileSystemWriter(checkpoint_id)
     return found
 
 
 def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> StorageReader:
-    """The reader, told of `checkpoint_id`. Raises NowhereError if there is neither."""
+    """Return the reader for `checkpoint_id`. Raises NowhereError if neither is given."""
     if reader is not None:
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)
         return reader
     if not checkpoint_id:
-        raise NowhereError("`checkpoint_id` must be specified where there is no storage_reader: say what to load")
+        raise NowhereError(
+            "`checkpoint_id` must be specified if there is no storage_reader: pass the path to load from"
+        )
     found: StorageReader = _of_fsspec(checkpoint_id, "FsspecReader") or FileSystemReader(checkpoint_id)
     return found
 
 
 class NowhereError(CheckpointError, RuntimeError):
-    """A call does not say where: torch raises a RuntimeError."""
+    """The call names neither a storage nor a `checkpoint_id`. It is also a RuntimeError, as in
+    torch.
+    """
 
 
 class UnknownStorageError(StorageError, RuntimeError):
-    """Nobody has a storage for a URL: torch raises a RuntimeError."""
+    """No storage supports the URL. It is also a RuntimeError, as in torch."""
 
 
 def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
-    """torch's storage over fsspec, for a URL that we have no storage for and fsspec has; None for
-    one that we have.
+    """Return torch's fsspec storage for a URL that only fsspec supports, or None for a URL that
+    reshard supports.
 
-    Raises UnknownStorageError if neither has one.
+    Raises UnknownStorageError if neither supports it.
     """
     if is_known(checkpoint_id):
         return None

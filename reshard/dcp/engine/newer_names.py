@@ -1,4 +1,4 @@
-"""Names of newer releases of torch, under any, and modules of ours: looked up here before torch's own."""
+"""Names from newer torch releases that also work with older ones, and names of our modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["newer_or_torchs"]
 
 
 def newer_or_torchs(name: str) -> Any:
-    """A name of `torch.distributed.checkpoint` that `reshard.dcp` does not define itself."""
+    """Look up a name of `torch.distributed.checkpoint` that `reshard.dcp` does not define itself."""
     if name in ("FsspecReader", "FsspecWriter"):
         from reshard.dcp import fsspec_filesystem  # fsspec is optional
 

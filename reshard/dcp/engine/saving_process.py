@@ -1,13 +1,14 @@
-"""A process that writes for this one, so that the training loop keeps its interpreter to itself.
+"""A separate process that writes checkpoints, so that writing does not hold the interpreter lock of
+the training process.
 
-Plans are made, and ranks talk, where they always do. Only what an item is made of goes to the
-process, in memory that both share and that has no name in any file system:
+The training process plans and communicates as usual. Only the data of the items goes to the saving
+process, in shared memory that has no name in any file system:
 
     training process    resolve items into shared memory, order ──►          ◄── results, or the error
     saving process                                                write_data
 
-It is started by the first save that asks for it and serves all later ones. It ends with its parent,
-however that ends.
+The first save that asks for it starts the process, and all later saves use it. It ends with its
+parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = ["write_in_process"]
 
 _ALIGN_BYTES = 64
 _LOOK_S = 0.5
-"""How often the process looks whether its parent lives."""
+"""How often the process checks whether its parent is alive, in seconds."""
 
 
 class _ItemRow(NamedTuple):
-    """Where an item's data is in the shared memory; without a dtype it is an object's bytes."""
+    """Where the data of an item is in shared memory. An object has bytes and no dtype."""
 
     start: int
     nbytes: int
@@ -51,15 +52,15 @@ class _ItemRow(NamedTuple):
 
 
 def write_in_process(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
-    """What `writer.write_data` gives, called in the saving process. Takes memory for all data of
-    the plan.
+    """Call `writer.write_data` in the saving process and return its result. This takes memory for
+    all data of the plan.
 
-    Raises its error, or StorageError if the process cannot be had, died, or could not reach the
-    storage.
+    Raises the error of `write_data`, or StorageError if the process could not start, died, or could
+    not reach the storage.
     """
     storage = getattr(writer, "storage", None)
     if isinstance(storage, Storage) and not storage.is_common:
-        raise StorageError(f"another process does not see {storage.url}: save by AsyncCheckpointerType.THREAD")
+        raise StorageError(f"another process cannot see {storage.url}: use AsyncCheckpointerType.THREAD")
     with _lock:
         global _process
         if _process is not None and not _process.is_alive:
@@ -70,11 +71,11 @@ def write_in_process(writer: StorageWriter, plan: SavePlan, planner: SavePlanner
 
 
 class _SavingProcess:
-    """The parent's side."""
+    """The training process's handle to its saving process."""
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
-            raise StorageError("this system shares no memory without a name: save by AsyncCheckpointerType.THREAD")
+            raise StorageError("this system has no anonymous shared memory: use AsyncCheckpointerType.THREAD")
         self._memory = os.memfd_create("reshard-save", os.MFD_CLOEXEC)
         path = os.pathsep.join(path for path in sys.path if path)
         self.child = subprocess.Popen(
@@ -87,18 +88,17 @@ class _SavingProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take an order."""
+        """Return True if it can accept an order."""
         return self.child.poll() is None
 
     def write(self, writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> list[Any]:
-        """One order and its answer."""
+        """Send an order and return its answer."""
         rows = self._share([planner.resolve_data(item) for item in plan.items])
         try:
             order = pickle.dumps((writer, plan, rows))
         except Exception as error:
             raise StorageError(
-                f"this {type(writer).__name__} cannot be given to a process ({error}): save by "
-                "AsyncCheckpointerType.THREAD"
+                f"this {type(writer).__name__} cannot be sent to a process ({error}): use AsyncCheckpointerType.THREAD"
             ) from error
         try:
             _send(self.child.stdin, order)
@@ -134,7 +134,7 @@ class _SavingProcess:
         return rows
 
     def end(self) -> None:
-        """Let it go, and wait until it has."""
+        """Ask the process to end, and wait until it has."""
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         with suppress(BrokenPipeError):
@@ -147,7 +147,7 @@ class _SavingProcess:
 _lock = threading.Lock()
 _process: _SavingProcess | None = None
 _of_parent: list[_SavingProcess] = []
-"""In a fork: kept, since pipes that nobody refers to are closed."""
+"""In a forked child: references to the parent's pipes, which would be closed without them."""
 
 
 def _end() -> None:
@@ -156,7 +156,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """In a fork: the process is the parent's."""
+    """In a forked child: drop the saving process, which belongs to the parent."""
     global _process, _lock
     if _process is not None:
         _process.child.returncode = 0  # so that nobody waits for it here
@@ -179,7 +179,7 @@ def _send(stream: Any, data: bytes) -> None:
 
 
 def _receive(stream: Any) -> bytes | None:
-    """The next message; None if there is none any more."""
+    """Return the next message, or None at the end of the stream."""
     head = stream.read(8)
     size = int.from_bytes(head, "little")
     data: bytes = stream.read(size)
@@ -187,7 +187,7 @@ def _receive(stream: Any) -> bytes | None:
 
 
 class _Shared(SavePlanner):
-    """Gives the data of items that lie in shared memory."""
+    """Returns the data of items that are in shared memory."""
 
     def __init__(self, plan: SavePlan, rows: Sequence[_ItemRow], whole: torch.Tensor) -> None:
         self._rows, self._whole = {item.index: row for item, row in zip(plan.items, rows, strict=True)}, whole
@@ -219,7 +219,9 @@ def _write(memory: int, order: bytes) -> list[Any]:
 
 
 def _end_with(parent: int) -> None:
-    """Stop at once, without cleaning up, when the parent is gone: its save counts no more."""
+    """Exit at once, without cleanup, when the parent has ended. Its unfinished save no longer
+    counts.
+    """
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""State dicts as DCP sees them: flat keys, the regions that this rank holds, and torch's metadata for both."""
+"""State dicts as DCP sees them: flat keys, the regions that this rank holds, and torch's metadata."""
 
 from __future__ import annotations
 
@@ -40,23 +40,25 @@ class HeldRegion:
     tensor: torch.Tensor
 
     def index(self, fqn: str) -> MetadataIndex:
-        """What DCP calls this region."""
+        """DCP's index of this region."""
         return MetadataIndex(fqn, self.box.offsets)
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Whether a value says itself, by torch's protocol, which regions of a tensor it holds.
+    """Return True if a value declares, by torch's protocol, which regions of a tensor it holds.
 
-    A DTensor does so for what is in it, such as a `LocalShardsWrapper`; of a plain one we know
-    better, as we do of ShardedTensors.
+    A DTensor counts if its local tensor does, such as a `LocalShardsWrapper`. reshard handles plain
+    DTensors and ShardedTensors itself.
     """
     inner = value._local_tensor if isinstance(value, DTensor) else value
     return not is_sharded(inner) and hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
 
 
 def is_placed(value: Any) -> bool:
-    """Whether a plain local tensor says by its attributes where parts of it are in a global one:
-    `CheckpointableTensor` of torch 2.15, understood here whatever torch is installed."""
+    """Return True if attributes of a plain local tensor say which parts of a global tensor it
+    holds. This is `CheckpointableTensor` of torch 2.15; reshard supports it with every torch
+    version.
+    """
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _PLACED)
 
 
@@ -64,29 +66,29 @@ _PLACED = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Shape of the whole tensor, of which this rank may hold a part."""
+    """Return the shape of the full tensor. This rank may hold only a part of it."""
     if is_placed(value):
         return tuple(value.global_shape)
     return tuple(value.size()) if is_checkpointable(value) else global_shape(value)
 
 
 def copied_like(copied: torch.Tensor, value: Any) -> torch.Tensor:
-    """The copy, which says of itself what `value` does."""
+    """Return the copy with the placement attributes of `value`."""
     for name in _PLACED if is_placed(value) else ():
         setattr(copied, name, getattr(value, name))
     return copied
 
 
 def holds_checkpointable(state: Any) -> bool:
-    """Whether one of the values in a nested state says itself what it holds."""
+    """Return True if a value in a nested state declares which regions it holds."""
     return any(is_placed(value) or is_checkpointable(value) for value in leaves_of(state).values())
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """The regions of a Tensor, DTensor, ShardedTensor or checkpointable on this rank, empty ones
-    left out.
+    """Return the non-empty regions of a Tensor, DTensor, ShardedTensor, or checkpointable value on
+    this rank.
 
-    A strided shard has several: DCP's own answer, a single offset, would be wrong for it.
+    A strided shard has several. DCP's own answer, a single offset, would be wrong for it.
     """
     if is_checkpointable(tensor):
         for chunk in tensor.__create_chunk_list__():
@@ -105,7 +107,9 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
 
 
 def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """Raises LayoutError where the attributes do not fit one another, the tensor, or the global shape."""
+    """Return the regions that the attributes declare. Raises LayoutError if they do not fit each
+    other, the tensor, or the global shape.
+    """
     at, here, sizes = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
     whole, local = Box.full(tuple(tensor.global_shape)), Box.full(tuple(tensor.shape))
     if not len(at) == len(here) == len(sizes):
@@ -123,15 +127,15 @@ def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(form: Form, shape: tuple[int, ...], rank: int) -> tuple[tuple[tuple[Box, Box], ...], ...]:
-    """For each local tensor of a rank: its boxes, in the coordinates of the tensor and in its own."""
+    """Return the boxes of each local tensor of a rank, in global coordinates and in its own."""
     return tuple(tuple(part.boxes()) for part in form.parts(shape, rank))
 
 
 def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with every `Stateful` replaced by what its `state_dict()` gives.
+    """Return the state dict with every `Stateful` replaced by its `state_dict()`.
 
-    They are asked in the order of their keys: they may call collectives, and ranks may have put
-    them in another order.
+    They are called in sorted key order, because `state_dict()` may run collectives, and the
+    insertion order may differ between ranks.
     """
     given = {key: value.state_dict() for key, value in sorted(state_dict.items(), key=_by_key) if _is_stateful(value)}
     return {key: given.get(key, value) for key, value in state_dict.items()}
@@ -146,11 +150,10 @@ def _is_stateful(value: Any) -> TypeGuard[Stateful]:
 
 
 def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Give what was loaded to the `Stateful`s, and put everything else in its place in
-    `state_dict`.
+    """Pass the loaded state to each `Stateful`, and store everything else in `state_dict`.
 
-    Keys that only `loaded` has were made by a planner, for a target that is to become what is
-    saved. The order is that of `unwrapped`.
+    Keys that only `loaded` has come from a planner whose target is to match the checkpoint. The
+    order is that of `unwrapped`.
     """
     for key, value in sorted(loaded.items(), key=_by_key):
         original = state_dict.get(key)
@@ -161,13 +164,15 @@ def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> Non
 
 
 def flat_state(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by flat key, and the path of each key in the nest, by torch's own rule."""
+    """Return the values by flat key, and the path of each key, by torch's own rule."""
     flat, paths = flatten_state_dict(dict(state_dict))
     return flat, paths
 
 
 def put_at(root: Any, path: Sequence[str | int], value: Any) -> None:
-    """Replace what is at the path of a flat key. Keys of dicts are text in it, also where they are ints in the dict."""
+    """Replace the value at the path of a flat key. Dict keys are strings in the path, even if they
+    are ints in the dict.
+    """
     here = root
     for part in path[:-1]:
         here = here[_key_of(here, part)]
@@ -183,20 +188,20 @@ def _key_of(container: Any, part: str | int) -> Any:
 # What does not fit: with torch's key phrases, and with advice that callers of the face can follow.
 
 
-_ALLOW = "DefaultLoadPlanner(allow_partial_load=True) leaves what is not saved as it is"
+_ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not in the checkpoint"
 _MISSING = "Missing key in checkpoint state_dict"
 
 
 class MisfitError(KeyMismatchError, ValueError):
-    """A key has another shape, or is another kind of thing, than what is to be loaded: torch raises a ValueError."""
+    """A key has another shape or kind than the checkpoint. It is also a ValueError, as in torch."""
 
 
 ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MisfitError)
 
 
 def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:
-    """Raises KeyMismatchError with all keys of `wanted` that torch's metadata of what is `saved`
-    does not fit.
+    """Raise KeyMismatchError with all keys of `wanted` that do not match torch's metadata of
+    `saved`.
 
     `partial`: keys may be missing.
     """
@@ -223,12 +228,12 @@ def _misfit(key: str, value: Any, entry: Any) -> str:
 
 
 def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> None:
-    """Raises KeyMismatchError where a whole optimizer's state would stay behind, since there is no place for it."""
+    """Raise KeyMismatchError if the target has no place for the state of a whole optimizer."""
     for key in lost_state(state_dict, saved):
         raise KeyMismatchError(
-            f"{key!r} is empty, and the checkpoint has state there, which would be lost: a load fills what is there. "
-            "Get the dict by get_optimizer_state_dict of reshard.dcp.state_dict, which knows where state is to go; or "
-            "load without it by DefaultLoadPlanner(allow_partial_load=True)"
+            f"{key!r} is empty, but the checkpoint has state for it, which the load would drop. Get the dict from "
+            "get_optimizer_state_dict of reshard.dcp.state_dict, which allocates the state, or load without it: "
+            "DefaultLoadPlanner(allow_partial_load=True)"
         )
 
 
@@ -236,7 +241,7 @@ def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> Non
 
 
 def on_the_cpu(state: Any) -> Any:
-    """The state with every tensor copied to the CPU, and everything else that may change copied as well."""
+    """Copy the state: every tensor to the CPU, and everything else that can change."""
     inner = (value._local_tensor if isinstance(value, DTensor) else value for value in leaves_of(state).values())
     plain = (value for value in inner if type(value) in (torch.Tensor, torch.nn.Parameter))
     found = {id(tensor): tensor for tensor in plain if has_copy_streams(tensor.device)}

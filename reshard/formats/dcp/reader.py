@@ -83,7 +83,8 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     by_rank = sorted(n for n in names if n.startswith(folder) and RANK_METADATA.fullmatch(n[len(folder) :]))
     if not found and not by_rank:
         raise CorruptCheckpointError(
-            f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which comes last: the save did not end"
+            f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which is written last: the save did "
+            "not finish"
         )
     index = _DcpIndex()
     for file in found or by_rank:
@@ -318,8 +319,8 @@ class Items:
             decode = partial(self._undo, item.transforms, most_bytes)
         else:
             raise FormatError(
-                f"{file.label}: the transforms {list(item.transforms)} are not known; known is stream.zstd, and what "
-                "is registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
+                f"{file.label}: the transforms {list(item.transforms)} are unknown. Known are stream.zstd and the "
+                "ones registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
             )
         codec, stop = ", ".join(item.transforms), item.offset + item.length
         source = DecodedSource(
@@ -360,7 +361,7 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise FormatError("these items are compressed by zstd: install the extra reshard[zstd] to read them") from None
+        raise FormatError("these items are compressed with zstd. To read them: pip install 'reshard[zstd]'") from None
     try:
         reader = zstandard.ZstdDecompressor().decompressobj()
         pieces, size = [], 0

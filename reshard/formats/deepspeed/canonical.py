@@ -112,7 +112,7 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     result.notes += parts.notes
     if named is not None:
         take_optimizer(result, named, rename)
-        check_shapes(result, "so the names that were given are in another order than the ids")
+        check_shapes(result, "so the given names are in another order than the ids")
     take_optimizer(result, StoredOptimizer(parts.state, parts.groups), rename)
     return result
 
@@ -124,7 +124,7 @@ def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
     if master.spec.shape != tensor.spec.shape:
         raise NormalizationError(
             f"the fp32 master of {fqn!r} has shape {list(master.spec.shape)}, but the parameter has "
-            f"{list(tensor.spec.shape)}; so the names that were given are in another order than the ids"
+            f"{list(tensor.spec.shape)}; so the given names are in another order than the ids"
         )
     return master.renamed(fqn)
 
@@ -159,7 +159,7 @@ def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _Mo
 def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -> None:
     head, shapes = stage.head, stage.shapes()
     if not stage.models:
-        raise CorruptCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which says what the parameters are")
+        raise CorruptCheckpointError(f"mp_rank_{mp:02d}_model_states.pt is missing, which lists the parameters")
     if stage.optims:
         _add_zero(parts, stage, shapes)
     _add_module(parts, stage, head)
@@ -200,7 +200,8 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
         raise CorruptCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
     if not shapes:
         raise CorruptCheckpointError(
-            f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which say what is in the pieces"
+            f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which list the parameters in "
+            "the pieces"
         )
     ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
     cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
@@ -492,7 +493,7 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
             else:
                 states[name] = value
     if first.by_id is not None:
-        out.notes.append("the optimizer's states are not read: without ZeRO they have no names to be joined by")
+        out.notes.append("the optimizer's states are not read: without ZeRO, they have no names by which to join them")
     return out
 
 

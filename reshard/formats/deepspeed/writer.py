@@ -197,19 +197,21 @@ def _check(found: Canonical, trained: list[str], groups: list[dict[str, Any]], w
     """Raises FormatError for what DeepSpeed would miss, or pass over without a word."""
     if not trained or not any(group["params"] for group in groups):
         raise FormatError(
-            f"{what}: there are no states of an optimizer with param groups, by which DeepSpeed reads a universal "
-            "checkpoint, parameters too. For a model alone write safetensors, and load that into the module"
+            f"{what}: a universal checkpoint needs optimizer states and param groups, because DeepSpeed reads the "
+            "parameters through them. For a model without an optimizer, write safetensors"
         )
     kinds = {name for fqn in trained for name in found.state[fqn] if name not in _NOT_STATES}
     placed = {fqn for group in groups for fqn in group["params"]}
     for fqn in trained:
         lacks = min(kinds - set(found.state[fqn]), default=None)
         if lacks is not None:
-            raise FormatError(f"{what}: {fqn!r} has no {lacks}, which others have: DeepSpeed wants it of all")
+            raise FormatError(
+                f"{what}: {fqn!r} has no {lacks}, which others have: DeepSpeed needs it for all parameters"
+            )
         if fqn not in placed:
             raise FormatError(f"{what}: {fqn!r} has states but no param group: the hint 'param_groups' gives them")
         if "/" in fqn:
-            raise FormatError(f"{what}: {fqn!r} would be the name of a folder, and cannot be with a '/' in it")
+            raise FormatError(f"{what}: {fqn!r} cannot be the name of a folder, because it contains '/'")
     for number, group in enumerate(groups):
         _check_steps(found, number, group["params"])
 
@@ -219,7 +221,7 @@ def _check_steps(found: Canonical, number: int, names: list[str]) -> None:
     other = next((fqn for fqn, step in steps.items() if step != steps[names[0]]), None)
     if other is not None:
         raise FormatError(
-            f"DeepSpeed has one number of steps for a param group, but of group {number} {names[0]!r} has taken "
+            f"DeepSpeed stores one step count per param group, but in group {number}, {names[0]!r} has taken "
             f"{steps[names[0]]} and {other!r} {steps[other]}"
         )
 

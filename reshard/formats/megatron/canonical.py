@@ -83,7 +83,9 @@ def finish(
     for fqn, tensor in join_halves(model).items():
         result.add_model(fqn, cut_vocabulary(fqn, tensor, size, padded), tensor.fqn)
     if size is None and any(map(is_vocabulary, result.model)):
-        result.notes.append("the vocabulary may be padded: its true size is not stored; the hint 'vocab_size' cuts it")
+        result.notes.append(
+            "the vocabulary may be padded: its true size is not stored. The hint 'vocab_size' removes the padding"
+        )
     names = dict.fromkeys(name for states in state.values() for name in states)
     for name in names:
         tensors = {fqn: states[name] for fqn, states in state.items() if isinstance(states.get(name), StoredTensor)}

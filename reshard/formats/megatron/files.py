@@ -104,7 +104,7 @@ def _description(storage: Storage, folder: str) -> dict[str, Any]:
     try:
         value = json.loads(storage.read(folder + "metadata.json"))
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{storage.url}/{folder}metadata.json: no JSON: {error}") from None
+        raise CorruptCheckpointError(f"{storage.url}/{folder}metadata.json: not valid JSON: {error}") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -153,7 +153,7 @@ def open_folder(files: Files, folder: str) -> Contents:
     merged = merge("megatron", parts, facts)
     if folder + "metadata.json" in names:
         return merged
-    lost = f"{folder}metadata.json is missing: taken for one of {backend}"
+    lost = f"{folder}metadata.json is missing: assuming the backend {backend}"
     lost += "" if common in names else ", and whether it had a common.pt is not known"
     return replace(merged, warnings=(*merged.warnings, lost))
 

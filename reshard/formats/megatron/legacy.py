@@ -313,8 +313,8 @@ def _fits(rank: RankModel, param: Param, found: Mapping[str, Value]) -> bool:
 def _ask(rank: RankModel, i: Any, hints: Hints) -> None:
     hints.missing(
         "param_names",
-        f"{rank.files.model.source.label}: which parameter has id {i} in the optimizer cannot be told by Megatron's "
-        "default rules for param groups",
+        f"{rank.files.model.source.label}: Megatron's default rules for param groups do not determine which parameter "
+        f"has id {i} in the optimizer",
         f'{{{rank.files.folder!r}: ["embedding.word_embeddings.weight", ...]}}',
     )
 

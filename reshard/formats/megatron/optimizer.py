@@ -456,8 +456,8 @@ def _by_rule(result: Canonical, own_rate: Any) -> None:
             lost.append(fqn)
     if lost and result.groups:
         result.notes.append(
-            f"{len(lost)} parameters are in no param group, such as {lost[0]!r}: in which they were is not stored, and "
-            "Megatron's default rules do not tell"
+            f"{len(lost)} parameters are in no param group, such as {lost[0]!r}: their group is not stored, and "
+            "Megatron's default rules do not determine it"
         )
 
 
@@ -488,7 +488,7 @@ def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, 
                 raise FormatError(
                     f"Megatron has the parameters with {dict(zip(_KINDS, kind))} in one group, but the param groups "
                     f"{first} and {number} have {differs} {known.get(differs)!r} and {settings.get(differs)!r}: make "
-                    "them alike, or leave the optimizer out by model_only"
+                    "them equal, or leave the optimizer out with model_only=True"
                 )
     return [{**settings, **dict(zip(_KINDS, kind))} for kind, (_, settings) in made.items()], notes
 

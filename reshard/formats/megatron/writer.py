@@ -130,7 +130,9 @@ def megatron_form(
     that differ.
     """
     if not found.model:
-        raise FormatError(f"{what}: there is no model in it: Megatron's format has an optimizer only beside its model")
+        raise FormatError(
+            f"{what}: it contains no model: Megatron's format stores an optimizer only together with its model"
+        )
     stacks = Stacks.of({fqn: tensor.spec for fqn, tensor in found.model.items()})
     ties = _ties(found.model)
     tensors, aliases = stacks.put({fqn: t for fqn, t in found.model.items() if fqn not in ties})
@@ -199,7 +201,7 @@ def _step(found: Canonical) -> float | None:
     other = next((fqn for fqn, value in steps.items() if value != step), None)
     if other is not None:
         raise FormatError(
-            f"Megatron's format has one number of steps for all parameters, but {first!r} has taken {step:g} and "
+            f"Megatron's format stores one step count for all parameters, but {first!r} has taken {step:g} and "
             f"{other!r} {steps[other]:g}"
         )
     return step
@@ -214,8 +216,8 @@ def _number(value: Any) -> float:
 def _check_groups(found: Canonical, groups: list[dict[str, Any]], what: str) -> None:
     if not groups:
         raise FormatError(
-            f"{what}: the optimizer's states are there, but no param groups, without which Megatron cannot go on: "
-            "convert with model_only, or from a checkpoint that has them"
+            f"{what}: it has optimizer states but no param groups, and Megatron cannot resume without them: convert "
+            "with model_only=True, or from a checkpoint that has them"
         )
 
 
@@ -412,7 +414,8 @@ def _stacked(key: str, members: Mapping[tuple[int, int], StoredTensor], layers: 
         where = [f"{what} {n}" for what, n, size in zip(("layer", "expert"), lost, (layers, experts)) if size]
         raise FormatError(
             f"{key!r} is one tensor of all layers and experts in Megatron's format, but that of {' and '.join(where)} "
-            f"is missing, while {len(members)} are there: leave all of them out, or the optimizer by model_only"
+            f"is missing, while {len(members)} are there: leave all of them out, or leave the optimizer out with "
+            "model_only=True"
         )
     rows = [[members[layer, expert] for expert in range(experts or 1)] for layer in range(layers or 1)]
     joined = [stack(row, key) if experts else row[0] for row in rows]

@@ -212,7 +212,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | No
                 if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
                     unknown.setdefault(leaf.path, []).append(key)
     warnings = tuple(
-        f"{len(keys)} objects of {path}, which is not known here, stay records, such as {keys[0]!r}"
+        f"{len(keys)} objects of {path} are loaded as plain records, because their class is not known: {keys[0]!r}"
         for path, keys in unknown.items()
     )
     return found.build(name, facts, warnings=warnings)

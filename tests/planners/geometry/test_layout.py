@@ -55,7 +55,7 @@ def test_layouts_are_values():
     [
         (lambda: TensorSpec("w", (-1,), "float32"), r"sizes must be >= 0, got shape \(-1,\) \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,), "float31"), "unknown dtype 'float31'"),
-        (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be text"),
+        (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be a string"),
         (
             lambda: TensorLayout(SPEC, "dp=2", "S(2)"),
             r"shards a dim that the shape \(7, 4\) does not have \(tensor 'w'\)",
@@ -112,7 +112,7 @@ def test_a_digest_is_of_what_a_state_is_and_not_of_its_order(state):
 def test_states_that_cannot_be_are_refused(state):
     with pytest.raises(PlanError, match="under the key 'x' is of the tensor 'a'"):
         StateLayout({"x": state["a"]})
-    with pytest.raises(PlanError, match="live on 4 ranks, but world_size is 3"):
+    with pytest.raises(PlanError, match="need 4 ranks, but world_size is 3"):
         StateLayout(dict(state), world_size=3)
     with pytest.raises(PlanError, match=r"ranks 0 to 3 only \(tensor 'a', rank 4\)"):
         state.parts("a", 4)

@@ -88,7 +88,7 @@ def test_owners_and_ranks_say_the_same():
         (lambda: ProductForm.make(Mesh({"dp": 2}), []), "has 1 axes, but 0 placements"),
         (lambda: PRODUCT.check(()), r"S\(0\) on axis 'dp' shards a dim that the shape \(\) does not have"),
         (lambda: BoxesForm.make({-1: []}), "ranks must be >= 0"),
-        (lambda: BoxesForm.make({4: []}, world_size=3), "there are 3 ranks only"),
+        (lambda: BoxesForm.make({4: []}, world_size=3), "the job has only 3 ranks"),
         (lambda: BOXES.check((3, 3)), r"outside the shape \(3, 3\) \(rank 0"),
         (lambda: BoxesForm.make({0: [Box((0,), (2,)), Box((1,), (2,))]}).check((4,)), "share elements"),
         (lambda: FLAT.check((3, 3)), "5:12 is outside the 9 elements"),

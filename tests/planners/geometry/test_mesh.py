@@ -59,7 +59,7 @@ def test_submeshes_keep_the_order_asked_for():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh([("a", 2), ("a", 3)]), "one name"),
+        (lambda: Mesh([("a", 2), ("a", 3)]), "the same name"),
         (lambda: Mesh({"a": 0}), "size >= 1, got 0"),
         (lambda: Mesh({"a": 2}, [1]), "has 2 ranks, but 1 were given"),
         (lambda: Mesh({"a": 2}, [1, 1]), "must be distinct"),

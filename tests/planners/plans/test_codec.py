@@ -105,12 +105,15 @@ def edited(value, change):
         (edited(STATE, lambda d: d["tensors"]["w"].__setitem__(1, [4, -6])), "malformed or was edited"),
         (edited(ROWS, lambda d: d["form"].update(placements="Z(0)")), "unknown placement"),
         (edited(ALL["mesh"], lambda d: d.update(mesh="dp=3@5,1")), "has 3 ranks, but 2 were given"),
-        (edited(PLAN, lambda d: d["saved"].update(world_size=10)), "the digest differs"),
-        (edited(ALL["listed"], lambda d: d["items"]["1"].pop()), "plan does not prove: 'w', rank 1"),
-        (edited(ALL["listed"], lambda d: d["items"]["1"][0][6].__setitem__(0, 1)), "does not prove"),
+        (edited(PLAN, lambda d: d["saved"].update(world_size=10)), "the digests differ"),
+        (edited(ALL["listed"], lambda d: d["items"]["1"].pop()), "proof of this .*plan failed: 'w', rank 1"),
+        (edited(ALL["listed"], lambda d: d["items"]["1"][0][6].__setitem__(0, 1)), "the proof of this .* failed"),
         (edited(VIEWED, lambda d: d["views"]["geometries"][0]["patches"].pop()), "do not add up"),
-        (edited(ALL["viewed and listed"], lambda d: d["items"]["0"][0].__setitem__(10, "u")), "does not prove"),
-        (edited(ALL["save plan"], lambda d: d["layout"]["tensors"].pop("x")), "the digest differs"),
+        (
+            edited(ALL["viewed and listed"], lambda d: d["items"]["0"][0].__setitem__(10, "u")),
+            "the proof of this .* failed",
+        ),
+        (edited(ALL["save plan"], lambda d: d["layout"]["tensors"].pop("x")), "the digests differ"),
         (edited(ALL["topology"], lambda d: d["rules"][0].__setitem__(1, "cp: S(0)")), "names the axis 'cp'"),
     ],
 )
@@ -123,10 +126,10 @@ def test_a_view_edited_so_that_it_still_adds_up_is_another_plan():
     """Views are part of what a plan is for; a digest of the layouts alone would not notice."""
     text = edited(VIEWED, lambda d: d["views"]["geometries"][0]["fills"][0].__setitem__(2, 3.5))
 
-    with pytest.raises(CodecError, match="the digest differs"):
+    with pytest.raises(CodecError, match="the digests differ"):
         loads(text)
 
 
 def test_other_values_have_no_json_form():
-    with pytest.raises(CodecError, match="a set has no JSON form"):
+    with pytest.raises(CodecError, match="a set cannot be serialized"):
         dumps({1})

@@ -102,10 +102,10 @@ FIRST, SECOND = PLAN.items(1)
     [
         ([FIRST], "'w', rank 1, element (2, 2): is written never, at (2, 0) of the local tensor"),
         ([FIRST, SECOND, SECOND], "'w', rank 1, element (2, 2): is written 2 times"),
-        ([FIRST, SECOND._replace(target=FIRST.target)], "writes to Box[0:2, 2:4] what is at Box[2:4, 2:4]"),
+        ([FIRST, SECOND._replace(target=FIRST.target)], "to Box[0:2, 2:4], which needs other elements"),
         ([FIRST, SECOND._replace(owner=0)], "reads Box[2:4, 0:6] from 0, which does not hold it"),
         ([FIRST, SECOND._replace(owner=7)], "reads Box[2:4, 0:6] from 7, which does not hold it"),
-        ([FIRST, SECOND._replace(nbytes=15)], "claims 15 bytes, but 4 elements of float32 are meant"),
+        ([FIRST, SECOND._replace(nbytes=15)], "says 15 bytes, but has 4 elements of float32"),
         ([FIRST, SECOND._replace(part=1)], "writes local tensor 1, but the rank has 1"),
         ([FIRST, SECOND._replace(source=Box((0, 5), (2, 2)))], "is outside its chunk of sizes (2, 6)"),
         ([FIRST, SECOND._replace(source=Box((0, 2), (1, 2)), nbytes=8)], "sizes (1, 2) into one of (2, 2)"),

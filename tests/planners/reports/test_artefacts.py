@@ -124,7 +124,7 @@ def test_a_page_says_that_the_plan_was_proved_or_what_is_wrong():
     torn = to_html(LOAD.with_items({1: LOAD.items(1)[:-1]}))
 
     assert "Proved right" not in torn
-    assert "Not right:<ul><li>" in torn
+    assert "Not correct:<ul><li>" in torn
 
 
 def test_a_page_says_from_where_to_where_in_what_memory_and_time():
@@ -269,15 +269,15 @@ def test_an_estimate_survives_json():
 def test_edited_plans_are_refused():
     moved = json.loads(dumps(listed()))
     moved["items"]["1"][0][1] = 3
-    with pytest.raises(CodecError, match=r"this transfer plan does not prove: 'layers\.0\.w', rank 1"):
+    with pytest.raises(CodecError, match=r"the proof of this transfer plan failed: 'layers\.0\.w', rank 1"):
         loads(json.dumps(moved))
     rounds = json.loads(dumps(reordered()))
     rounds["columns"][0][0] = rounds["columns"][0][-1]
-    with pytest.raises(CodecError, match=r"this schedule does not prove"):
+    with pytest.raises(CodecError, match=r"the proof of this schedule failed"):
         loads(json.dumps(rounds))
     other = json.loads(dumps(MOVE))
     other["after"] = json.loads(dumps(plan_transfers(GRID, GRID)))["after"]
-    with pytest.raises(CodecError, match="the digest differs"):
+    with pytest.raises(CodecError, match="the digests differ"):
         loads(json.dumps(other))
 
 

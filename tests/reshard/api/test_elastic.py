@@ -329,8 +329,8 @@ def test_what_a_host_brings_back_is_not_newer_than_what_the_job_kept_without_it(
     (why,) = report.passed_over
     assert report.step == 15
     assert why == (
-        "generation 3 (step 30) on host 'a' was not used: a later incarnation of the job, by the clocks of the "
-        "hosts, kept generation 1 (step 15) and had not recovered this one"
+        "generation 3 (step 30) on host 'a' was not used: a later run of the job, by the clocks of the "
+        "hosts, saved generation 1 (step 15) and had not restored this one"
     )
     told = capsys.readouterr().out
     assert "step 15, generation 1: " in told
@@ -352,8 +352,8 @@ def test_a_later_incarnation_that_knew_of_an_earlier_is_later_whatever_the_clock
     report = small(tmp_path, ["later", "a"], now=3e8)
     assert report.step == 6
     assert report.passed_over[0] == (
-        "generation 2 (step 20) on host 'later' was not used: a later incarnation of the job, which knew of it, kept "
-        "generation 4 (step 6) and had not recovered this one"
+        "generation 2 (step 20) on host 'later' was not used: a later run of the job, which knew of it, saved "
+        "generation 4 (step 6) and had not restored this one"
     )
 
 
@@ -366,8 +366,8 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
     assert type(refused) is CheckpointError
     for part in ("generation 1 (step 30) on host 'a'", "generation 1 (step 15) on host 'b'", "pass step=30 or step=15"):
         assert part in str(refused)
-    assert "by one that began at 1970-01-01 00:16:40.000 UTC" in str(refused)
-    with pytest.raises(CheckpointError, match="it is not known which generation the job used last"):
+    assert "by a run from 1970-01-01 00:16:40.000 UTC" in str(refused)
+    with pytest.raises(CheckpointError, match="cannot determine which generation the job used last"):
         reshard.elastic.gather([run_ / "a", run_ / "b"], out)
     assert not out.exists()
     assert reshard.elastic.gather([run_ / "a", run_ / "b"], out, step=30).step == 30
@@ -484,7 +484,7 @@ def test_keys_that_do_not_fit_are_all_told_and_nothing_is_written(tmp_path: Path
         ({"copies": -1}, "copies must be"),
         ({"max_inflight_bytes": 5}, "at least 1024"),
         ({"host": "a/b"}, "the name of one folder"),
-        ({"host": ""}, "wanted parts"),
+        ({"host": ""}, "expected parts"),
     ],
 )
 def test_wrong_tiers(wrong: dict[str, Any], told: str) -> None:

@@ -103,7 +103,7 @@ REFUSED = {
     "memory that is shared": ("LayoutError", "shares memory with the source"),
     "a layout that is not so": ("LayoutError", "but gave [3, 3]"),
     "a hole": ("LayoutError", "does not contain every element of the target"),
-    "memory that ties two sources": ("KeyMismatchError", "map both to one source"),
+    "memory that ties two sources": ("KeyMismatchError", "map both to the same source"),
 }
 
 

@@ -161,7 +161,7 @@ def test_what_is_no_state_of_a_run_is_told(tmp_path: Path) -> None:
             manager.save(1, model)
         with pytest.raises(NormalizationError, match=r"'a.optim' is an optimizer whose model is not in the state"):
             manager.save(1, {"a": {"optim": optimizer}})
-        with pytest.raises(FormatError, match="'pair' is a tuple with a model"):
+        with pytest.raises(FormatError, match="'pair' is a tuple that contains a model"):
             manager.save(1, {"pair": (model, 1)})
         assert manager.all_steps() == []
         assert manager.save(1, {"model": model, "optim": optimizer})
@@ -313,7 +313,7 @@ BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "whole_every": 0}, "whole_every must be an integer >= 1"),
     ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
-    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= where there is a memory= tier"),
+    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= if you pass memory="),
     ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
     ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),

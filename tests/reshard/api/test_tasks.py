@@ -169,15 +169,15 @@ def test_bad_executors(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ended.shutdown()
     with ThreadPoolExecutor(1) as threads, spawned(1) as processes:
         bad: list[tuple[str, dict[str, Any]]] = [
-            ("takes no tasks: RuntimeError: cannot schedule new futures after shutdown", {"executor": ended}),
+            ("accepts no tasks: RuntimeError: cannot schedule new futures after shutdown", {"executor": ended}),
             ("sent to workers: .*lambda", {"executor": threads, "mapping": Lambdas(a="w0")}),
             ("must be a concurrent.futures.Executor, got int", {"executor": 3}),
-            ("has workers of its own", {"executor": threads, "workers": 2}),
+            ("has its own workers", {"executor": threads, "workers": 2}),
         ]
         for message, options in bad:
             with pytest.raises(CheckpointError, match=message):
                 reshard.convert(source, tmp_path / "c", **options)
-        with pytest.raises(CheckpointError, match="not as Checkpoint"):
+        with pytest.raises(CheckpointError, match="not a Checkpoint"):
             reshard.convert(reshard.open(source), tmp_path / "c", executor=threads)
 
         reshard.convert(source, "memory://unseen", max_shard_bytes=MIB)

@@ -73,7 +73,7 @@ def test_version(say) -> None:
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
         (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': expected fsdp=RANKS, with numbers >= 1"),
         (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
-        (["plan", "ddp=2,tp=2", "."], 2, "there is no short form of ddp with tp"),
+        (["plan", "ddp=2,tp=2", "."], 2, "no short form exists for ddp with tp"),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),

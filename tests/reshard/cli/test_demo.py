@@ -108,7 +108,7 @@ GOOD = Change(
         ({"bytes_read": [9]}, "1.12 bytes were read"),
         ({"loss_loaded": 3.5}, "the loss was 3.0 before"),
         ({"loss_loaded": float("nan")}, "the loss was 3.0 before"),
-        ({"loss_after": 3.1}, "training on raised the loss"),
+        ({"loss_after": 3.1}, "more training raised the loss"),
     ],
 )
 def test_the_demo_can_fail(change, told) -> None:

@@ -39,7 +39,7 @@ def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_o
     said = say("plan", checkpoint, "tp=2")
     told = json.loads(say("plan", checkpoint, "tp=2", "--json").out)
 
-    assert "wrong  axis 'tp' shards no tensor: all ranks along it read the same of model." in said.out
+    assert "wrong  axis 'tp' shards no tensor: all ranks along it hold all of model." in said.out
     assert said.out.index("proved right: every wanted element") < said.out.index("wrong  axis")
     assert "The checkpoint does not record how 'tp' sharded its tensors." in said.out
     assert f"  reshard plan {checkpoint} tp=2 \\\n    --rule '*layers.*.w*=S(0)' \\\n    --rule '*=R'\n" in said.out
@@ -105,7 +105,7 @@ def test_an_axis_may_shard_nothing_where_that_was_asked_for(say, checkpoint) -> 
     for option in ("--allow-unsharded-axes", "--allow-uncut-axes"):
         allowed = say("plan", checkpoint, "tp=2", option)
         assert allowed.code == 0
-        assert "\nnote  axis 'tp' shards no tensor: all ranks along it read the same of model." in allowed.out
+        assert "\nnote  axis 'tp' shards no tensor: all ranks along it hold all of model." in allowed.out
     for words in (["ddp=2"], ["hsdp=2x3"], ["tp=2", "--rule", "*=R"]):  # their rules say copies
         said = say("plan", checkpoint, *words)
         assert said.code == 0
@@ -168,7 +168,7 @@ def test_a_topology_without_rules_names_what_is_left(say, checkpoint) -> None:
 
     assert said.code == 2
     assert "no rule matches" in said.err
-    assert "The rules are for '*.w'; what no other matches can have a last one, such as --rule '*=R'" in said.err
+    assert "The rules are for '*.w'. Add a last rule for all other tensors, such as --rule '*=R'" in said.err
     assert say("plan", checkpoint, checkpoint, "--rule", "*=R").code == 2
 
 

@@ -117,7 +117,7 @@ def test_writing_takes_no_turn_in_the_training_loop_s_interpreter(tmp_path):
 
 
 def test_what_cannot_go_to_another_process_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(StorageError, match=r"Locked cannot be given(.|\n)*THREAD"):
+    with pytest.raises(StorageError, match=r"Locked cannot be sent(.|\n)*THREAD"):
         ours.async_save({"w": torch.ones(2)}, storage_writer=Locked(tmp_path), **PROCESS).result()
     with pytest.raises(StorageError, match="THREAD"):
         ours.async_save({"w": torch.ones(2)}, checkpoint_id="memory://by-a-process", **PROCESS).result()

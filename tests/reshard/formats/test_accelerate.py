@@ -81,7 +81,7 @@ def test_torn_folders_and_lost_weights(tmp_path: Path) -> None:
     for name, key in (("pytorch_model_fsdp_0", "model.w"), ("optimizer_0", "optimizer.state.w.m")):
         DcpWriter({key: grid(A, 2)}).write(tmp_path / "fsdp" / name)
     (tmp_path / "fsdp" / "optimizer_0" / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"optimizer_0/: .* no \.metadata, which comes last"):
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer_0/: .* no \.metadata, which is written last"):
         open_checkpoint(tmp_path / "fsdp")
     (tmp_path / "trainer").mkdir()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):

@@ -229,7 +229,7 @@ def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
     written(tmp_path).write(tmp_path)
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"no .metadata, which comes last: the save did not end"):
+    with pytest.raises(CorruptCheckpointError, match=r"no .metadata, which is written last: the save did not finish"):
         open_checkpoint(tmp_path)
 
 

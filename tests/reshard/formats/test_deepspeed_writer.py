@@ -93,10 +93,10 @@ def other_step(made: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (no_optimizer, "no states of an optimizer"),
+        (no_optimizer, "needs optimizer states and param groups"),
         (lost_state, "'mlp.weight' has no exp_avg_sq"),
         (in_no_group, "no param group"),
-        (other_step, "one number of steps"),
+        (other_step, "one step count"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -188,7 +188,7 @@ def no_groups(state: dict[str, Any]) -> None:
     [
         (lost_layer, "number 0 is missing among"),
         (lost_state, "that of layer 1 is missing"),
-        (other_step, "one number of steps"),
+        (other_step, "one step count"),
         (other_settings, "have lr 0.1 and 9.0"),
         (no_groups, "no param groups"),
     ],

@@ -81,7 +81,7 @@ def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     weights = archive(STATE)
-    with pytest.raises(FormatError, match=r"m.nemo: the archive is compressed by gzip.*decompress it first"):
+    with pytest.raises(FormatError, match=r"m.nemo: the archive is compressed with gzip.*Decompress it first"):
         open_checkpoint(plain(tmp_path / "m.nemo", "w:gz"))
     ranks = {f"tp_rank_0{rank}_pp_rank_000/model_weights.ckpt": weights for rank in range(2)}
     with pytest.raises(FormatError, match="the parts of 2 model parallel ranks, such as tp_rank_00_pp_rank_000/"):
@@ -99,7 +99,7 @@ def test_an_archive_is_a_folder_that_cannot_be_written_to(tmp_path: Path) -> Non
     inside = TarStorage(LocalStorage(tmp_path), "m.nemo")
     assert inside.read("model_config.yaml", 0, 11) == CONFIG[:11]
     for write in (inside.create, inside.delete, lambda name: inside.publish(name, b"")):
-        with pytest.raises(StorageError, match="an archive, in which nothing is changed: 'x'"):
+        with pytest.raises(StorageError, match="an archive, which is read-only: cannot write 'x'"):
             write("x")
     with pytest.raises(FileNotFoundError, match="there is no"):
         inside.size("x")

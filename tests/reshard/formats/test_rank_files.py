@@ -183,7 +183,7 @@ def test_lightning(tmp_path: Path) -> None:
     check_all(checkpoint, {"model.net.w": A, "hparams.x": torch.ones(2)})
     assert checkpoint.objects["epoch"] == 4
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"no \.metadata, which comes last"):
+    with pytest.raises(CorruptCheckpointError, match=r"no \.metadata, which is written last"):
         open_checkpoint(tmp_path)
 
 

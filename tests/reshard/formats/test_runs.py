@@ -163,4 +163,4 @@ def test_ranks_that_found_different_steps_are_told(tmp_path: Path) -> None:
     said = gloo.run(load_another_step, 2, str(tmp_path))
 
     assert said[0] == said[1]
-    assert "not the same checkpoint for all ranks: some have opened the save /step-1, others /step-2" in said[0]
+    assert "not the same checkpoint on all ranks: some opened the save /step-1, others /step-2" in said[0]

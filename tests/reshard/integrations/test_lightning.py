@@ -264,5 +264,5 @@ def test_a_second_place_to_resume_from_is_refused(tmp_path: Path) -> None:
     losses, _ = train(tmp_path / "run", ckpt=tmp_path / "file", at=8)  # as long as the root has nothing
     assert sorted(losses) == [6, 7]
 
-    with pytest.raises(reshard.ReshardError, match="step-8 is there, too: leave ckpt_path out"):
+    with pytest.raises(reshard.ReshardError, match=r"the root already has .*step-8: leave ckpt_path out"):
         train(tmp_path / "run", ckpt=tmp_path / "file")

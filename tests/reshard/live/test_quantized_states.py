@@ -170,7 +170,7 @@ def refusals(path, alone):
         plain = moment._local_tensor.dequantize()
         optimizer.state[model.weight]["moment"] = DTensor(plain, moment._spec, requires_grad=False)
     state = {"optim": reshard.get_optimizer_state_dict(model, optimizer)}
-    with pytest.raises(KeyMismatchError, match=r"quantized on some ranks alone: .* reshard.dequantized\(state\)"):
+    with pytest.raises(KeyMismatchError, match=r"quantized on some ranks only: .* reshard.dequantized\(state\)"):
         reshard.save(state, path)
     reshard.save(reshard.dequantized(state), path)
 

@@ -185,7 +185,7 @@ def test_plain_data_survives_json(value: Any) -> None:
 )
 def test_small_tensors_among_plain_data_where_that_is_asked_for(tensor: torch.Tensor) -> None:
     nest = {"torch": tensor, "numpy": (3, [tensor])}
-    with pytest.raises(FormatError, match="a Tensor is where only plain data can be"):
+    with pytest.raises(FormatError, match="a Tensor is in a place that only plain data can be in"):
         encode_plain(nest)
     back = decode_plain(json.loads(json.dumps(encode_plain(nest, tensor_bytes=20_000))))
     for found in (back["torch"], back["numpy"][1][0]):

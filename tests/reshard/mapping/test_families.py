@@ -138,11 +138,11 @@ def test_every_pair_can_be_made(family: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "llama"}, "says nothing of num_attention_heads, vocab_size"),
+        ({"model_type": "llama"}, "lacks num_attention_heads, vocab_size"),
         ({"model_type": "bert", "num_attention_heads": 2, "vocab_size": 4}, "no ready mapping for 'bert'"),
         (
             {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 4},
-            "cannot serve 3",
+            "do not divide 3",
         ),
         ("/nowhere/config.json", "is not a config.json"),
         (

@@ -178,7 +178,7 @@ def test_optimizer_states_settings_and_lists_go_along(tmp_path: Path) -> None:
 def test_steps_that_differ_cannot_become_one(tmp_path: Path) -> None:
     made = opened(state_of((5.0, 6.0)), tmp_path / "c").mapped(FUSE)
 
-    with pytest.raises(KeyMismatchError, match=r"optim.state.a.q.step.*not one number"):
+    with pytest.raises(KeyMismatchError, match=r"optim.state.a.q.step.*not equal numbers"):
         made["optim.state.a.qk.step"]
 
 
@@ -303,7 +303,7 @@ def test_every_error_is_ours() -> None:
         Concat(["a", "b"], "c", parts=(1,))
     with pytest.raises(NormalizationError, match=r"\{e\} must be in"):
         Stack("a", "b", over="e")
-    with pytest.raises(NormalizationError, match="no source says"):
+    with pytest.raises(NormalizationError, match="no source defines"):
         Rename("a", "b.{i}")
 
 
@@ -378,7 +378,7 @@ def test_states_that_no_expert_has_stay_away(tmp_path: Path) -> None:
 def test_filled_states_do_not_hide_what_differs_or_lacks(tmp_path: Path) -> None:
     stacked = Mapping([Stack("e.{e}.w", "w", over="e", fill=0)])
     made = opened(with_states((0, 2), (7.0, 8.0)), tmp_path / "c").mapped(stacked)
-    with pytest.raises(KeyMismatchError, match="not one number"):
+    with pytest.raises(KeyMismatchError, match="not equal numbers"):
         made["optim.state.w.step"]
 
     reshard.save({"model": {"e.0.w": W, "e.2.w": W}}, tmp_path / "d")
