@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 DEFAULT = 200
-SHARE = 0.35
+SHARE = 0.25
 """Of a law's number, in `make test`, which is to stay below 25 minutes on two cores."""
 
 
