@@ -392,7 +392,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="already has step 5"):
             manager.save(5, state)
     (root / ledger.LEDGER).write_text("{torn")
-    with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* remove it"):
+    with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
 
 
