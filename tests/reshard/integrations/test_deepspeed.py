@@ -68,8 +68,8 @@ def _resumed(source: Path, target: Path, stage: int) -> tuple[Any, int]:
     return client["note"], engine.global_steps
 
 
-def _values(folder: Path) -> dict[str, Any]:
-    found = reshard.open(folder).normalized()
+def _values(folder: Path, hints: dict[str, Any] | None = None) -> dict[str, Any]:
+    found = reshard.open(folder).normalized(hints)
     states = {f"{fqn} {name}": v for fqn, of in found["optim"]["state"].items() for name, v in of.items()}
     read = {k: torch.as_tensor(v[...] if hasattr(v, "dtype") else v) for k, v in {**found["model"], **states}.items()}
     keys = ("lr", "weight_decay", "params")
@@ -77,14 +77,19 @@ def _values(folder: Path) -> dict[str, Any]:
     return {**{k: read[k] for k in sorted(read)}, "groups": groups}
 
 
-@pytest.mark.parametrize(("first", "others"), [(1, ((3, 3), (1, 1))), (3, ((2, 3), (3, 1)))])
-def test_deepspeed_goes_on_from_what_we_wrote(first: int, others: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
-    gloo.run(_trained, 2, tmp_path / "first", first)
-    reshard.convert(tmp_path / "first", tmp_path / "ours", normalized=True)
-    reshard.convert(tmp_path / "ours", tmp_path / "written", format="deepspeed")
-    wanted = _values(tmp_path / "first")
+OTHERS = {0: ((2, 3), (1, 1)), 1: ((3, 3), (1, 1)), 2: ((3, 3), (1, 2)), 3: ((2, 3), (3, 1))}
+"""By the stage that saved on two ranks: the stages and the numbers of ranks that resume."""
 
-    for stage, ranks in others:
+
+@pytest.mark.parametrize("first", OTHERS)
+def test_deepspeed_goes_on_from_what_we_wrote(first: int, tmp_path: Path) -> None:
+    gloo.run(_trained, 2, tmp_path / "first", first)
+    hints = {"param_names": ["up.weight", "down.weight", "up.bias"]} if first == 0 else None  # stage 0 saves none
+    # at once: by way of a native checkpoint, the client state is left out
+    reshard.convert(tmp_path / "first", tmp_path / "written", format="deepspeed", hints=hints)
+    wanted = _values(tmp_path / "first", hints)
+
+    for stage, ranks in OTHERS[first]:
         again = tmp_path / f"again-{stage}-{ranks}"
         assert gloo.run(_resumed, ranks, tmp_path / "written", again, stage)[0] == ("hello", 3)
         found = _values(again)
