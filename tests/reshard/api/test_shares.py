@@ -105,7 +105,7 @@ def test_workers_read_what_the_driver_reads(tmp_path: Path) -> None:
     with Meanwhile(1) as executor:
         with pytest.raises(StorageError, match=r"than the driver.*at worker"):
             reshard.verify(tmp_path / "c", executor=executor)
-        with pytest.raises(CheckpointError, match="not as dict"):
+        with pytest.raises(CheckpointError, match="not a dict"):
             reshard.compare(tmp_path / "c", STATE, executor=executor)
-        with pytest.raises(CheckpointError, match="not as dict"):
+        with pytest.raises(CheckpointError, match="not a dict"):
             reshard.fingerprint(STATE, executor=executor)

@@ -131,7 +131,7 @@ def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> N
     assert isinstance(record, Record)
     assert record.fields == {"rate": 2}
     assert "2 objects of" in checkpoint.warnings[0]
-    assert "Settings, which is not known here" in checkpoint.warnings[0]
+    assert "Settings are loaded as plain records, because their class is not known" in checkpoint.warnings[0]
 
 
 def test_modules_are_refused(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_places_of_the_model_that_share_memory_take_no_two_values() -> None:
     given["row"] += 1
     before = copy.deepcopy(get_model_state_dict(model))
     for options in (None, LENIENT):
-        with pytest.raises(KeyMismatchError, match="weight: shares memory with another place"):
+        with pytest.raises(KeyMismatchError, match="weight: shares memory with another entry"):
             set_model_state_dict(model, given, options=options)
     assert_same(get_model_state_dict(model), before)
 
