@@ -158,7 +158,10 @@ def _hangs(mesh: Any) -> None:
     with group.together("hang"):
         simulated.Event.query = lambda self: False  # type: ignore[method-assign]
         try:
-            with pytest.raises(DeadlineError, match=r"did not finish within 0\.2 s"), Waiter(group, device, 0.2) as waiter:
+            with (
+                pytest.raises(DeadlineError, match=r"did not finish within 0\.2 s"),
+                Waiter(group, device, 0.2) as waiter,
+            ):
                 waiter.settle([device])
         finally:
             simulated.Event.query = query  # type: ignore[method-assign]
