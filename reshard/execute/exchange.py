@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -26,7 +28,8 @@ from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 
 __all__ = [
-    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "round_bytes",
+    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group",
+    "round_bytes",
 ]  # fmt: skip
 
 
@@ -423,6 +426,17 @@ class Waiter:
         if batch.error is not None:
             self._lost(batch.error)
 
+    def outcome(self, made: Future[T], what: str) -> T:
+        """What another thread makes together with the other ranks. Raises as `wait`; `what`: if time is up before."""
+        while True:
+            with suppress(TimeoutError):
+                error = made.exception(_LOOK_S)
+                break
+            self._look(what, "a rank hangs")
+        if isinstance(error, RuntimeError):
+            self._lost(error)
+        return made.result()
+
     def _lost(self, error: Exception) -> NoReturn:
         until = time.monotonic() + _VERDICT_S
         while time.monotonic() < until:  # its own death, or error, says more than a connection that broke
@@ -498,6 +512,29 @@ def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
         batch.works = ()
         batch.done.set()
         del batch
+
+
+def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
+    """Collective: another process group of the same ranks, with gloo, for messages beside those of the job.
+
+    torch waits for all ranks inside, and cannot be asked or interrupted: so this is done by a thread, too.
+
+    Args:
+        is_part: not all ranks of the job are in the group, and only those that are in it come here.
+
+    Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the phase's time is up.
+    """
+    waiter = Waiter(group, torch.device("cpu"), group.deadline - time.monotonic())
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=is_part))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="reshard-new-group", daemon=True).start()
+    return waiter.outcome(made, "a process group was not made by all ranks")
 
 
 # Loads that read each byte once: the ranks that want the same elements share the reading, and pass

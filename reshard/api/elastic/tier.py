@@ -51,6 +51,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, ReshardError, StorageError, renamed
+from reshard.execute.exchange import new_group
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
@@ -285,8 +286,7 @@ class Tier:
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
         """Collective: what copies cross over while the job uses the process group for its own messages."""
         if self._wire is None and group.world_size > 1:
-            is_part = self.settings.process_group is not None
-            self._wire = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=is_part)
+            self._wire = new_group(group, is_part=self.settings.process_group is not None)
         return self._wire
 
     def _group(self) -> Group:

@@ -108,6 +108,18 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     return [waited, took], again["w"].full_tensor()[:: 1 << 20].tolist(), talks
 
 
+def lost_while_joining(folder: str) -> None:
+    """Host 1 is lost when its ranks are to make the group that copies would cross over."""
+    rank = dist.get_rank()
+    tier = Tier(folder, host=f"h{rank // 2}", timeout=60.0)
+    state = sharded(float(rank))
+    tier.save(state, 1)
+    dist.barrier()
+    lost = mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: os.kill(os.getpid(), 9))
+    with lost if rank // 2 == 1 else nullcontext():
+        tier.async_save(state, 2).result()
+
+
 def recovered(folder: str) -> tuple[int | None, list[float]]:
     """On what is left of them."""
     state = {"w": distribute_tensor(torch.zeros(4 << 20), init_device_mesh("cpu", (2,)), [Shard(0)])}

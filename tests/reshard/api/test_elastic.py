@@ -78,6 +78,16 @@ def test_a_host_that_is_lost_while_copies_cross_leaves_the_generation_before(tmp
 
 
 @pytest.mark.gloo
+def test_a_host_that_is_lost_while_the_group_for_copies_is_made_is_told_soon(tmp_path: Path) -> None:
+    ends = gloo.outcomes(elastic_jobs.lost_while_joining, 4, str(tmp_path), store="parent")
+    assert [end.exitcode for end in ends[2:]] == [-signal.SIGKILL] * 2
+    assert all(isinstance(end.error, RankFailedError) for end in ends[:2]), ends
+    assert all(end.seconds < 4 * gloo.SOON_S for end in ends)
+
+    assert gloo.run(elastic_jobs.recovered, 2, str(tmp_path)) == [(1, [0.0, 1.0, 2.0, 3.0])] * 2
+
+
+@pytest.mark.gloo
 def test_what_fails_in_the_background_is_told_once_and_leaves_the_generation_before(tmp_path: Path) -> None:
     [(first, step), (second, other)] = gloo.run(elastic_jobs.failed_behind, 2, str(tmp_path))
 
