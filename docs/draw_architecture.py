@@ -23,8 +23,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 WIDTH, MARGIN, GAP = 1120, 28, 40
 BOX, PILL = (318, 92), (196, 34)
 
-FOUNDATION = ("reshard.state", "reshard.errors", "planners.findings", "planners.errors", "planners.units")
-"""Every package may import these. They are drawn small, without lines."""
+FOUNDATION = (
+    "reshard.arguments", "reshard.state", "reshard.errors", "planners.findings", "planners.errors", "planners.units",
+)  # fmt: skip
+"""Every package in a higher layer may import these. They are drawn small, without lines."""
 
 NAMES_ONLY = ("reshard", "reshard.normalization", "reshard.trace", "reshard.fingerprints", "reshard.planners")
 """Packages that only define names. They are drawn small."""

@@ -15,7 +15,8 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
-from reshard.errors import CheckpointError, KeyMismatchError, renamed
+from reshard.arguments import renamed
+from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed", "renamed_in",
+    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed_in",
+    "warn_renamed",
 ]  # fmt: skip
-
-
-T = TypeVar("T")
 
 
 class ReshardError(Exception):
@@ -160,72 +157,20 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
 # Old names of the public API: each still works, and warns. docs/decisions.md has the table of them.
 
 
-def renamed(**names: str) -> Callable[[T], T]:
-    """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
-
-    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion.
-    Calls of functions without old names get the suggestion, too: `@renamed()`.
-    """
-
-    def decorate(it: Any) -> Any:
-        if isinstance(it, type):
-            for old, new in names.items():
-                setattr(it, old, _Attribute(f"{it.__name__}.{old}", new))
-            return it
-        what = it.__qualname__.removesuffix(".__init__")
-
-        @functools.wraps(it)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for old in names.keys() & kwargs.keys():
-                new = names[old]
-                if new in kwargs:
-                    raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
-                _warn(f"{old}= of {what}()", f"{new}=")
-                kwargs[new] = kwargs.pop(old)
-            try:
-                return it(*args, **kwargs)
-            except TypeError:
-                _refuse_unknown(what, it, kwargs)
-                raise
-
-        return call
-
-    return decorate
-
-
-def _refuse_unknown(what: str, it: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    from inspect import signature
-
-    known = signature(it).parameters
-    for name in given.keys() - known.keys():
-        if not any(each.kind == each.VAR_KEYWORD for each in known.values()):
-            raise TypeError(
-                f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
-            ) from None
-
-
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """A `__getattr__` for a module: old names and the new ones."""
 
     def of_module(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", names[name])
+        warn_renamed(f"{module}.{name}", names[name])
         return getattr(sys.modules[module], names[name])
 
     return of_module
 
 
-class _Attribute:
-    def __init__(self, old: str, new: str) -> None:
-        self._old, self._new = old, new
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        _warn(self._old, self._new)
-        return getattr(owner if instance is None else instance, self._new)
-
-
-def _warn(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """Where a user writes the old name: two frames above the caller."""
     text = f"{old} is now called {new}; the old name will be removed in a later release"
     warnings.warn(text, DeprecationWarning, stacklevel=3)
 

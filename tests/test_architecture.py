@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 446_000,
+    "tokens": 446_200,
     "header %": 7.9,
     "mean line": 52.9,
     "lines over 100 %": 9.7,
@@ -45,12 +45,12 @@ MOST = {
     "folders of safetensors": 3,
     "folders of GGUF": 2,
     "folders of torchsnapshot": 1,
-    "load: modules": 46,
+    "load: modules": 45,
     "load: folders": 12,
-    "load: functions": 480,
-    "save: modules": 39,
+    "load: functions": 478,
+    "save: modules": 38,
     "save: folders": 10,
-    "save: functions": 409,
+    "save: functions": 407,
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions

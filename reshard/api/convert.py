@@ -20,8 +20,9 @@ from planners.geometry.topologies import Topology
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
+from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, FormatError, ReshardError, renamed
+from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage import gc_paused
 from reshard.native.manifest import HF_INDEX, MANIFEST

@@ -17,9 +17,9 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import ReadItem, plan_reads
 from planners.plans.plan import verify
 from planners.units import format_bytes
-from reshard.api.arguments import check_arguments, state_and_path
 from reshard.api.load_keys import DtypePolicy, KeyMatch, LoadOptions, Mode, ReadOnce, gather_mismatches, match_keys
 from reshard.api.reports import CheckedReport, FilledReport
+from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, open_among, stored_layout
 from reshard.errors import (
     CheckpointError,
@@ -29,7 +29,6 @@ from reshard.errors import (
     LayoutError,
     OptionError,
     format_names,
-    renamed,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -57,7 +56,6 @@ _log = logging.getLogger("reshard")
 
 
 @renamed(deadline_s="timeout")
-@state_and_path
 def load(
     state_dict: dict[str, Any],
     path: Any,

@@ -10,8 +10,9 @@ from typing import Any
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
+from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import FormatError, LayoutError, StorageError, renamed
+from reshard.errors import FormatError, LayoutError, StorageError
 from reshard.storage.base import Storage
 
 __all__ = ["is_layout_file", "plan", "read_layout_file"]

@@ -34,7 +34,8 @@ from reshard.api.transfer_agreement import (
     digest_of,
 )
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
-from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names, renamed
+from reshard.arguments import renamed
+from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
 from reshard.execute.differences import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams

@@ -15,7 +15,8 @@ import msgspec
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
-from reshard.errors import StorageError, renamed
+from reshard.arguments import renamed
+from reshard.errors import StorageError
 from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
 from reshard.ranks.spans import Span

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
-from reshard.api.arguments import check_arguments, options_of, state_and_path, with_options
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
@@ -43,7 +42,8 @@ from reshard.api.save_job import (
     total,
     write,
 )
-from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names, renamed
+from reshard.arguments import check_arguments, options_of, renamed, with_options
+from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage import gc_paused
 from reshard.native import commit
@@ -77,7 +77,6 @@ _log = logging.getLogger("reshard")
 
 
 @renamed(deadline_s="timeout")
-@state_and_path
 @with_options(SaveOptions)
 def save(
     state_dict: Mapping[str, Any],
@@ -165,7 +164,6 @@ class PendingSave:
 
 
 @renamed(deadline_s="timeout")
-@state_and_path
 @with_options(SaveOptions)
 def async_save(
     state_dict: Mapping[str, Any],

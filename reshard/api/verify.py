@@ -22,8 +22,9 @@ from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
 from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
+from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError, renamed
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name

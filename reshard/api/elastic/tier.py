@@ -19,7 +19,6 @@ from planners.errors import PlanError
 from planners.plans.copies import CopyPlan, plan_copies
 from planners.plans.plan import verify
 from planners.units import format_bytes
-from reshard.api.arguments import check_arguments
 from reshard.api.elastic.generation import (
     LINEAGE,
     GenerationFolder,
@@ -50,7 +49,8 @@ from reshard.api.save_job import (
     total,
     write,
 )
-from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, ReshardError, StorageError, renamed
+from reshard.arguments import check_arguments, renamed
+from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, ReshardError, StorageError
 from reshard.execute.exchange import new_group
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit

@@ -18,7 +18,6 @@ import msgspec
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
-from reshard.api.arguments import options_of, with_options
 from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
@@ -28,7 +27,8 @@ from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
 from reshard.api.save import PendingSave, async_save, save, start_in_background
 from reshard.api.save_job import SaveKeywords, SaveOptions
-from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, ReshardError, renamed
+from reshard.arguments import options_of, renamed, with_options
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, ReshardError
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text

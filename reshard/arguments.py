@@ -1,4 +1,4 @@
-"""Calls with wrong arguments, told before anything is read or written: what was given, and the call that was meant."""
+"""Arguments of the public functions: their old names, and errors for wrong calls that show the right call."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from reshard.errors import FormatError, did_you_mean
+from reshard.errors import FormatError, did_you_mean, warn_renamed
 from reshard.storage.base import Storage
 
-__all__ = ["check_arguments", "options_of", "state_and_path", "with_options"]
+__all__ = ["check_arguments", "options_of", "renamed", "with_options"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,19 +23,54 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound="DataclassInstance")
+Named = TypeVar("Named")
 
 
-def state_and_path(verb: Callable[P, R]) -> Callable[P, R]:
-    """The verb, which raises TypeError with the call that was meant where it is given a state or a path alone."""
+def renamed(**names: str) -> Callable[[Named], Named]:
+    """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
-    @functools.wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = [*args, *(kwargs[name] for name in ("state_dict", "path") if name in kwargs)]
-        if len(given) == 1:
-            raise TypeError(_half(verb.__name__, given[0]))
-        return verb(*args, **kwargs)
+    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; with
+    the call that was meant where a state or a path is given alone. `@renamed()` for functions without old names.
+    """
 
-    return call
+    def decorate(it: Any) -> Any:
+        if isinstance(it, type):
+            for old, new in names.items():
+                setattr(it, old, _Attribute(f"{it.__name__}.{old}", new))
+            return it
+        what = it.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(it)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                new = names[old]
+                if new in kwargs:
+                    raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
+                warn_renamed(f"{old}= of {what}()", f"{new}=")
+                kwargs[new] = kwargs.pop(old)
+            try:
+                return it(*args, **kwargs)
+            except TypeError:
+                _refuse_call(what, it, args, kwargs)
+                raise
+
+        return call
+
+    return decorate
+
+
+def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Raises TypeError if the error came from the call: a better one than Python's."""
+    known = signature(it).parameters
+    if not any(each.kind == each.VAR_KEYWORD for each in known.values()):
+        for name in given.keys() - known.keys():
+            raise TypeError(
+                f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
+            ) from None
+    both = ("state_dict", "path")
+    half = [*args, *(given[name] for name in both if name in given)]
+    if tuple(known)[:2] == both and len(half) == 1:
+        raise TypeError(_half(what, half[0])) from None
 
 
 def with_options(options: type[DataclassInstance]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -109,3 +144,12 @@ def _fix(verb: str, value: Any, key: str) -> str:
         back = "reshard.set_optimizer_state_dict(model, optimizer, state)"
     inner = f"{{{key!r}: state}}" if key else "state"
     return "Write: " + "; ".join([*calls, f"reshard.{verb}({inner}, path)", *([back] if verb == "load" else [])])
+
+
+class _Attribute:
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warn_renamed(self._old, self._new)
+        return getattr(owner if instance is None else instance, self._new)
