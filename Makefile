@@ -70,7 +70,7 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.power 10000 $(SEED)
 	$(BIN)/python -m tests.interleaved 20000 $(SEED)
 	$(BIN)/python -m tests.hosts.frozen 20 $(SEED)
-	$(BIN)/python -m tests.hosts.trials 20 $(SEED)
+	$(BIN)/python -m tests.hosts.trials 88 $(SEED)
 
 clean:
 	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

@@ -41,7 +41,7 @@ from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Progress, current, phase
-from reshard.stored.checksums import Checking
+from reshard.stored.checksums import Checking, CheckTime
 from reshard.stored.contents import LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
@@ -64,7 +64,7 @@ def load(
     dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
     mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     dry_run: bool = LoadOptions.dry_run,
-    check: bool = LoadOptions.check,
+    check: bool | CheckTime = LoadOptions.check,
     read_once: bool | ReadOnce | None = LoadOptions.read_once,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
@@ -89,10 +89,10 @@ def load(
             the first glob that matches counts, and keys without a match are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported.
             "saved": the target is replaced by a tensor of the saved dtype.
-        mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping` from
-            the names and shapes of the checkpoint to those of `state_dict`.
+        mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping`.
         dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
-        check: compare with checksums where the format has them. `.bytes_unchecked` counts bytes that were not compared.
+        check: True or "before": compare with checksums before writing. "during": compare each block once it is written,
+            which is faster. On damage, the error names the targets with undefined values. False: do not compare.
         read_once: True or "job": each byte is read once in the job, and ranks that need the same elements send them to
             each other through the process group. Not with dtype_policy "saved". None or "host": ranks of one host read
             for each other where that reads less, see docs/reading.md. False or "rank": each rank reads for itself.
@@ -103,7 +103,7 @@ def load(
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
-    Raises (nothing was written; other ranks raise the same error or `RankFailedError`):
+    Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
         LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
             target cannot be filled in place.
@@ -138,7 +138,7 @@ def load_with(
         if isinstance(path, Checkpoint):
             checkpoint = path
         else:
-            checkpoint = open_among(path, group.rank, group.world_size, check=options.check)
+            checkpoint = open_among(path, group.rank, group.world_size, check=bool(options.check))
         before = replace(checkpoint.contents.checking)
         checkpoint = _mapped(checkpoint, options.mapping)
     names = options.mapping if isinstance(options.mapping, Mapping) else {}
@@ -209,9 +209,10 @@ class _Load:
         if self.prefetch is not None:
             self.prefetch(plan)
         checking = checkpoint.contents.checking
-        is_checked = options.check and checking.enabled
+        is_checked = bool(options.check) and checking.enabled
         budget = options.memory_budget_bytes
-        with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget) as fetch:
+        in_place = options.check == "during"
+        with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget, in_place) as fetch:
             with uploads:
                 per_rank = self._read(fetch, plan)
             if not options.dry_run:

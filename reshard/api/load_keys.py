@@ -31,6 +31,7 @@ from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.state import IntKey, KeyPath, key_of
+from reshard.stored.checksums import CheckTime
 from reshard.stored.contents import unknown_class
 
 if TYPE_CHECKING:  # imported by loads that map
@@ -73,7 +74,7 @@ class LoadOptions:
     dtype_policy: DtypePolicy = "error"
     mapping: Mapping[str, str] | StateMapping | None = None
     dry_run: bool = False
-    check: bool = True
+    check: bool | CheckTime = True
     read_once: bool | ReadOnce | None = None
     threads: int | None = None
     memory_budget_bytes: int | None = None
@@ -85,6 +86,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
+        if not isinstance(self.check, bool):
+            _check_choice("check", self.check, get_args(CheckTime), ", True, False")
         if not (isinstance(self.read_once, bool) or self.read_once is None):
             _check_choice("read_once", self.read_once, get_args(ReadOnce))
         if isinstance(self.strict, Mapping):

@@ -55,8 +55,9 @@ _How = tuple[float, float, bool]
 
 
 WINDOW_BYTES = 32 << 20
-_SMALL_BYTES = 16 << 10
 """Tensors are read in pieces of at most about this size."""
+_SMALL_BYTES = 16 << 10
+"""Pieces up to this size are summed up together: a call costs more than their bytes."""
 
 
 @renamed()
@@ -341,7 +342,7 @@ def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Shar
             wrong[i] = str(error)
     for (i, _), one in zip(small, partials(part for _, part in small), strict=True):
         sums[i] += one
-    return [wrong.get(i) or one.to_bytes() for i, one in enumerate(sums)]
+    return [wrong[i] if i in wrong else one.to_bytes() for i, one in enumerate(sums)]
 
 
 def _read_findings(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,6 +183,8 @@ class WeightSource:
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         self._group = Group(process_group)
+        self.rank = self._group.rank
+        """This rank's place in `process_group`; the first one gets the buckets."""
         self._live = take_apart(state)
         with self._group.together("weights"):
             layout = take_global_state(self._live, self._group, check_replicas=False).tensors
@@ -214,11 +215,23 @@ class WeightSource:
         if self._since is not None:
             self._since.forget()
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """If what is inside fails, the next pass gives everything."""
+    def send(self, to: Callable[[WeightBucket, bool], None]) -> None:
+        """Collective: call `to` with each bucket that this rank gets, and whether it is the last one.
+
+        After an error in `to` nothing more is sent. It is raised on all ranks at the end of the pass,
+        and the next pass gives everything.
+        """
+        error: Exception | None = None
         try:
-            yield
+            for bucket, is_last in marked_last(self.buckets()):
+                if error is None:
+                    try:
+                        to(bucket, is_last)
+                    except Exception as refused:
+                        error = refused
+            with Group(self._process_group).together("sending weights"):
+                if error is not None:
+                    raise error
         except BaseException:
             self.forget()
             raise

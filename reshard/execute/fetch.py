@@ -14,6 +14,7 @@ from reshard.ranks.group import Group
 from reshard.stored.source import FileSource, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
+    from reshard.execute.in_place import InPlace
     from reshard.execute.machine import MachineReading, OwnMemory
 
 __all__ = ["Fetch"]
@@ -37,10 +38,13 @@ class Fetch:
     is_checked: bool
     together: bool
     room_bytes: int | None = None
+    in_place: bool = False
+    """What is checked may be compared when it is in the targets already."""
     done: ByteCounts = field(default_factory=ByteCounts)
 
     _own: OwnMemory | None = None
     _machine: MachineReading | None = None
+    _in_place: InPlace | None = None
 
     def __enter__(self) -> Fetch:
         return self
@@ -50,7 +54,8 @@ class Fetch:
             self._own.__exit__()
 
     def check(self, on_bytes: Callable[[int], None]) -> None:
-        """Compare all blocks that this rank touches, if it is the one of its machine to do it.
+        """Compare all blocks that this rank touches, if it is the one of its machine to do it; with `in_place` those
+        that can be compared while they are read are left to `read`.
 
         Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
 
@@ -60,7 +65,8 @@ class Fetch:
             from reshard.execute.machine import MachineReading, OwnMemory, slots_for
 
             slots, slot_bytes = slots_for(self.copies, self.room_bytes)
-            party = "checks" if self.is_checked else ""  # who does not check may not read for who does
+            # who does not check may not read for who does, nor who checks late for who does so first
+            party = f"checks {self.in_place}" if self.is_checked else ""
             self._own = OwnMemory(slots, slot_bytes, party)
             self._machine = MachineReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
@@ -71,8 +77,15 @@ class Fetch:
             self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
             return
         wanted = wanted_by_file(near)
-        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(wanted)
+        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(wanted, in_place=self.in_place)
         plan = plan_compare(wanted, elsewhere)
+        if self.in_place:
+            from reshard.execute.in_place import InPlace
+
+            for_itself = self.copies if self._machine is None else self._machine.rest
+            self._in_place = InPlace.out_of(
+                plan, for_itself, {source: of.for_others for source, of in elsewhere.items()}
+            )
         compare_plan(plan, self.space.threads, on_bytes)
         self.done.extra, self.done.unchecked = plan.extra_bytes, plan.unchecked_bytes
 
@@ -90,11 +103,16 @@ class Fetch:
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
-        alone = self.copies
+        alone, overwritten = self.copies, set[str]()
         if self._machine is not None:
             run = self._machine.run
             self.done.add(run(piece_bytes=self.space.piece_bytes, is_checked=self.is_checked, on_bytes=on_bytes))
             alone = self._machine.rest
+            overwritten = {copy.fqn for its in self._machine.copies.values() for copy in its}
+        if self._in_place is not None:
+            self.done.read += self._in_place.run(self.space.threads, overwritten, on_bytes)
+            done = {id(copy) for copy, _ in self._in_place.copies}
+            alone = [copy for copy in alone if id(copy) not in done]
         rest = self._read_by_segments(alone, on_bytes)
         self.done.read += run_copies(
             rest,

@@ -194,10 +194,13 @@ class MachineReading:
         mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
         return cls(memory, mine, (), taken, rest, places, read_for_all=by_all)
 
-    def compared_elsewhere(self, whole: Mapping[FileSource, Wanted]) -> dict[FileSource, Elsewhere]:
+    def compared_elsewhere(
+        self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
+    ) -> dict[FileSource, Elsewhere]:
         """What others compare with checksums for this rank, and what it had better compare for them before anybody
         writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
-        that have a view: what is far away is compared when it is read. `whole`: what this rank reads of each file."""
+        that have a view: what is far away is compared when it is read, and with `in_place` what is read for all.
+        `whole`: what this rank reads of each file."""
         found: dict[FileSource, Elsewhere] = {}
         for by_others in (self.checked_by_others, self.read_for_all):
             for source, ranges in by_others.items():
@@ -206,7 +209,7 @@ class MachineReading:
         for_others = defaultdict(list)
         for source, segment in self.checks:
             for_others[source].append((segment.start, segment.stop))
-        for source, segment in self.reads:
+        for source, segment in () if in_place else self.reads:
             ranges = whole[source].ranges if source in whole else ()
             if _common_bytes(segment, ranges) >= WHOLE_SHARE * (segment.stop - segment.start):
                 for_others[source].append((segment.start, segment.stop))

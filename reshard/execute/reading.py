@@ -24,9 +24,9 @@ from reshard.stored.source import DecodedSource, FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
 
 __all__ = [
-    "ByteCounts", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan", "find_copies",
-    "in_pieces", "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
-    "wanted_by_file",
+    "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
+    "find_copies", "in_pieces", "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
+    "wanted_by_file", "within_ranges",
 ]  # fmt: skip
 
 
@@ -132,6 +132,8 @@ class Copy:
 
     place: Extent
     out: Array | Staged
+    fqn: str = ""
+    """Of the target."""
 
 
 def find_copies(
@@ -165,7 +167,7 @@ def find_copies(
                 raise CorruptCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
             at = item.target if common == box else common.relative_to(box).shift(item.target.offsets)
             index: Any = (*at.slices, ...)  # the dots make it a view, also of a 0-d array
-            copies.append(Copy(place.with_window(window), whole[index]))
+            copies.append(Copy(place.with_window(window), whole[index], item.fqn))
             taken += common.numel
         if taken != box.numel:
             raise CorruptCheckpointError(
@@ -273,7 +275,7 @@ class Wanted:
 
         def left(bounds: Iterable[tuple[int, int]]) -> list[bool]:
             blocks = [sums.around(start, stop) for start, stop in bounds]
-            return [not inside for inside in _within(np.array(blocks, np.int64).reshape(-1, 2), ranges)]
+            return [not inside for inside in within_ranges(np.array(blocks, np.int64).reshape(-1, 2), ranges)]
 
         windows = compress(self.windows, left((window.offset, window.stop) for window in self.windows))
         return Wanted(list(compress(self.ranges, left(self.ranges))), list(windows))
@@ -378,7 +380,7 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
                 plan.blocks[source] = mine
         blocks, counts, outside = sums.wanted(want.ranges, want.windows)
         plan.unchecked_bytes += outside
-        left = ~_within(blocks, by_others) & sums.are_pending(blocks)
+        left = ~within_ranges(blocks, by_others) & sums.are_pending(blocks)
         if source in plan.blocks:
             left &= ~np.isin(blocks[:, 0], plan.blocks[source][:, 0])
         chosen.append((source, blocks[left], counts[left]))
@@ -414,7 +416,7 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], 
         at += len(blocks)
 
 
-def _within(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
+def within_ranges(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
     """Whether each of some blocks, (n, 2), lies within one of some ranges, which are in order and apart."""
     if not len(blocks) or not ranges:
         return np.zeros(len(blocks), np.bool_)

@@ -234,7 +234,7 @@ class SegmentPart(NamedTuple):
     def as_copy(self, segment_start: int) -> Copy:
         """A copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
         window = replace(self.window, offset=self.window.offset + segment_start)
-        return Copy(self.copy.place.with_window(window), self.out)
+        return Copy(self.copy.place.with_window(window), self.out, self.copy.fqn)
 
 
 def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:

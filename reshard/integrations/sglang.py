@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
-from reshard.api.weights import WeightBucket, WeightSource, marked_last
+from reshard.api.weights import WeightBucket, WeightSource
 from reshard.errors import OptionError, ReshardError
 from reshard.live.dtypes import dtype_name
 from reshard.ranks.group import Group
@@ -50,18 +50,22 @@ def update_from_tensor(
     group = Group(process_group, alone=process_group is None)
     if group.world_size > 1 and not source.everyone:
         raise OptionError("update_from_tensor(process_group=...) needs WeightSource(everyone=True)")
-    with source.sending():
-        for bucket, is_last in marked_last(source.buckets()):
-            with group.together("update"):  # the memory must stay until the engine has read it
-                flat = flattened(bucket)
-                data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-                payloads: list[bytes] | None
-                if process_group is None:
-                    payloads = [MultiprocessingSerializer.serialize(data) for _ in range(tp_size)]
-                else:
-                    payloads = group.gather(MultiprocessingSerializer.serialize(data), kind=bytes)
-                if group.rank == 0:
-                    _check(engine.update_weights_from_tensor(payloads, load_format=_FORMAT, flush_cache=is_last))
+    leads = (source if process_group is None else group).rank == 0
+
+    def send(bucket: WeightBucket, is_last: bool) -> None:
+        with group.together("update"):  # the memory must stay until the engine has read it
+            _check_engine(engine, leads)
+            flat = flattened(bucket)
+            data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+            payloads: list[bytes] | None
+            if process_group is None:
+                payloads = [MultiprocessingSerializer.serialize(data) for _ in range(tp_size)]
+            else:
+                payloads = group.gather(MultiprocessingSerializer.serialize(data), kind=bytes)
+            if leads:
+                _check(engine.update_weights_from_tensor(payloads, load_format=_FORMAT, flush_cache=is_last))
+
+    source.send(send)
 
 
 def update_from_distributed(
@@ -77,8 +81,13 @@ def update_from_distributed(
 
     Raises ReshardError if the engine refuses; it may then have a part of the weights.
     """
-    with source.sending(), ThreadPoolExecutor(1) as beside:
-        for bucket, is_last in marked_last(source.buckets()):
+    leads = source.rank == 0
+    with ThreadPoolExecutor(1) as beside:
+
+        def send(bucket: WeightBucket, is_last: bool) -> None:
+            _check_engine(engine, leads)
+            if not leads:  # of a source with everyone=True
+                return
             names, shapes, dtypes = zip(*((p.name, list(p.shape), dtype_name(p.dtype)) for p in bucket.places))
             how = {"group_name": group_name, "flush_cache": is_last, "load_format": _FORMAT}
             asked = beside.submit(
@@ -87,6 +96,13 @@ def update_from_distributed(
             sent = dist.broadcast(bucket.flat, group_src=0, group=group, async_op=True)
             _check(asked.result())
             sent.wait()
+
+        source.send(send)
+
+
+def _check_engine(engine: Any, leads: bool) -> None:
+    if (engine is not None) != leads:
+        raise OptionError(f"pass the engine on the first rank, and None on the others: got {engine!r}")
 
 
 def _check(answer: Any) -> None:

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch_checkpointing as _theirs
 from torch_checkpointing import ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
-from torch_checkpointing.schema import _CheckpointSchema
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from reshard.api.convert import convert
@@ -85,7 +85,6 @@ class ItemsManager(_theirs.CheckpointManager):
             given = {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
             config = ItemsOptions(**given)
         self._config: ItemsOptions = config
-        self._schema = _CheckpointSchema(items=config.items, default=config.default)
         self._write_future: Future[Any] | None = None
         self._closed = False
 
@@ -165,7 +164,12 @@ class ItemsManager(_theirs.CheckpointManager):
     def _values(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         if self._closed:
             raise RuntimeError("this CheckpointManager is closed")
-        return {key: item.value for key, item in self._schema.build_items(payload, rank=this_rank()).items()}
+        specs = self._config.items
+        if lacking := sorted(key for key, spec in specs.items() if spec.required and key not in payload):
+            raise KeyError(f"items {lacking} of the config are required: pass a value for each")
+        if self._config.default is None and (unknown := sorted(payload.keys() - specs.keys())):
+            raise KeyError(f"items {unknown} are not in the config, which has no default: add them to its items")
+        return dict(payload)
 
     def _to_save(self, key: str, value: Any) -> Any:
         if key not in self._config.per_rank:
@@ -242,13 +246,19 @@ def _moved(leaf: Any, device: str | torch.device | None) -> Any:
 
 def _write_theirs(state: dict[str, Any], folder: str) -> None:
     """Save what each rank has, and write torch_checkpointing's files of it; collective."""
-    parts = Path(f"{os.fspath(folder)}.parts")
-    try:
-        save(state, parts, overwrite=True)
-        convert(parts, folder, format="torch_checkpointing", overwrite=True)
-    finally:
-        if this_rank() == 0:
-            shutil.rmtree(parts, ignore_errors=True)
+    group = Group()
+    with group.together("torch_checkpointing's files"):
+        if "://" in os.fspath(folder):
+            raise OptionError(f"format='torch_checkpointing' needs a local folder, got {folder!r}: use format='native'")
+        place = Path(folder).absolute()
+        name = group.share(f".{place.name}.parts-{uuid4().hex}".encode() if group.rank == 0 else None)
+        parts = place.with_name(name.decode())
+        try:
+            save(state, parts)
+            convert(parts, place, format="torch_checkpointing", overwrite=True)
+        finally:
+            if group.rank == 0 and parts.exists():
+                shutil.rmtree(parts)
 
 
 CheckpointManager = ItemsManager

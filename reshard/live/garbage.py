@@ -16,7 +16,8 @@ def gc_paused() -> Iterator[None]:
     function's own are gone when it goes on.
 
     For what ends soon, or makes no circles: whatever runs beside it in the process is not collected
-    either.
+    either. Long work collects only what is young between its parts, by `gc.collect(1)`, as `run_tasks`
+    does: what stays is not looked at again.
     """
     enabled = gc.isenabled()
     gc.disable()

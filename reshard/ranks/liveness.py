@@ -219,7 +219,11 @@ def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
     _running.add(work)
     pid = os.getpid()
     mine = WriterLease(socket.gethostname(), pid, start_of(pid), time.time(), machine())
-    storage.publish(name, msgspec.json.encode(mine))
+    try:
+        storage.publish(name, msgspec.json.encode(mine))
+    except BaseException:
+        release_lease(work)
+        raise
     return mine
 
 

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from planners.geometry.box import ByteRuns, Window
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "Checking", "Checksums", "Numbers", "Range", "add_touched", "may_check",
+    "BlockChecksums", "CheckTime", "Checking", "Checksums", "Numbers", "Range", "add_touched", "may_check",
     "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
@@ -41,6 +41,8 @@ NO_CHECKSUMS = "unchecked: the format has no checksums"
 """What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
 nothing of the file."""
 
+CheckTime = Literal["before", "during"]
+"""Whether bytes are compared with checksums before targets are written, or while they are."""
 Range = tuple[int, int]
 """First byte, and one past the last."""
 Numbers = npt.NDArray[np.int64]

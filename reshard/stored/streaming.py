@@ -434,7 +434,11 @@ def fingerprint_parts(done: WrittenFile) -> dict[str, Partial]:
 
 
 class HashingWriter:
-    """Passes bytes on to a writer, and takes the digest of all of them."""
+    """Passes bytes on to a writer, and takes the digest of all of them.
+
+    Small pieces wait to be written together. Call `digest` before the writer's context ends: what still waits then is
+    lost.
+    """
 
     def __init__(self, out: Writer) -> None:
         self.nbytes = 0

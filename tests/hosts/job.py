@@ -1,4 +1,4 @@
-"""What each rank does: calls until one fails, whose error and time it writes down."""
+"""What each rank does: calls, one after another, of which it writes down how each ended."""
 
 from __future__ import annotations
 
@@ -6,49 +6,135 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import reshard
+from reshard.elastic import Tier
 from reshard.errors import ReshardError
 
+__all__ = ["VERBS", "body", "state_of", "step_in"]
 
-def main() -> None:
-    """`job.py FOLDER VERB DEADLINE`."""
-    folder, verb, deadline_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+VERBS = ["save", "async_save", "load", "prune", "convert", "keep", "recover", "redistribute"]
+PRUNER = 2
+"""The rank that prunes: the first of the second host, by itself, while all save."""
+_LAST_S = 60.0
+ROWS = 3
+
+
+def state_of(step: int, world: int, mesh: Any) -> dict[str, Any]:
+    """Rows by rank, or all of them without a mesh, and a number; all are of the step. Made without a message: gloo's
+    own collectives know nothing of the deadline of a call."""
+    if mesh is None:
+        return {"w": torch.full((world * ROWS, 6), float(step)), "n": step}
+    rows = torch.full((ROWS, 6), float(step))
+    return {"w": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False), "n": step}
+
+
+def step_in(state: dict[str, Any]) -> int:
+    """The one that all of it is of."""
+    w = state["w"].to_local() if hasattr(state["w"], "to_local") else state["w"]
+    assert (w == float(state["n"])).all(), f"a mixture: {w}, {state['n']}"
+    return int(state["n"])
+
+
+def _call(folder: Path, verb: str, deadline_s: float, mesh: Any) -> Callable[[int], None]:
+    """The call of a step, in the folder that the hosts share or, of `keep` and `recover`, on their disks."""
+    world, shared = dist.get_world_size(), folder / "shared"
+
+    def state(step: int) -> dict[str, Any]:
+        return state_of(step, world, mesh)
+
+    tier = Tier(folder / "disks", copies=1, timeout=deadline_s) if verb in ("keep", "recover") else None
+    if tier is not None:
+        tier.save(state(1), 1)
+
+    def loaded(step: int) -> None:
+        target = state(0)
+        reshard.load(target, shared / "c", timeout=deadline_s)
+        assert step_in(target) == 1
+
+    def pruned(step: int) -> None:
+        if dist.get_rank() == PRUNER and step > 2:
+            reshard.prune(shared / "run", keep_last=1)
+        reshard.save(state(step), shared / "run" / f"step-{step}", base="auto", timeout=deadline_s)
+
+    def converted(step: int) -> None:
+        reshard.convert(shared / "c", shared / "out", format="safetensors", overwrite=True, timeout=deadline_s)
+
+    def recovered(step: int) -> None:
+        target = state(0)
+        assert tier is not None
+        assert tier.restore(target).step == 1
+        assert step_in(target) == 1
+
+    def moved(step: int) -> None:
+        source, target = state(step), state(0)
+        target["w"] = DTensor.from_local(torch.zeros(world * ROWS, 6), mesh, [Replicate()], run_check=False)
+        reshard.redistribute(source, target, timeout=deadline_s)
+        assert step_in(target) == step
+
+    calls: dict[str, Callable[[int], object]] = {
+        "save": lambda step: reshard.save(state(step), shared / "c", timeout=deadline_s),
+        "async_save": lambda step: reshard.async_save(state(step), shared / "c", timeout=deadline_s).result(),
+        "load": loaded,
+        "prune": pruned,
+        "convert": converted,
+        "keep": lambda step: tier.save(state(step), step) if tier is not None else None,
+        "recover": recovered,
+        "redistribute": moved,
+    }
+    return calls[verb]  # type: ignore[return-value]
+
+
+def body(
+    folder: Path, verb: str, deadline_s: float, *, lives_on: bool, ahead: Callable[[], float] | None = None
+) -> None:
+    """Calls until one fails; if the rank `lives_on`, until it is told which is the last.
+
+    Args:
+        ahead: by how many seconds the host's clock is. Namespaces of time leave the wall clock alone, so `time.time`
+            says so here.
+    """
+    if ahead is not None:
+        real = time.time
+        time.time = lambda: real() + ahead()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-
-    def state(step: int) -> dict[str, object]:
-        return {"w": distribute_tensor(torch.full((world * 3, 6), float(step)), mesh, [Shard(0)]), "n": step}
-
-    reshard.save(state(1), folder / "c")
+    reshard.save(state_of(1, world, mesh), folder / "shared" / "c")
+    call = _call(folder, verb, deadline_s, mesh)
     dist.barrier()
     (folder / f"ready-{rank}").write_text(str(os.getpid()))
-    said, begun, step, until = "", time.time(), 1, time.monotonic() + 60.0
-    while not said and time.monotonic() < until:
+    rows: list[dict[str, Any]] = []
+    step, until = 1, time.monotonic() + _LAST_S
+    while time.monotonic() < until:
         step += 1
-        begun = time.time()
+        said, began = "", time.monotonic()
         try:
-            if verb == "load":
-                reshard.load(state(0), folder / "c", deadline_s=deadline_s)
-            elif verb == "async_save":
-                reshard.async_save(state(step), folder / "c", deadline_s=deadline_s).result()
-            else:
-                reshard.save(state(step), folder / "c", deadline_s=deadline_s)
+            call(step)
         except ReshardError as error:
             said = f"{type(error).__name__}: {error}"
-    told = json.dumps({"said": said, "begun": begun, "ended": time.time(), "step": step})
-    (folder / f"part-{rank}").write_text(told)
+        except Exception as error:  # which no call may end with
+            said = f"not ours: {error!r}"
+        rows.append({"step": step, "said": said, "began": began, "ended": time.monotonic()})
+        if lives_on:
+            (folder / f"at-{rank}").write_text(str(step))
+            if (folder / "last").exists() and step >= int((folder / "last").read_text()):
+                break
+        elif said:
+            break
+    (folder / f"part-{rank}").write_text(json.dumps(rows))
     (folder / f"part-{rank}").rename(folder / f"end-{rank}")
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # job.py FOLDER VERB DEADLINE, under torchrun
+    dist.init_process_group("gloo")
+    body(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), lives_on=False)

@@ -1,65 +1,343 @@
-"""Two hosts of two ranks under torchrun, of which the second is cut off, muted, frozen or killed during a call."""
+"""Two hosts of two ranks, of which one is lost, or meets with something, at a random moment of a call."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
+import signal
+import struct
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import reshard
+from reshard.elastic import Tier
+from reshard.errors import CheckpointNotFoundError, ReshardError
+from tests.hosts import job
+from tests.hosts.job import VERBS, state_of, step_in
 from tests.hosts.network import Hosts, why_not
+from tests.power.scenarios import started_anew
 
-__all__ = ["FAULTS", "VERBS", "tried"]
+__all__ = ["FAULTS", "Seen", "tried"]
 
-FAULTS = ["cut", "mute", "freeze", "kill"]
-VERBS = ["save", "async_save", "load"]
-DEADLINE_S = 3.0
-PER_HOST = 2
-_START_S, _END_S = 90.0, 40.0
-LEFT: Counter[bool] = Counter()
-"""Of hosts that live on without the store: whether their ranks ended, too, within the time below."""
-_LEFT_S = 15.0
+LOST = ["cut", "mute", "freeze", "kill"]
+"""After these the host is no part of the job any more; here the second one."""
+STORE_LOST = ["kill first", "cut first", "freeze first"]
+"""The first one, which has the store."""
+PASSING = ["delay", "full", "read-only", "clock"]
+"""After these all goes on."""
+FAULTS = [*LOST, *STORE_LOST, *PASSING]
+
+COUNT, PER_HOST, PORT = 2, 2, 29400
+DEADLINE_S, SLOW_DEADLINE_S = 3.0, 30.0
+_START_S, _END_S, _PASSING_S = 60.0, 25.0, 1.0
+_ONE_WAY_S = (0.002, 0.03)
+"""Of a delay."""
+_AHEAD_S = 2 * 86_400.0
+_LATER = 1000
+"""The step of the job that follows."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tried(verb: str, fault: str, delay_s: float, folder: Path) -> tuple[str, float]:
-    """What the ranks of the first host, which has the store, did: "named" and after how many seconds, or what is wrong.
-    The folder is one that both hosts see; the second one is lost after so many seconds."""
-    with Hosts(2) as hosts:
-        environ = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        environ |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}"]
-        command += [f"--nproc-per-node={PER_HOST}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:29400"]
-        for host in range(hosts.count):
-            more = [f"--local-addr={hosts.address(host)}", f"--node-rank={host}"]
-            job = [str(ROOT / "tests/hosts/job.py"), str(folder), verb, str(DEADLINE_S)]
-            hosts.start(host, [*command, *more, *job], environ)
-        ready = [folder / f"ready-{rank}" for rank in range(hosts.count * PER_HOST)]
-        if not _await(ready, _START_S):
-            return "the job did not begin", 0.0
-        time.sleep(delay_s)
-        begun = time.time()
-        getattr(hosts, fault)(1)
-        ends = [folder / f"end-{rank}" for rank in range(PER_HOST)]
+@dataclass(frozen=True)
+class Seen:
+    """How a trial went."""
+
+    wrong: str = ""
+    end: str = ""
+    """What the ranks that were left said: a kind of error, or "done"."""
+    took_s: float = 0.0
+    """From the fault to the moment when the last of them had said it."""
+    others_s: float | None = None
+    """The same of ranks that cannot reach the store; None if they had said nothing when the trial was over."""
+
+
+class _Wrong(AssertionError):
+    pass
+
+
+def _rank(hosts: Hosts, rank: int, body: Callable[[], None]) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "LOCAL_WORLD_SIZE": str(PER_HOST)}
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = tcp(hosts.address(0), PORT, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=COUNT * PER_HOST)
+    body()
+
+
+def _serve(hosts: Hosts) -> None:
+    """As torchrun's agent does: the store is in a process that is none of the ranks."""
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = tcp(hosts.address(0), PORT, is_master=True, wait_for_workers=False)
+    while store:
+        time.sleep(60.0)
+
+
+def _start(hosts: Hosts, folder: Path, verb: str, deadline_s: float, *, lives_on: bool, clock: mmap.mmap) -> None:
+    for host in range(hosts.count):
+        ahead = partial(_ahead, clock, host)
+        run = partial(job.body, folder, verb, deadline_s, lives_on=lives_on, ahead=ahead)
+        ranks = range(host * PER_HOST, (host + 1) * PER_HOST)
+        bodies = [partial(_rank, hosts, rank, run) for rank in ranks]
+        bodies = [partial(_serve, hosts), *bodies] if host == 0 else bodies
+        hosts.fork(host, bodies, folder / "log", binds=[folder / "shared"])
+
+
+def _start_torchrun(hosts: Hosts, folder: Path, verb: str, deadline_s: float) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    environ |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts.count}"]
+    command += [f"--nproc-per-node={PER_HOST}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{PORT}"]
+    for host in range(hosts.count):
+        more = [f"--local-addr={hosts.address(host)}", f"--node-rank={host}"]
+        hosts.start(host, [*command, *more, job.__file__, str(folder), verb, str(deadline_s)], environ)
+
+
+def _ahead(clock: mmap.mmap, host: int) -> float:
+    return float(struct.unpack_from("d", clock, 8 * host)[0])
+
+
+def tried(verb: str, fault: str, delay_s: float, folder: Path, rng: random.Random, *, torchrun: bool = False) -> Seen:
+    """The fault, so many seconds after the calls begin."""
+    lives_on = fault in PASSING
+    host = rng.randrange(COUNT) if lives_on else int("first" not in fault)
+    with Hosts(COUNT) as hosts, mmap.mmap(-1, 4096) as clock:
+        hosts.disk(folder / "shared", 4096)
+        for at in range(COUNT):
+            hosts.disk(folder / "disks" / hosts.name(at), 2048)
+        deadline_s = SLOW_DEADLINE_S if fault == "delay" else DEADLINE_S
+        if torchrun:
+            _start_torchrun(hosts, folder, verb, deadline_s)
+        else:
+            _start(hosts, folder, verb, deadline_s, lives_on=lives_on, clock=clock)
+        trial = _Trial(hosts, folder, verb, fault, host, rng, clock)
+        try:
+            if not _await(_files(folder, "ready", range(COUNT * PER_HOST)), _START_S):
+                raise _Wrong("the job did not begin")
+            time.sleep(delay_s)
+            return trial.passing() if lives_on else trial.lost()
+        except _Wrong as error:
+            log = folder / "log"
+            return Seen(f"{error}\n{log.read_text()[-3000:]}" if log.exists() else str(error))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    hosts: Hosts
+    folder: Path
+    verb: str
+    fault: str
+    host: int
+    rng: random.Random
+    clock: mmap.mmap
+
+    @property
+    def _is_kept(self) -> bool:
+        return self.verb in ("keep", "recover")
+
+    def _ranks(self, host: int) -> range:
+        return range(host * PER_HOST, (host + 1) * PER_HOST)
+
+    # --- a host that is lost ---
+
+    def lost(self) -> Seen:
+        """The others know it, and what they go on with stays when it comes back."""
+        begun = time.monotonic()
+        getattr(self.hosts, self.fault.removesuffix(" first"))(self.host)
+        left = self._ranks(1 - self.host)
+        ends = _files(self.folder, "end", left)
         if not _await(ends, DEADLINE_S + _END_S):
-            return f"ranks {[end.name for end in ends if not end.exists()]} did not end", 0.0
-        told = [json.loads(end.read_text()) for end in ends]
-        if fault in ("cut", "mute"):
-            others = [folder / f"end-{rank}" for rank in range(PER_HOST, hosts.count * PER_HOST)]
-            LEFT[_await(others, _LEFT_S)] += 1
-    lost = range(PER_HOST, hosts.count * PER_HOST)
-    for one in told:
-        if not re.search(rf"\b({'|'.join(map(str, lost))})\b", one["said"]):
-            return f"not named: {one['said']}", 0.0
-    if not reshard.verify(folder / "c").ok:
-        return "what is there is not whole", 0.0
-    return "named", max(one["ended"] for one in told) - begun
+            if self.host == 0:  # the store's: nothing is promised but that nothing is published
+                return self._after(Seen("", "no end yet", DEADLINE_S + _END_S))
+            raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
+        last = [json.loads(end.read_text())[-1] for end in ends]
+        for row in last:
+            if not row["said"] or row["said"].startswith("not ours"):
+                raise _Wrong(f"step {row['step']}: {row['said'] or 'no error'}")
+            if not self._names(row["said"], self.host):
+                raise _Wrong(f"not named: {row['said']}")
+        kinds = "; ".join(sorted({row["said"].partition(":")[0] for row in last}))
+        return self._after(Seen("", kinds, max(row["ended"] for row in last) - begun))
+
+    def _names(self, said: str, host: int) -> bool:
+        ranks = "|".join(map(str, self._ranks(host)))
+        words = [rf"\branks? [0-9, -]*\b({ranks})\b", re.escape(self.hosts.address(host)), self.hosts.name(host)]
+        words += ["store of the process group"] if host == 0 else []
+        return any(re.search(word, said) for word in words)
+
+    def _after(self, seen: Seen) -> Seen:
+        """Another job goes on where they were; whoever comes back after that publishes nothing."""
+        with started_anew():
+            self._look("after the fault", newest=None)
+            self._next()
+            self._look("after the next job", newest=_LATER)
+        if self.fault.startswith("freeze"):
+            self.hosts.thaw(self.host)
+        elif self.fault.startswith("cut"):
+            self.hosts.heal(self.host)
+        others_s = None
+        if "kill" not in self.fault:
+            begun = time.monotonic()
+            if _await(_files(self.folder, "end", self._ranks(self.host)), 4.0):
+                others_s = time.monotonic() - begun
+        for host in range(COUNT):
+            self.hosts.kill(host)
+        with started_anew():
+            self._look("after it came back", newest=_LATER)
+        self._last()
+        return Seen(seen.wrong, seen.end, seen.took_s, others_s)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "shared" / (f"run/step-{_LATER}" if self.verb == "prune" else "c")
+
+    def _tier(self) -> Tier:
+        return Tier(self.folder / "disks", host=self.hosts.name(1 - self.host), copies=0)
+
+    def _look(self, when: str, newest: int | None) -> None:
+        """What is there is one checkpoint, and, if it is known which, that one."""
+        try:
+            if self._is_kept:
+                target = state_of(0, COUNT * PER_HOST, None)
+                self._tier().restore(target)
+                step = step_in(target)
+            elif self.verb == "prune":
+                step = self._look_at_run()
+            else:
+                step = self._look_at(self.folder / "shared" / "c")
+            if self.verb == "convert":
+                self._look_at_converted()
+        except (ReshardError, AssertionError) as error:
+            raise _Wrong(f"{when}: {type(error).__name__}: {error}") from error
+        if newest is not None and step != newest:
+            raise _Wrong(f"{when}: step {step}, and not {newest}")
+
+    def _look_at(self, path: Path) -> int:
+        target = state_of(0, COUNT * PER_HOST, None)
+        reshard.load(target, path)
+        assert reshard.verify(path).ok, path
+        return step_in(target)
+
+    def _look_at_run(self) -> int:
+        run = self.folder / "shared" / "run"
+        steps = [self._look_at(Path(step.path)) for step in reshard.steps(run) if step.problem is None]
+        latest = reshard.latest_complete(run)
+        if latest is None:
+            assert not steps
+            return 0
+        assert self._look_at(Path(latest)) == max(steps), f"{latest} is not the newest of {steps}"
+        return max(steps)
+
+    def _look_at_converted(self) -> None:
+        try:
+            opened = reshard.open(self.folder / "shared" / "out")
+        except CheckpointNotFoundError:
+            return
+        assert len(set(opened["w"][...].flatten().tolist())) == 1
+
+    def _next(self) -> None:
+        """A job of one process, of which nothing happens."""
+        state = state_of(_LATER, COUNT * PER_HOST, None)
+        if self._is_kept:
+            self._tier().save(state, _LATER)
+        elif self.verb == "prune":
+            reshard.save(state, self._path, base="auto")
+            reshard.prune(self.folder / "shared" / "run", keep_last=1)
+        else:
+            reshard.save(state, self._path)
+            if self.verb == "convert":
+                reshard.convert(self._path, self.folder / "shared" / "out", format="safetensors", overwrite=True)
+
+    def _last(self) -> None:
+        """Days later, another save leaves nothing but itself."""
+        with started_anew(forgets=True):
+            if self._is_kept:
+                self._tier().save(state_of(_LATER + 1, COUNT * PER_HOST, None), _LATER + 1)
+                folder = self.folder / "disks" / self.hosts.name(1 - self.host)
+                left = [place.name for place in folder.iterdir() if place.is_dir()]
+            else:
+                reshard.save(state_of(_LATER + 1, COUNT * PER_HOST, None), self._path)
+                if self.verb == "prune":
+                    reshard.prune(self.folder / "shared" / "run", keep_last=1)
+                left = [place.name for place in self._path.iterdir() if place.name != "manifest.json"]
+                left = [name for name in left if name != "model.safetensors.index.json"]
+        if len(left) != 1:
+            raise _Wrong(f"left days later: {left}")
+
+    # --- what passes ---
+
+    def passing(self) -> Seen:
+        """Who fails says why, and afterwards all goes on."""
+        begun = time.monotonic()
+        is_over = self._begin()
+        time.sleep(_PASSING_S)
+        is_over()
+        over = time.monotonic()
+        at = [int(path.read_text()) for path in _files(self.folder, "at", range(COUNT * PER_HOST)) if path.exists()]
+        (self.folder / "last.part").write_text(str(max(at, default=1) + 4))
+        (self.folder / "last.part").rename(self.folder / "last")
+        ends = _files(self.folder, "end", range(COUNT * PER_HOST))
+        if not _await(ends, SLOW_DEADLINE_S + _END_S):
+            raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
+        rows = [json.loads(end.read_text()) for end in ends]
+        for rank, its in enumerate(rows):
+            for row in its:
+                self._check_row(rank, row, over)
+        failed = [row for its in rows for row in its if row["said"]]
+        kinds = sorted({row["said"].partition(":")[0] for row in failed}) or ["done"]
+        knew = max((row["ended"] - max(begun, row["began"]) for row in failed), default=0.0)
+        with started_anew():
+            self._look("after all", newest=None)
+            self._next()
+            self._look("after the next job", newest=None if self.fault == "clock" else _LATER)
+        self._last()
+        return Seen("", "; ".join(kinds), knew)
+
+    def _check_row(self, rank: int, row: dict[str, Any], over: float) -> None:
+        said, where = row["said"], f"rank {rank}, step {row['step']}"
+        if not said:
+            return
+        if said.startswith("not ours") or self.fault in ("clock", "delay"):
+            raise _Wrong(f"{where}: {said}")
+        if row["began"] > over:
+            raise _Wrong(f"{where} failed after all was well again: {said}")
+        if not re.search(r"no space left|left: make the file|read-only|operation not permitted", said):
+            raise _Wrong(f"{where} does not say why: {said}")
+
+    def _begin(self) -> Callable[[], None]:
+        """The fault; what ends it is returned."""
+        hosts, host, bind = self.hosts, self.host, self.folder / "shared"
+        disk = self.folder / "disks" / hosts.name(host)
+        if self.fault == "clock":
+            struct.pack_into("d", self.clock, 8 * host, _AHEAD_S)
+            return lambda: struct.pack_into("d", self.clock, 8 * host, 0.0)
+        if self.fault == "full":
+            hosts.fill(disk if self._is_kept else bind)
+            return hosts.empty
+        if self.fault == "read-only":
+            if self._is_kept:
+                hosts.make_disk_read_only(disk)
+                return partial(hosts.make_disk_read_only, disk, again=True)
+            hosts.make_read_only(host, bind)
+            return partial(hosts.make_read_only, host, bind, again=True)
+        hosts.delay(host, self.rng.uniform(*_ONE_WAY_S))
+        return partial(hosts.hurry, host)
+
+
+def _files(folder: Path, name: str, ranks: range) -> list[Path]:
+    return [folder / f"{name}-{rank}" for rank in ranks]
 
 
 def _await(paths: list[Path], seconds: float) -> bool:
@@ -67,30 +345,43 @@ def _await(paths: list[Path], seconds: float) -> bool:
     while not all(path.exists() for path in paths):
         if time.monotonic() > until:
             return False
-        time.sleep(0.05)
+        time.sleep(0.02)
     return True
 
 
 def main() -> int:
-    """`python -m tests.hosts.trials N SEED`."""
+    """`python -m tests.hosts.trials N SEED [--torchrun] [VERB|FAULT ...]`."""
     if why := why_not():
         print(f"skipped: {why}")
         return 0
-    rng, seen, worst, wrong = random.Random(int(sys.argv[2])), Counter[tuple[str, str, str]](), {}, 0
-    for n in range(int(sys.argv[1])):
-        verb, fault, delay_s = rng.choice(VERBS), rng.choice(FAULTS), rng.random() * 0.5
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            said, took_s = tried(verb, fault, delay_s, Path(folder))
-        seen[verb, fault, "named" if said == "named" else "wrong"] += 1
-        worst[fault] = max(worst.get(fault, 0.0), took_s)
-        if said != "named":
-            wrong += 1
-            print(f"{n}: {verb}, {fault} after {delay_s:.2f} s: {said}", flush=True)
-    for (verb, fault, end), count in sorted(seen.items()):
-        print(f"{verb}, {fault}: {count} {end}")
-    longest = {fault: round(took_s, 1) for fault, took_s in worst.items()}
-    print(f"seed {sys.argv[2]}: {wrong} wrong; the longest until all knew, in seconds: {longest}")
-    print(f"ranks that were cut off ended within {_LEFT_S:g} s more: {LEFT[True]} of {LEFT.total()} runs")
+    count, seed, *chosen = sys.argv[1:]
+    torchrun = "--torchrun" in chosen
+    verbs = [verb for verb in VERBS if verb in chosen] or VERBS
+    faults = [fault for fault in FAULTS if fault in chosen] or (LOST if torchrun else FAULTS)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, too
+    seen: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+    for n in range(int(count)):
+        rng = random.Random(f"{seed}.{n}")
+        verb, fault, delay_s = verbs[n % len(verbs)], faults[n // len(verbs) % len(faults)], rng.random() * 0.4
+        with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+            one = tried(verb, fault, delay_s, Path(folder), rng, torchrun=torchrun)
+        seen[fault, verb].append(one)
+        if "-v" in chosen:
+            print(
+                f"{time.strftime('%T')} {seed}.{n}: {verb}, {fault}: {one.end}, {one.took_s:.1f}, {one.others_s}",
+                flush=True,
+            )
+        if one.wrong:
+            print(f"{seed}.{n}: {verb}, {fault} after {delay_s:.2f} s: {one.wrong}", flush=True)
+    for (fault, verb), ones in sorted(seen.items()):
+        ends = sorted({one.end for one in ones if not one.wrong})
+        worst = max(one.took_s for one in ones)
+        others = [one.others_s for one in ones if one.others_s is not None]
+        more = f"; the other host's ranks ended in {len(others)}" if fault not in ("kill", *PASSING) else ""
+        print(f"| {fault} | `{verb}` | {len(ones)} | {', '.join(ends)}{more} | {worst:.1f} s |")
+    wrong = sum(bool(one.wrong) for ones in seen.values() for one in ones)
+    print(f"seed {seed}: {count} runs, {wrong} wrong")
     return bool(wrong)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import heapq
 import itertools
@@ -250,7 +251,7 @@ class Simulation:
             if self._has_ended:
                 self._bury()
             self._notice()
-            ready = [t for t in self._ready if t.process.resumes_at is None]
+            ready = [t for t in self._ready if t.process.resumes_at is None] if self._paused else [*self._ready]
             if not ready:
                 if self._advance():
                     continue
@@ -299,10 +300,11 @@ class Simulation:
 
     def _notice(self) -> None:
         """Whose condition is met goes on, and whose time has come."""
-        for task in [task for task in self._conditional if task.until is not None and task.until()]:
-            task.until = None
-            self._conditional.remove(task)
-            self._ready.append(task)
+        for task in self._conditional[:]:
+            if task.until is not None and task.until():
+                task.until = None
+                self._conditional.remove(task)
+                self._ready.append(task)
         for process in [p for p in self._paused if p.resumes_at is None or self.ops >= p.resumes_at]:
             process.resumes_at = None
             self._paused.remove(process)
@@ -346,7 +348,7 @@ class Simulation:
         if process.is_dead:
             raise Died
         is_alone = bool(self._calm) or (kind == "replace" and name.endswith("/manifest.json"))
-        if not is_alone:
+        if not is_alone and self._could_switch():
             self._ready.append(self._task)  # type: ignore[arg-type]
             self._leave()
         self.ops += 1
@@ -358,6 +360,12 @@ class Simulation:
             self.log.append(told)
         if process.fault is not None and process.ops >= process.fault.at:
             self._strike(process, process.fault, kind, is_alone=is_alone)
+
+    def _could_switch(self) -> bool:
+        """Whether the scheduler has anything to decide."""
+        if self._ready or self._paused or (self._timers and self._timers[0][0] <= self.now):
+            return True
+        return any(task.until is not None and task.until() for task in self._conditional)
 
     def _strike(self, process: Process, fault: Fault, kind: str, *, is_alone: bool) -> None:
         if fault.kind == "kill":
@@ -615,16 +623,10 @@ def _files(simulation: Simulation) -> dict[str, Callable[..., Any]]:
 def simulated(simulation: Simulation) -> Iterator[None]:
     """The modules of reshard and `os` go by the simulation."""
     swaps = _threads(simulation)
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "reshard"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(cut_tensors())
-        for module in modules:
-            if module.__name__.startswith("reshard.ranks.") and module.__name__.endswith((".group", ".spans")):
-                found = {name: swaps[id(value)] for name, value in vars(module).items() if id(value) == id(time)}
-            else:
-                found = {name: swaps[id(value)] for name, value in vars(module).items() if id(value) in swaps}
-            if found:
-                stack.enter_context(mock.patch.multiple(module, **found))
+        for module, names in _swapped(frozenset(swaps), len(sys.modules)):
+            stack.enter_context(mock.patch.multiple(module, **{name: swaps[its] for name, its in names.items()}))
         this = SimpleNamespace(**{**vars(os), "getpid": lambda: simulation.process.number, "kill": _nobody})
         stack.enter_context(mock.patch.object(liveness, "os", this))
         for module, name, own in (
@@ -635,6 +637,19 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         stack.enter_context(mock.patch.object(commit.Generation, "_check_current", _at_once(simulation)))
         stack.enter_context(mock.patch.multiple(os, **_files(simulation)))
         yield
+
+
+@functools.cache
+def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, dict[str, int]]]:
+    """The modules of reshard, as many as are loaded, and what they have under which names of the values of these
+    ids."""
+    rows = []
+    for key, module in list(sys.modules.items()):
+        if key.split(".")[0] == "reshard":
+            some = {id(time)} if key in ("reshard.ranks.group", "reshard.ranks.spans") else ids
+            names = {name: id(value) for name, value in vars(module).items() if id(value) in some}
+            rows += [(module, names)] if names else []
+    return rows
 
 
 def _at_once(simulation: Simulation) -> Callable[[commit.Generation], None]:

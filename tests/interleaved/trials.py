@@ -15,6 +15,7 @@ import errno
 import gc
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -81,13 +82,19 @@ class Watch:
         self.seen: list[int | None] = [None]
         self.save_id: str | None = None
         self._known: tuple[Any, ...] = ()
+        self._seen_shapes: set[frozenset[str]] = set()
 
     def look(self, replaces: dict[str, str | None], *, may_go: bool) -> None:
         """Raises AssertionError for what may not be. `replaces`: save id -> that of the save that it may replace."""
         before, before_id, name = self.seen[-1], self.save_id, self.path.name
+        shape = self._shape()
+        if shape in self._seen_shapes and self.is_same():
+            return
         now = self._step()
+        self._seen_shapes.add(shape)
         if now == before:
             return
+        self._seen_shapes = {shape}
         meant = replaces.get(self.save_id or "", before_id)
         assert meant == before_id or now is None, f"{name}: step {now} took the place of {before}, published meanwhile"
         self.seen.append(now)
@@ -97,7 +104,19 @@ class Watch:
     def is_same(self) -> bool:
         """Whether the files that it was made of when it was last opened are as they were; a look at their lengths and
         times alone."""
-        return bool(self._known) and self._known == self._files([name for name, *_ in self._known])
+        return self._known == self._files([name for name, *_ in self._known])
+
+    def take(self, other: Watch) -> None:
+        """Its files are a copy of those of another one, which was opened."""
+        self.seen, self.save_id, self._seen_shapes = [*other.seen], other.save_id, set(other._seen_shapes)
+        self._known = self._files([name for name, *_ in other._known])
+
+    def _shape(self) -> frozenset[str]:
+        """What lies beside one another, without the numbers that no two saves have in common."""
+        try:
+            return frozenset(_NUMBERS.sub("#", entry.name) for entry in os.scandir(self.path))
+        except FileNotFoundError:
+            return frozenset()
 
     def _step(self) -> int | None:
         name = self.path.name
@@ -115,19 +134,28 @@ class Watch:
                 assert torch.equal(found[key][...], tensor), f"{name} has a mixture: {key} is not of {step}"
             self._known = known
         except CheckpointNotFoundError:
-            assert not (self.path / "manifest.json").exists(), f"{name} has a manifest that does not open"
-            self.save_id = None
+            assert not (self.path / MANIFEST).exists(), f"{name} has a manifest that does not open"
+            self.save_id, self._known = None, self._files([MANIFEST])
             return None
         except ReshardError as error:
             raise AssertionError(f"{name} does not open: {error}") from error
         return step
 
     def _files(self, names: list[str]) -> tuple[Any, ...]:
-        try:
-            stats = [os.stat(self.path / name) for name in names]
-        except FileNotFoundError:
-            return ()
-        return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in zip(names, stats, strict=True))
+        return tuple((name, *_stamp(self.path / name)) for name in names)
+
+
+_templates: dict[Path, Watch] = {}
+"""Of what is there before a trial, as it was made once."""
+_NUMBERS = re.compile(r"[0-9a-f]{8,}")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        its = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return its.st_ino, its.st_size, its.st_mtime_ns
 
 
 Body = Callable[[int, int], Any]
@@ -358,7 +386,9 @@ class _Trial:
         shutil.copytree(template, self.folder, dirs_exist_ok=True)
         self.simulation.now = 1000.0
         for name, _ in self.verb.before:
-            self.look(f"/{name}/{MANIFEST}")
+            first = _templates.setdefault(template / name, Watch(template / name))
+            first.look({}, may_go=False)
+            self.watches[name].take(first)
 
     def _last(self) -> None:
         """Days later: one more save, and what is left."""

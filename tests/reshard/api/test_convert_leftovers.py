@@ -20,6 +20,7 @@ from reshard.api import convert
 from reshard.api.convert_job import FileTasks, Journal
 from reshard.api.tasks import run_tasks
 from reshard.errors import DeadlineError, StorageError
+from reshard.storage.local import LocalStorage
 from tests import gloo
 from tests.same import same
 
@@ -93,6 +94,26 @@ def test_the_next_conversion_to_the_target_removes_it(
     assert len(found) == len(wanted) + 1  # names of files of the native format and DCP's are their own
     assert not [name for name in found if name.endswith(".tmp") or "convert-" in name]
     assert "notes.txt" in found
+    assert same(reshard.open(target)["w1"][...], STATE["w1"])
+
+
+def test_a_claim_that_could_not_be_written_is_not_held(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk fails a conversion, and the next try of the same process. When there is room again, it goes on."""
+    target = target_of("dcp", tmp_path)
+    interrupted("dcp", source, target, monkeypatch, has_left=False)
+
+    def full(self: LocalStorage, name: str, data: bytes) -> None:
+        raise StorageError(f"{self.url}/{name}: no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "publish", full)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="no space left on device"):
+                reshard.convert(source, target, format="dcp", max_shard_bytes=8000)
+
+    assert reshard.convert(source, target, format="dcp", max_shard_bytes=8000).resumed
     assert same(reshard.open(target)["w1"][...], STATE["w1"])
 
 

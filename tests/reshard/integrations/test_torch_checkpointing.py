@@ -136,6 +136,8 @@ def resumed_by_three(root: str) -> None:
 
 
 def test_either_manager_reads_what_the_other_wrote(tmp_path: Path) -> None:
+    (tmp_path / "converted.parts").mkdir()
+    (tmp_path / "converted.parts" / "mine").write_text("kept")
     gloo.run(saved, 2, str(tmp_path))
     gloo.run(resumed_by_three, 3, str(tmp_path))
 
@@ -144,13 +146,14 @@ def test_either_manager_reads_what_the_other_wrote(tmp_path: Path) -> None:
     alone = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
     found = alone.load(str(tmp_path / "converted"), into={"model": None, "step": None})
     assert right(found, 0)
-    assert not list(tmp_path.glob("*.parts"))
+    assert not list(tmp_path.glob(".*")), "of what was converted"
+    assert (tmp_path / "converted.parts" / "mine").read_text() == "kept"
 
 
 def test_what_would_be_left_undone_is_refused() -> None:
     from torch_checkpointing import CheckpointManager as Theirs
 
-    from reshard.integrations.torch_checkpointing import CheckpointManager
+    from reshard.integrations.torch_checkpointing import CheckpointManager, ItemSpec
 
     assert isinstance(CheckpointManager(Theirs.Config()), Theirs)
     with pytest.raises(OptionError, match="format must be one of 'native'"):
@@ -159,6 +162,11 @@ def test_what_would_be_left_undone_is_refused() -> None:
         CheckpointManager.Config(format="torch_checkpointing", per_rank=["rng"])
     with pytest.raises(OptionError, match="callbacks are not called"):
         CheckpointManager(Theirs.Config(finalize_callback=print))
+    with pytest.raises(OptionError, match="needs a local folder, got 's3://bucket/step-1': use format='native'"):
+        CheckpointManager.Config(format="torch_checkpointing").build().save("s3://bucket/step-1", {"a": 1})
+    required = CheckpointManager.Config(items={"model": ItemSpec()}).build()
+    with pytest.raises(KeyError, match=r"items \['model'\] of the config are required"):
+        required.save("x", {})
     manager = CheckpointManager()
     manager.close()
     with pytest.raises(RuntimeError, match="closed"):

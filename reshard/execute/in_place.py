@@ -1,0 +1,172 @@
+"""Reads that are checked in their targets: piece by piece, while what was read is still in a cache."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import CorruptCheckpointError, StorageError, format_names
+from reshard.execute.reading import ComparePlan, Copy, merge_ranges, on_threads, subtract_ranges, within_ranges
+from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled
+from reshard.stored.checksums import BlockChecksums, Range
+from reshard.stored.source import FileSource
+
+__all__ = ["InPlace"]
+
+#     READ a piece of a file into its target | COMPARE its blocks there | READ the next piece ...
+#
+# So each byte comes from memory once, where checking before writing takes it from there twice.
+
+
+_PIECE_BYTES = 256 << 10
+"""Smaller copies are checked before."""
+_LOTS_A_THREAD = 8
+
+
+class _TargetPiece(NamedTuple):
+    """Bytes [start, stop) of a file, and the target that they lie in."""
+
+    copy: Copy
+    source: FileSource
+    start: int
+    stop: int
+    is_compared: bool
+
+    def target(self) -> memoryview:
+        """Its memory."""
+        first = self.start - self.copy.place.window.offset
+        assert isinstance(self.copy.out, np.ndarray)
+        return memoryview(cast("Any", self.copy.out.reshape(-1).view(np.uint8)))[first : first + self.stop - self.start]
+
+    def read(self) -> None:
+        """In another way than the list does. Raises CorruptCheckpointError for a file that ends early."""
+        self.source.read_directly(self.start, self.target())
+
+    def compare(self) -> None:
+        """Raises CorruptCheckpointError with the first block that was changed."""
+        self.source.compare_data(self.start, self.target())
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Copies that are one run of bytes on both sides, each with the ranges that are compared when they are read."""
+
+    copies: Sequence[tuple[Copy, list[Range]]]
+
+    @classmethod
+    def out_of(
+        cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Sequence[Range]]
+    ) -> InPlace:
+        """Those of some copies that have many blocks of the plan to themselves, which loses these blocks; but not those
+        that other ranks rely on."""
+        left = {}
+        for file, blocks in plan.blocks.items():
+            left[file] = ~within_ranges(blocks, merge_ranges(for_others.get(file, ())))
+        chosen = []
+        for copy in copies:
+            source, window, out = copy.place.source, copy.place.window, copy.out
+            if not isinstance(source, FileSource) or source not in left or copy.place.conjugate:
+                continue
+            is_run = isinstance(out, np.ndarray) and out.flags.c_contiguous and window.runs().count == 1
+            if not is_run or not isinstance(source.checksums, BlockChecksums):
+                continue
+            bounds = source.checksums.inside(window.offset, window.stop)
+            some = slice(*np.searchsorted(plan.blocks[source][:, 0], bounds).tolist())
+            taken = plan.blocks[source][some][left[source][some]]
+            if (taken[:, 1] - taken[:, 0]).sum() >= _PIECE_BYTES:
+                left[source][some] = False
+                chosen.append((copy, _joined(taken)))
+        for file, rest in left.items():
+            plan.blocks[file] = plan.blocks[file][rest]
+        return cls(sorted(chosen, key=lambda row: (row[0].place.source.label, row[0].place.window.offset)))
+
+    def run(self, threads: int, overwritten: set[str], on_bytes: Callable[[int], None]) -> int:
+        """Read and compare all; returns the bytes that were read.
+
+        Args:
+            overwritten: the names of targets that were written to already.
+            on_bytes: called with the bytes of each lot that is done, and several times a second; may raise to end it.
+
+        Raises CorruptCheckpointError or StorageError, which says what was overwritten.
+        """
+        pieces = [piece for copy, compared in self.copies for piece in _pieces(copy, compared)]
+        step = max(1, len(pieces) // (threads * _LOTS_A_THREAD))
+
+        def work(lot: Sequence[_TargetPiece]) -> int:
+            overwritten.update(piece.copy.fqn for piece in lot)
+            with ExitStack() as open_files:
+                _list(lot, open_files).run(lambda _: on_bytes(0), compiled())
+            done = sum(piece.stop - piece.start for piece in lot)
+            on_bytes(done)
+            return done
+
+        lots = [pieces[i : i + step] for i in range(0, len(pieces), step)]
+        try:
+            total = sum(on_threads(work, lots, threads, "reshard-read"))
+        except (CorruptCheckpointError, StorageError) as error:
+            raise type(error)(
+                f"{error}. check='during' was already writing: the values of {format_names(sorted(overwritten))} are "
+                "undefined, and so may be those of targets on other ranks"
+            ) from None
+        self._mark_right(piece for piece in pieces if piece.is_compared)
+        return total
+
+    def _mark_right(self, pieces: Iterable[_TargetPiece]) -> None:
+        bounds: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
+        for piece in pieces:
+            bounds[piece.source].append((piece.start, piece.stop))
+        for source, its in bounds.items():
+            assert isinstance(source.checksums, BlockChecksums)
+            source.checking.add(compared=source.checksums.mark_right(*np.array(its, np.int64).T))
+
+
+def _joined(blocks: npt.NDArray[np.int64]) -> list[Range]:
+    """Blocks in order, with those that touch put together."""
+    apart = np.flatnonzero(blocks[1:, 0] != blocks[:-1, 1])
+    return list(zip(blocks[np.append(0, apart + 1), 0].tolist(), blocks[np.append(apart, -1), 1].tolist()))
+
+
+def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
+    """What is compared, and what is only read since others compare it, or it was compared before."""
+    source, window = copy.place.source, copy.place.window
+    assert isinstance(source, FileSource)
+    rest = subtract_ranges([(window.offset, window.stop)], compared)
+    for start, stop, is_compared in sorted((*((*some, True) for some in compared), *((*some, False) for some in rest))):
+        for at in range(start, stop, _PIECE_BYTES):
+            yield _TargetPiece(copy, source, at, min(at + _PIECE_BYTES, stop), is_compared)
+
+
+def _list(pieces: Sequence[_TargetPiece], open_files: ExitStack) -> WorkList:
+    """Read a piece, compare it, and go on."""
+    memory, digests, entries = Memory(), [np.zeros(0, np.uint64)], []
+    regions: dict[int, int] = {}
+    files: dict[FileSource, tuple[int | None, int]] = {}
+    for piece in pieces:
+        source, start, nbytes = piece.source, piece.start, piece.stop - piece.start
+        assert isinstance(source.checksums, BlockChecksums)
+        assert isinstance(piece.copy.out, np.ndarray)
+        if source not in files:
+            file = source.storage.descriptor(source.name)
+            if file is not None:
+                open_files.callback(os.close, file)
+            files[source] = file, sum(map(len, digests))
+            digests.append(source.checksums.digests)
+        if id(piece.copy) not in regions:
+            regions[id(piece.copy)] = memory.add(piece.copy.out)
+        region, at = regions[id(piece.copy)], start - piece.copy.place.window.offset
+        file, base = files[source]
+        kind = Kind.CALL if file is None else Kind.READ
+        entries.append((kind, (file or 0, start, nbytes, region, at, 0, 0), piece.read))
+        if piece.is_compared:
+            size = source.checksums.block_bytes
+            entries.append((Kind.COMPARE, (region, at, nbytes, size, base + start // size, 0, 0), piece.compare))
+    table = np.array([(kind, of) for kind, of, _ in entries], ENTRY)
+    tallies = np.zeros(0, np.int64)
+    return WorkList(memory, table, np.zeros(0, COPY), np.concatenate(digests), tallies, lambda i: entries[i][2])

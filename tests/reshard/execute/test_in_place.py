@@ -1,0 +1,144 @@
+"""Loads that compare what they read when it is in its targets already."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import reshard
+from reshard.errors import CorruptCheckpointError, OptionError, RankFailedError, StorageError
+from reshard.execute import in_place
+from reshard.native.manifest import BLOCK_BYTES
+from reshard.storage import MemoryStorage
+from tests import gloo
+from tests.kernels import COMPILED, NUMPY, summed_up_by
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Large and small ones, whose first and last blocks they share."""
+    sizes = {"a": 400_003, "b": 3, "c": 1 << 20, "d": 70_001, "e": 500_000, "empty": 0}
+    return {name: torch.arange(n, dtype=torch.int32) + i for i, (name, n) in enumerate(sizes.items())}
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+
+
+def data_file(path: Path) -> Path:
+    return max(path.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as data:
+        os.pwrite(data.fileno(), bytes([os.pread(data.fileno(), 1, at)[0] ^ 4]), at)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_it_loads_and_checks_the_same(tmp_path, which, threads, monkeypatch):
+    reshard.save(tensors(), tmp_path / "ckpt")
+    before, during = zeros(), zeros()
+    ran = []
+    run = in_place.InPlace.run
+    monkeypatch.setattr(in_place.InPlace, "run", lambda self, *of: ran.append(len(self.copies)) or run(self, *of))
+    with summed_up_by(which):
+        one = reshard.load(before, tmp_path / "ckpt", check="before", threads=threads)
+        other = reshard.load(during, tmp_path / "ckpt", check="during", threads=threads)
+
+    assert ran == [3]  # a, c and e
+    assert all(torch.equal(tensor, during[name]) for name, tensor in tensors().items())
+    assert (other.bytes_checked, other.bytes_read, other.bytes_read_to_check, other.bytes_unchecked) == (
+        one.bytes_checked,
+        one.bytes_read,
+        one.bytes_read_to_check,
+        0,
+    )
+
+
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_targets_that_are_no_run_of_bytes_and_storages_without_files(tmp_path, which):
+    storage = MemoryStorage()
+    known = {"w": torch.randn(1000, 700), "turned": torch.randn(600, 800), "part": torch.randn(400, 300)}
+    reshard.save(known, storage)
+    wide = torch.zeros(400, 600)
+    target = {"w": torch.zeros(1000, 700), "turned": torch.zeros(800, 600).t(), "part": wide[:, 300:]}
+    with summed_up_by(which):
+        assert reshard.load(target, storage, check="during").bytes_unchecked == 0
+    assert all(torch.equal(target[name], tensor) for name, tensor in known.items())
+
+
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_damage_is_found_wherever_it_is_and_the_error_names_what_was_overwritten(tmp_path, which):
+    reshard.save(tensors(), tmp_path / "ckpt")
+    file = data_file(tmp_path / "ckpt")
+    size = file.stat().st_size
+    overwritten = 0
+    for at in [*range(20, size, 700_000), size - 1]:
+        flip(file, at)
+        target = zeros()
+        with summed_up_by(which), pytest.raises(CorruptCheckpointError) as found:
+            reshard.load(target, tmp_path / "ckpt", check="during", threads=1)
+        message, changed = str(found.value), [name for name, tensor in target.items() if tensor.any()]
+        assert f"{file.name}: bytes [{at // BLOCK_BYTES * BLOCK_BYTES}, " in message or "header" in message
+        assert all(repr(name) in message for name in changed), (at, message)
+        assert ("are undefined" in message) == bool(changed)
+        overwritten += bool(changed)
+        assert not changed or str(len(changed)) in message
+        flip(file, at)
+    assert overwritten >= 5
+
+    for check in (True, "before"):
+        flip(file, size // 2)
+        target = zeros()
+        with summed_up_by(which), pytest.raises(CorruptCheckpointError):
+            reshard.load(target, tmp_path / "ckpt", check=check)
+        assert not any(tensor.any() for tensor in target.values())
+        flip(file, size // 2)
+
+
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
+def test_a_file_that_is_cut_short_meanwhile(tmp_path, which, monkeypatch):
+    reshard.save({"w": torch.ones(1 << 20)}, tmp_path / "ckpt")
+    file, run = data_file(tmp_path / "ckpt"), in_place.InPlace.run
+
+    def cut(self: in_place.InPlace, *of: Any) -> int:
+        os.truncate(file, 3 << 20)
+        return run(self, *of)
+
+    monkeypatch.setattr(in_place.InPlace, "run", cut)
+    with summed_up_by(which), pytest.raises((CorruptCheckpointError, StorageError), match=r"1 \('w'\) are undefined"):
+        reshard.load({"w": torch.zeros(1 << 20)}, tmp_path / "ckpt", check="during")
+
+
+def test_an_unknown_word_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="check must be one of 'before', 'during', True, False; got 'after'"):
+        reshard.load({}, tmp_path, check="after")
+
+
+def job(path: str) -> tuple[str, str]:
+    """Each rank loads its own half."""
+    rank = dist.get_rank()
+    target = {"w": distribute_tensor(torch.zeros(1 << 20), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    try:
+        reshard.load(target, path, check="during")
+        wanted = torch.arange(1 << 20)[rank << 19 : (rank + 1) << 19].float()
+        return "loaded", str(torch.equal(target["w"].to_local(), wanted))
+    except (CorruptCheckpointError, RankFailedError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.gloo
+def test_a_rank_without_damage_fails_with_the_one_that_has_some(tmp_path):
+    reshard.save({"w": torch.arange(1 << 20).float()}, tmp_path / "ckpt")
+    assert gloo.run(job, 2, str(tmp_path / "ckpt")) == [("loaded", "True")] * 2
+    flip(data_file(tmp_path / "ckpt"), 3 << 20)
+    ends = gloo.run(job, 2, str(tmp_path / "ckpt"))
+    assert [name for name, _ in ends] == ["RankFailedError", "CorruptCheckpointError"]
+    assert all("1 ('w') are undefined" in message for _, message in ends)
