@@ -8,7 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -617,14 +617,15 @@ def forget_background_save(future: Future[Any]) -> None:
 
 def await_place(place: str) -> None:
     """Wait for the saves to the same place: if one took longer, it would take the place of a later one."""
-    wait([future for future, where in list(_saves.items()) if where == place])
+    for future in [future for future, where in list(_saves.items()) if where == place]:
+        future.exception()
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
     """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
     counted = [future for future, place in list(_saves.items()) if place is not None]
     while sum(not future.done() for future in counted) >= max_in_flight:
-        wait([next(future for future in counted if not future.done())])
+        next(future for future in counted if not future.done()).exception()
     ended = [future for future in counted if future.done()]
     for future in ended:
         forget_background_save(future)

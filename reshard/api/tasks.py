@@ -25,20 +25,13 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    wait,
-)
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import uuid4
@@ -182,10 +175,10 @@ def run_tasks(
         return
     waiting = deque(tasks)
     if waiting:
-        driver = _Driver(executor, _packed(work), len(waiting))
+        driver = _Driver(executor, _packed(work), waiting)
         try:
-            driver.meet()
-            driver.run(waiting, done)
+            for task, found in driver.results():
+                done(task, found)
         except BaseException:
             on_stop()
             driver.stop()
@@ -203,15 +196,43 @@ def _packed(work: object) -> bytes:
 
 
 class _Driver:
-    """Gives out the tasks of one work."""
+    """Submits the tasks of one call, from a thread of its own.
 
-    def __init__(self, executor: Executor, packed: bytes, count: int) -> None:
-        self._executor, self._count, self._done = executor, count, 0
+    Python raises KeyboardInterrupt in the main thread, at any moment. In a method of a future, this could leave the
+    future's lock taken, and the executor would wait for it forever. So the main thread uses no future.
+    """
+
+    def __init__(self, executor: Executor, packed: bytes, tasks: deque[Any]) -> None:
+        self._executor, self._tasks, self._count, self._done = executor, tasks, len(tasks), 0
         self._order = (__version__, uuid4().hex, packed)
         self._pending: dict[Future[_Answer], Any] = {}
         self._renews = isinstance(executor, Processes)
+        self._ended = SimpleQueue[Future[_Answer] | None]()
+        """Futures that ended, and None for the request to stop."""
+        self._results = SimpleQueue[tuple[Any, Any] | BaseException | None]()
+        """A task and its result, an error, or None at the end."""
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._drive, name="reshard-tasks", daemon=True)
 
-    def meet(self) -> None:
+    def results(self) -> Iterator[tuple[Any, Any]]:
+        """Each task with its result, in the order in which they end. Raises as `_meet` and `_run` do."""
+        self._thread.start()
+        while (found := self._results.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+
+    def _drive(self) -> None:
+        try:
+            self._meet()
+            self._run()
+        except BaseException as error:
+            self._results.put(error)
+        else:
+            self._results.put(None)
+        self._cancel()
+
+    def _meet(self) -> None:
         """Raises CheckpointError unless all workers that answer have this version, and see what the driver sees.
 
         Who does not answer is asked again before a first task, by `_begin`.
@@ -246,27 +267,39 @@ class _Driver:
             _log.warning("worker %s does not answer: %s", worker, _words(error))
         return [row for row in answers if row not in gone]
 
-    def run(self, waiting: deque[Any], on_done: Callable[[Any, Any], None]) -> None:
-        """Until all are done."""
+    def _run(self) -> None:
+        """Until all are done, or `stop`."""
         tries: Counter[int] = Counter()
-        numbered = deque(enumerate(waiting))
+        waiting = deque(enumerate(self._tasks))
         most = getattr(self._executor, "num_workers", IN_FLIGHT // 2) * 2
-        while numbered or self._pending:
-            while numbered and len(self._pending) < most:
-                number, task = numbered.popleft()
+        while (waiting or self._pending) and not self._is_stopped:
+            while waiting and len(self._pending) < most:
+                number, task = waiting.popleft()
                 tries[number] += 1
-                self._pending[self._submit(_perform, _Order(*self._order, task, tries[number]))] = number, task
-            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                number, task = self._pending.pop(future)
-                try:
-                    answer = future.result()
-                except (Exception, CancelledError) as error:
-                    self._lost(error, tries[number])
-                    numbered.appendleft((number, task))
-                    continue
-                result = self._result(answer)
-                self._done += 1
-                on_done(task, result)
+                future = self._submit(_perform, _Order(*self._order, task, tries[number]))
+                self._pending[future] = number, task
+                future.add_done_callback(self._ended.put)
+            ended = self._ended.get()
+            if ended is None:
+                return
+            number, task = self._pending.pop(ended)
+            try:
+                answer = ended.result()
+            except (Exception, CancelledError) as error:
+                self._lost(error, tries[number])
+                waiting.appendleft((number, task))
+                continue
+            found = self._result(answer)
+            self._done += 1
+            self._results.put((task, found))
+
+    def _cancel(self) -> None:
+        """Have no further task begin, and wait for those under way: for none, where all are done."""
+        if self._pending and isinstance(self._executor, Processes):
+            self._executor.kill()
+        running = {future for future in self._pending if not future.cancel()}
+        while running:
+            running.discard(self._ended.get())
 
     def _submit(self, what: Callable[[Any], Any], about: object) -> Future[Any]:
         try:
@@ -310,11 +343,11 @@ class _Driver:
         raise error
 
     def stop(self) -> None:
-        """Have tasks that are not begun not begun, and wait a while for the others."""
-        if isinstance(self._executor, Processes):
-            self._executor.kill()
-        running = [future for future in self._pending if not future.cancel()]
-        wait(running, timeout=STOP_S)
+        """Have no further task begin, and wait a while for those under way."""
+        self._is_stopped = True
+        self._ended.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
 
 
 def _answer_of(future: Future[Any]) -> Any:

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -339,7 +339,7 @@ class PendingKeep:
 
     def result(self) -> TierSaveReport:
         """Wait for the end; raises what went wrong, as `Tier.save` does."""
-        wait([self._future])
+        self._future.exception()  # ends when it is done
         self.is_known = True
         return self._future.result()
 

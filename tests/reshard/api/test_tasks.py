@@ -314,3 +314,63 @@ def test_the_command_works_on_an_engine(source: Path, tmp_path: Path, capsys: py
     assert "cannot read --on slurm:4" in ends_with(2, "verify", "--on", "slurm:4")
     assert "cannot read --on processes:0" in ends_with(2, "verify", "--on", "processes:0")
     assert "stored names" in ends_with(2, "diff", str(source), "--on", "processes:2", "--normalized")
+
+
+class Answering:
+    """Work whose tasks are their own results."""
+
+    def begin(self) -> Callable[[int], int]:
+        return lambda task: task
+
+
+class NotInMain(Future[Any]):
+    """A future that the main thread must not use: an interrupt within its methods leaves its lock taken."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("result", "cancel", "add_done_callback", "exception") and (
+            threading.current_thread() is threading.main_thread()
+        ):
+            raise AssertionError(f"{name} was called in the main thread")
+        return super().__getattribute__(name)
+
+
+class Engine(Executor):
+    """Does tasks at once, but for the last ones, of which nothing is heard."""
+
+    def __init__(self, silent_from: int) -> None:
+        self._given, self._silent_from = 0, silent_from
+        self.all_given = threading.Event()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = NotInMain()
+        self._given += 1
+        if self._given < self._silent_from:
+            future.set_result(fn(*args, **kwargs))
+        else:
+            future.set_running_or_notify_cancel()
+            self.all_given.set()
+        return future
+
+
+def test_an_interrupt_cannot_leave_a_future_locked() -> None:
+    found: list[int] = []
+    run_tasks(Answering(), range(50), Engine(100), lambda task, result: found.append(result))
+    assert found == [*range(50)]
+
+
+def test_an_interrupt_ends_a_call_whose_engine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "STOP_S", 0.2)
+    engine, stopped = Engine(20), threading.Event()
+
+    def interrupt() -> None:
+        assert engine.all_given.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_tasks(Answering(), range(50), engine, lambda task, result: None, on_stop=stopped.set)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.is_set()
