@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +34,8 @@ def assert_same(found: Any, wanted: Any, close: bool = False) -> None:
 
 def differences(found: Any, wanted: Any, path: str = "it", *, close: bool = False) -> Iterator[str]:
     """One line for each place where two nests differ. Any mapping is like a dict, a parameter like a tensor."""
+    if isinstance(wanted, np.ndarray) and isinstance(found, np.ndarray):
+        found, wanted = torch.from_numpy(found), torch.from_numpy(wanted)
     if isinstance(wanted, torch.Tensor):
         yield from _in_tensors(found, wanted, path, close)
     elif isinstance(wanted, Mapping) and isinstance(found, Mapping):

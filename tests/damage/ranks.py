@@ -22,12 +22,13 @@ from tests.damage.readers import Read, Scene
 
 __all__ = ["READ_TOGETHER", "WAYS", "results_together", "some_cells"]
 
-WAYS = {
-    f"load {name}, read_once={once}": (dim, once)
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    f"load {name}, {option}={value}": (dim, {option: value})
     for dim, name in enumerate(("rows", "columns"))
-    for once in (None, True, False)
+    for option, values in (("read_once", (None, True, False)), ("check", ("during",)))
+    for value in values
 }
-"""By name: the dim along which tensors are cut, and who reads for whom."""
+"""By name: the dim along which tensors are sharded, and the options of the load."""
 
 READ_TOGETHER = ("native", "native chain", "native many files", "dcp", "torch_save", "hugging face")
 
@@ -84,9 +85,9 @@ def _on_rank(cells: list[Cell], folder: str) -> list[Result]:
 
 
 def _read(cell: Cell, path: Path, scene: Scene, mesh: DeviceMesh) -> Read:
-    dim, once = WAYS[cell.reader]
+    dim, options = WAYS[cell.reader]
     state = {key: _cut(value, mesh, dim) for key, value in _blank(scene.good).items()}
-    report = reshard.load(state, path, read_once=once)
+    report = reshard.load(state, path, **options)
     values = {k: value.to_local() if isinstance(value, DTensor) else value for k, value in state.items()}
     return Read(values, repr(report), report.ok)
 

@@ -8,6 +8,7 @@ import io
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from reshard.cli.app import run as run_command
 from reshard.mapping.rules import Rename, Transpose
 from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor, whole
+from tests.storages import Remote
 
 __all__ = ["METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
 
@@ -86,11 +88,14 @@ def _joined(saved: Mapping[int, Any], rank: int, world_size: int) -> Any:
 
 
 def _loaded(
-    keys: slice = slice(None), change: Callable[[Any], Any] = lambda value: value, **options: Any
+    keys: slice = slice(None),
+    change: Callable[[Any], Any] = lambda value: value,
+    from_: Callable[[Path], Any] = lambda path: path,
+    **options: Any,
 ) -> Callable[[Scene], Read]:
     def read(scene: Scene) -> Read:
         state = {key: change(value) for key, value in _target(scene.good, keys).items()}
-        report = reshard.load(state, scene.path, **options)
+        report = reshard.load(state, from_(scene.path), **options)
         values = {k: value.value if isinstance(value, reshard.PerRank) else value for k, value in state.items()}
         return Read(values, repr(report), not (report.missing or report.mismatched or report.dropped))
 
@@ -108,9 +113,11 @@ def _dcp_load(scene: Scene) -> Read:
     return Read(state, " ".join(lines))
 
 
-def _opened(index: Callable[[LazyTensor], Any]) -> Callable[[Scene], Read]:
+def _opened(
+    index: Callable[[LazyTensor], Any], from_: Callable[[Path], Any] = lambda path: path
+) -> Callable[[Scene], Read]:
     def read(scene: Scene) -> Read:
-        checkpoint = reshard.open(scene.path)
+        checkpoint = reshard.open(from_(scene.path))
         found = {name: index(tensor) for name, tensor in checkpoint.items()}
         return Read({**found, **checkpoint.objects}, _said(checkpoint))
 
@@ -184,20 +191,30 @@ def _unchecked(path: Path) -> dict[str, Any]:
 # --- verdicts: what they call right is read without any check ---
 
 
-def _verify(scene: Scene) -> Read:
-    report = reshard.verify(scene.path)
+def _verify(scene: Scene, **options: Any) -> Read:
+    report = reshard.verify(scene.path, **options)
     covered = report.covered
     values = [] if covered is None or covered.is_full else [VALUES]
     metadata = [] if covered is None or covered.metadata_checked else [METADATA]
     return _judged(scene, report, *values, *metadata)
 
 
+def _by_tasks(read: Callable[..., Any]) -> Callable[[Scene], Read]:
+    """What is read or judged by the tasks of an executor."""
+
+    def tasks(scene: Scene) -> Read:
+        with ThreadPoolExecutor(1) as executor:
+            return read(scene, executor=executor)
+
+    return tasks
+
+
 def _verify_against(scene: Scene) -> Read:
     return _judged(scene, reshard.verify(scene.path, scene.good))
 
 
-def _compare(scene: Scene) -> Read:
-    return _judged(scene, reshard.compare(scene.path, scene.good))
+def _compare(scene: Scene, **options: Any) -> Read:
+    return _judged(scene, reshard.compare(scene.path, scene.good, **options))
 
 
 def _compare_other_way(scene: Scene) -> Read:
@@ -215,12 +232,26 @@ def _fingerprint(scene: Scene) -> Read:
     return Read(reshard.fingerprint(checkpoint), _said(checkpoint))
 
 
+def _restored(scene: Scene) -> Read:
+    """By a manager whose run has this one step."""
+    root = scene.out / "run"
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        manager.save(1, {"w": torch.zeros(1)}, force=True)
+    step = next(path for path in root.iterdir() if path.is_dir() and path.name.startswith("step"))
+    shutil.rmtree(step)
+    shutil.copytree(scene.path, step)
+    state = _live()
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        report = manager.restore(state)
+    return Read(state, repr(report), report is not None)
+
+
 # --- what writes another checkpoint, which is then read ---
 
 
-def _converted(name: str = "converted", **options: Any) -> Callable[[Scene], Read]:
-    def read(scene: Scene) -> Read:
-        report = reshard.convert(scene.path, scene.out / name, **options)
+def _converted(name: str = "converted", **options: Any) -> Callable[..., Read]:
+    def read(scene: Scene, **more: Any) -> Read:
+        report = reshard.convert(scene.path, scene.out / name, **options, **more)
         return Read(_everything(reshard.open(scene.out / name)), repr(report))
 
     return read
@@ -328,44 +359,60 @@ def _logged() -> Iterator[list[str]]:
 
 
 _KEPT = "kept"  # no checkpoint, but what a job recovers from
-_UNKNOWN_CLASSES = "deepspeed"  # raw, it has objects of its own classes: they cannot be written, loaded or compared
-_BY_NUMBER = ("torchsnapshot", "torchsnapshot batched", "files of ranks")  # optimizers without names: a hint is needed
+_UNKNOWN_CLASSES = ("deepspeed", "deepspeed stage 1", "deepspeed pipeline")
+# raw, they have objects of their own classes: these cannot be written, loaded or compared
+_UNWRITABLE = (*_UNKNOWN_CLASSES, "megatron")  # whose random states are tensors within objects
+_SINGLE_FILES = ("torch_save", "torch_save legacy", "safetensors", "gguf", "lightning")
+_BY_NUMBER = (
+    "torchsnapshot",
+    "torchsnapshot batched",
+    "files of ranks",
+    "accelerate",
+)  # optimizers without names: a hint is needed
 
 READERS: Mapping[str, Reader] = {
     reader.name: reader if reader.only else replace(reader, but=(*reader.but, _KEPT))
     for reader in (
-        Reader("load", _loaded(), but=(_UNKNOWN_CLASSES,)),
-        Reader("load, a third of the keys", _loaded(slice(1, None, 3), strict="subset"), but=(_UNKNOWN_CLASSES,)),
-        Reader("load, not strict", _loaded(strict=False, dtype_policy="saved"), but=(_UNKNOWN_CLASSES,)),
-        Reader("load, cast", _loaded(change=_wide, dtype_policy="cast"), but=(_UNKNOWN_CLASSES,)),
-        Reader("dcp.load", _dcp_load, but=(_UNKNOWN_CLASSES,)),
+        Reader("load", _loaded(), but=_UNKNOWN_CLASSES),
+        Reader("load, a third of the keys", _loaded(slice(1, None, 3), strict="subset"), but=_UNKNOWN_CLASSES),
+        Reader("load, not strict", _loaded(strict=False, dtype_policy="saved"), but=_UNKNOWN_CLASSES),
+        Reader("load, cast", _loaded(change=_wide, dtype_policy="cast"), but=_UNKNOWN_CLASSES),
+        Reader("load, checked in its targets", _loaded(check="during"), but=_UNKNOWN_CLASSES),
+        Reader("load, from far away", _loaded(from_=Remote), but=(*_UNKNOWN_CLASSES, *_SINGLE_FILES)),
+        Reader("dcp.load", _dcp_load, but=_UNKNOWN_CLASSES),
         Reader("open, whole", _opened(lambda tensor: tensor[...])),
         Reader("open, a slice", _opened(_middle)),
         Reader("open, a strided slice", _opened(_strided)),
         Reader("open, the last row", _opened(_last_row)),
         Reader("open, row by row", _opened(_row_by_row)),
+        Reader("open, a slice from far away", _opened(_middle, Remote), but=_SINGLE_FILES),
         Reader("nested", _nested),
         Reader("normalized", _normalized, but=_BY_NUMBER),
         Reader("canonical", _canonical, but=_BY_NUMBER),
         Reader("model only", _model_only, but=_BY_NUMBER),
-        Reader("mapped", _mapped, but=(_UNKNOWN_CLASSES,)),
+        Reader("mapped", _mapped, but=_UNKNOWN_CLASSES),
         Reader("verify", _verify),
-        Reader("verify against", _verify_against, but=(_UNKNOWN_CLASSES,)),
-        Reader("compare", _compare, but=(_UNKNOWN_CLASSES,)),
-        Reader("compare, the other way", _compare_other_way, but=(_UNKNOWN_CLASSES,)),
+        Reader("verify, by tasks", _by_tasks(_verify)),
+        Reader("verify against", _verify_against, but=_UNKNOWN_CLASSES),
+        Reader("compare", _compare, but=_UNKNOWN_CLASSES),
+        Reader("compare, the other way", _compare_other_way, but=_UNKNOWN_CLASSES),
+        Reader("compare, by tasks", _by_tasks(_compare), but=_UNKNOWN_CLASSES),
         Reader("fingerprint", _fingerprint),
-        Reader("convert to native", _converted(), but=(_UNKNOWN_CLASSES,)),
-        Reader("convert to dcp", _converted(format="dcp"), but=(_UNKNOWN_CLASSES,)),
-        Reader("convert to torch_save", _converted("out.pt", format="torch_save"), but=(_UNKNOWN_CLASSES,)),
+        Reader("convert to native", _converted(), but=_UNWRITABLE),
+        Reader("convert to dcp", _converted(format="dcp"), but=_UNWRITABLE),
+        Reader("convert to torch_save", _converted("out.pt", format="torch_save"), but=_UNWRITABLE),
         Reader("convert to safetensors", _converted(format="safetensors")),
-        Reader("convert onto others", _onto, but=(_UNKNOWN_CLASSES,)),
+        Reader("convert, by tasks", _by_tasks(_converted()), but=_UNWRITABLE),
+        Reader("convert to torch_checkpointing", _converted(format="torch_checkpointing"), but=_UNWRITABLE),
+        Reader("convert onto others", _onto, but=_UNWRITABLE),
         Reader("convert, normalized", _converted(normalized=True), but=_BY_NUMBER),
         Reader("dcp_to_torch_save", _dcp_to_torch_save, only=("dcp", "dcp zstd", "dcp sharded tensors")),
         Reader("torch_save_to_dcp", _torch_save_to_dcp, only=("torch_save", "torch_save legacy")),
         Reader("save on it, and load", _based, only=("native", "native chain")),
         Reader("recover", _recovered, only=(_KEPT,)),
+        Reader("restore", _restored, only=("native",)),
         Reader("$ verify", _command("verify", "{path}")),
-        Reader("$ diff", _command("diff", "{path}", "{good}"), but=(_UNKNOWN_CLASSES,)),
-        Reader("$ convert", _command("convert", "{path}", "{out}", "--format", "native"), but=(_UNKNOWN_CLASSES,)),
+        Reader("$ diff", _command("diff", "{path}", "{good}"), but=_UNKNOWN_CLASSES),
+        Reader("$ convert", _command("convert", "{path}", "{out}", "--format", "native"), but=_UNWRITABLE),
     )
 }

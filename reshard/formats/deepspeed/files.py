@@ -13,7 +13,7 @@ parameters together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import CorruptCheckpointError, FormatError
@@ -34,6 +34,8 @@ _STATES = re.compile(
 _OF_RANK = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
+_OF_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_OF_LAYER = re.compile(r"layer_(\d+)-")
 _UNIVERSAL = re.compile(r"zero/([^/]+)/([^/]+)\.pt")
 _UNIVERSAL_STATE = "zero/optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
@@ -88,9 +90,10 @@ def open(files: Files) -> Contents:
             opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
-    lost = _lost([file.removeprefix(folder) for file in names if file.startswith(folder)])
+    there = {file.removeprefix(folder) for file in names if file.startswith(folder)}
     missing = tuple(
-        f"{folder}{file} is missing: other files of that rank, or of higher ones, are there" for file in lost
+        f"{folder}{file} is missing: other files of this checkpoint show that it was saved"
+        for file in sorted({*_lost_of_ranks(there, _Counts.of(opened.values())), *_lost_layers(there, opened.values())})
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
     contents = contents_of("deepspeed", opened, facts)
@@ -105,21 +108,61 @@ def beside(contents: Contents) -> Iterator[str]:
             yield key
 
 
-def _lost(files: Iterable[str]) -> list[str]:
-    """Files that are missing among those of ranks: where there is one of a kind, every data parallel rank has one.
+@dataclass(frozen=True)
+class _Counts:
+    """How many ranks the files of a checkpoint speak of; 0 where none does."""
 
-    What a file of ZeRO-3's models holds is in those of others, too, but for frozen parameters, which are looked for in
-    all of them. Of what all files of the highest rank held, no name tells.
-    """
-    known: dict[tuple[str, str], dict[int, str]] = {}
-    for match in filter(None, map(_OF_RANK.fullmatch, files)):
-        known.setdefault((match["mp"], match["kind"]), {})[int(match["rank"])] = match[0]
-    return [
-        re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", min(there.values()))
-        for (mp, _), there in known.items()
-        for rank in range(1 + max(max(ranks) for (other, _), ranks in known.items() if other == mp))
-        if rank not in there
-    ]
+    partitions: int = 0
+    """Of the optimizer: each has a file."""
+    models: int = 0
+    """Ranks of model parallelism: each has files of its own."""
+    shards_models: bool = False
+    """Stage 3: each partition has a file of the model, too."""
+
+    @classmethod
+    def of(cls, files: Iterable[TorchFile]) -> _Counts:
+        partitions, models, shards_models = [0], [0], False
+        for file in files:
+            value = file.value if isinstance(file.value, dict) else {}
+            state = value.get("optimizer_state_dict")
+            counts = state.get("partition_count") if isinstance(state, dict) else None
+            partitions += [n for n in (counts if isinstance(counts, list) else [counts]) if isinstance(n, int)]
+            models += [n for n in [value.get("mp_world_size")] if isinstance(n, int)]
+            shards_models |= isinstance(state, dict) and "fp32_flat_groups" in state
+        return cls(max(partitions), max(models), shards_models)
+
+
+def _lost_of_ranks(there: Collection[str], stated: _Counts) -> Iterator[str]:
+    """Files that are missing among those of ranks: where there is one of a kind, every rank has one."""
+    if any(map(_UNIVERSAL.fullmatch, there)):
+        stated = _Counts()  # it has copies of some files, whatever these say
+    matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
+    models = [int(match[1]) for match in map(_OF_MODEL.fullmatch, there) if match] + [int(m["mp"]) for m in matches]
+    kinds = {match["kind"]: match[0] for match in matches}
+    if stated.shards_models:
+        kinds.setdefault("model", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    ranks = range(max([stated.partitions, *(1 + int(match["rank"]) for match in matches)]))
+    for mp in range(max([stated.models, *(1 + n for n in models)], default=0)):
+        wanted = {
+            re.sub(r"pp_rank_\d+_mp_rank_\d+", f"pp_rank_{rank}_mp_rank_{mp:02}", name)
+            for name in kinds.values()
+            for rank in ranks
+        }
+        if "model" not in kinds:
+            wanted.add(f"mp_rank_{mp:02}_model_states.pt")
+        yield from wanted.difference(there)
+
+
+def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
+    """Files of a pipeline's layers that are missing: names of parameters begin with the number of their layer."""
+    found = {int(match[1]) for match in map(_OF_LAYER.match, there) if match}
+    for file in files:
+        value = file.value if isinstance(file.value, dict) else {}
+        shapes = value.get("param_shapes")
+        if isinstance(shapes, list) and value.get("module", 0) is None:  # the layers' files have the module
+            named = {str(name).partition(".")[0] for group in shapes if isinstance(group, Mapping) for name in group}
+            for layer in {int(number) for number in named if number.isdecimal()} - found:
+                yield f"layer_{layer:02}-model_states.pt"
 
 
 def _folder(storage: Storage, names: Mapping[str, int]) -> str:

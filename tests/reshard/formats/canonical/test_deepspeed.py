@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def test_a_missing_rank(tmp_path: Path, stage: int) -> None:
     (tmp_path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CorruptCheckpointError, match="3 data parallel ranks"):
         checkpoint.open(tmp_path).normalized()
-    assert verify(tmp_path).ok == (stage == 1)  # of stages 1 and 2, no other file is of that rank
+    assert "zero_pp_rank_2_mp_rank_00_optim_states.pt is missing" in str(verify(tmp_path))
+    assert not verify(tmp_path).ok  # the other files say of how many ranks they are
     (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     assert "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing" in str(verify(tmp_path))
     assert not verify(tmp_path).ok
@@ -179,7 +181,7 @@ def test_the_model_file_of_a_rank_of_stage_3_is_missing(tmp_path: Path, frozen: 
 
     opened = checkpoint.open(tmp_path)
 
-    assert opened.warnings == (f"{name} is missing: other files of that rank, or of higher ones, are there",)
+    assert opened.warnings == (f"{name} is missing: other files of this checkpoint show that it was saved",)
     if frozen:
         with pytest.raises(CorruptCheckpointError, match=f"{name} is missing, which holds a part of .*frozen.weight"):
             opened.normalized()
@@ -312,3 +314,13 @@ def test_what_deepspeed_saved_of_a_tensor_parallel_model() -> None:
     for name, value in wanted.items():
         assert torch.equal(found["model"][name][...], value.bfloat16().float())
         assert found["optim"]["state"][name]["exp_avg"].shape == value.shape
+
+
+@pytest.mark.parametrize("file", ["layer_00-model_states", "layer_05-model_states", "mp_rank_01_model_states"])
+def test_a_file_of_a_pipeline_is_missing(tmp_path: Path, file: str) -> None:
+    """Stages name the parameters of their layers, and say how many stages there are."""
+    copy = shutil.copytree(sample("ds_pipe2_w2/ckpt"), tmp_path / "copy")
+    assert verify(copy).ok
+    (copy / "global_step2" / f"{file}.pt").unlink()
+
+    assert f"global_step2/{file}.pt is missing" in str(verify(copy))
