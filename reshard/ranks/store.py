@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -21,8 +21,8 @@ from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.ranks.liveness import PeerWatch
 
 __all__ = [
-    "PART_BYTES", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore", "StaleKeys",
-    "StoreClient", "decode_outcome", "store_of",
+    "PART_BYTES", "Answer", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore",
+    "StaleKeys", "StoreClient", "Worker", "decode_outcome", "store_of",
 ]  # fmt: skip
 
 
@@ -42,58 +42,65 @@ class SharedStore:
         peers: this process's place among those that watch over one another.
         stale_keys: keys that this rank deletes once no rank needs them.
 
-    Raises ReshardError if the group has no store that answers, as a fake process group.
+    Args:
+        until: on the monotonic clock: see `StoreClient`.
+
+    Raises ReshardError if the group has no store that answers, as a fake process group; RankFailedError if its host
+    says nothing.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, until: float) -> None:
         self._store = _raw_store(process_group)
-        with self._answering():
-            self._client = _client_of(self._store)
-        self._idle = [self._open()]
-        self.peers = PeerWatch(self._idle[0], dist.get_rank(process_group))
+        self._client: Callable[[], Any] | None = None
+        self._idle: list[StoreClient] = []
+        client = self.lend(until)
+        self.peers = PeerWatch(client, dist.get_rank(process_group))
         self.stale_keys = StaleKeys()
+        self.give_back(client)
 
-    def lend(self) -> StoreClient:
+    def lend(self, until: float) -> StoreClient:
         """A client that nobody else has until it is given back."""
         try:
-            store = self._idle.pop()
+            client = self._idle.pop()
         except IndexError:
-            store = self._open()
-        return StoreClient(store, self._open if self._client is not None else None)
+            client = StoreClient(self._opened(until), self._open, _address_of(self._store))
+        client.until = until
+        return client
 
     def give_back(self, client: StoreClient) -> None:
         """It may be lent again."""
         if client.is_idle:
-            self._idle.append(client.store)
+            self._idle.append(client)
 
-    def _open(self) -> KeyValueStore:
-        with self._answering():
-            prefixed: Any = PrefixStore("reshard", self._store if self._client is None else self._client())
-            if prefixed.check(["probe"]):  # which nobody ever sets
-                raise RuntimeError("it returned a key that was never stored")
-        return cast(KeyValueStore, prefixed)
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _opened(self, until: float) -> KeyValueStore:
         try:
-            yield
+            return cast(KeyValueStore, Worker().call(until, self._open))
+        except TimeoutError as error:
+            raise RankFailedError(_SILENT.format(_address_of(self._store), error), rank=0) from None
         except (RuntimeError, NotImplementedError) as error:
             raise ReshardError(
                 f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does not "
                 "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
             ) from error
 
+    def _open(self) -> KeyValueStore:
+        self._client = self._client or _client_of(self._store)
+        prefixed: Any = PrefixStore("reshard", self._client())
+        if prefixed.check(["probe"]):  # which nobody ever sets
+            raise RuntimeError("it returned a key that was never stored")
+        return cast(KeyValueStore, prefixed)
+
 
 _stores: WeakKeyDictionary[Any, SharedStore] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def store_of(process_group: dist.ProcessGroup) -> SharedStore:
-    """The store of a process group: the same for every session of this process. Raises as `SharedStore`."""
+def store_of(process_group: dist.ProcessGroup, until: float) -> SharedStore:
+    """The store of a process group: the same for every session of this process. Args and errors: see `SharedStore`."""
     with _lock:
         known = _stores.get(process_group)
         if known is None:
-            known = _stores[process_group] = SharedStore(process_group)
+            known = _stores[process_group] = SharedStore(process_group, until)
     return known
 
 
@@ -106,30 +113,119 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
     return _get_process_group_store(process_group)
 
 
-def _client_of(store: Any) -> Callable[[], Any] | None:
-    """What opens another client of a store; None where one serves any number of threads."""
+def _client_of(store: Any) -> Callable[[], Any]:
+    """What opens another client of a store; the same one again where it serves any number of threads."""
     if hasattr(store, "clone"):
         return cast(Callable[[], Any], store.clone)
     # older releases of torch cannot clone: 2.6, for one
-    server: Any = store
-    while isinstance(server, PrefixStore):
-        server = server.underlying_store
-    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
-    if not isinstance(server, tcp):
-        return None
+    server = _server_of(store)
+    if server is None:
+        return lambda: store
     # nor do they tell prefixes, which keep groups and restarts apart: one that is known only behind them stands in
     name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
     host, port, patience = server.host, server.port, server.timeout
-    return lambda: PrefixStore(name, tcp(host, port, timeout=patience, wait_for_workers=False))
+    return lambda: PrefixStore(name, type(server)(host, port, timeout=patience, wait_for_workers=False))
+
+
+def _server_of(store: Any) -> Any:
+    """The TCPStore behind prefixes; None if it is another one."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
+    return store if isinstance(store, tcp) else None
+
+
+def _address_of(store: Any) -> str:
+    server = _server_of(store)
+    return "" if server is None else f" at {server.host}:{server.port}"
 
 
 # A client of the key-value store of a process group: questions, values of any size, logs, and waiting
 # without asking.
 #
-# A store's client serves one call at a time, and a wait is one call however long it takes. So it is
-# a thread that waits, while the caller looks about, and what has to be said meanwhile (an error,
-# mostly) goes through a second client. Nobody asks again and again: the store answers those who
-# wait when there is something to tell.
+# A store's client serves one call at a time, and a wait is one call however long it takes. So what
+# has to be said meanwhile (an error, mostly) goes through a second client. Nobody asks again and
+# again: the store answers those who wait when there is something to tell.
+#
+# Each client has a thread that asks, while the caller looks about. Torch's client cannot be
+# interrupted, and has no limit of its own: if the host of the store is cut off or frozen, it blocks
+# in the kernel. The caller leaves it there.
+
+
+class Answer:
+    """What a `Worker` is asked for."""
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._call, self._args = call, args
+        self._under_way = threading.Lock()  # an Event takes longer
+        self._under_way.acquire()
+        self._value: Any = None
+        self.error: Exception | None = None
+
+    def is_there(self, seconds: float = 0.0) -> bool:
+        """Whether the call has ended, after so many seconds at the most."""
+        if is_over := self._under_way.acquire(timeout=seconds):
+            self._under_way.release()
+        return is_over
+
+    def get(self) -> Any:
+        """What the call returned. Raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            self._value = self._call(*self._args)
+        except Exception as error:
+            self.error = error
+        self._args = ()
+        self._under_way.release()
+
+
+class Worker:
+    """A thread for calls that may block for ever, one after another. It ends with this object, and with the process."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Answer | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Answer | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, not even one that nobody is interested in any more."""
+        return self._last is None or self._last.is_there()
+
+    def begin(self, call: Callable[..., Any], *args: Any) -> Answer:
+        """Have it called. Raises RuntimeError if the system allows no more threads."""
+        if self._thread is None or not self._thread.is_alive():  # a fork has none
+            self._queue = SimpleQueue()
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="reshard-wait", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        self._last = answer = Answer(call, args)
+        self._queue.put(answer)
+        return answer
+
+    def call(self, until: float, call: Callable[..., Any], *args: Any) -> Any:
+        """What the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after `until`, on the monotonic
+        clock. While this process itself is stopped, these seconds do not pass."""
+        begun = time.monotonic()
+        try:
+            answer = self.begin(call, *args)
+        except RuntimeError:
+            return call(*args)
+        if not answer.is_there(min(max(0.0, until - begun), _MAX_WAIT_S)):
+            if not any(answer.is_there(_SLICE_S) for _ in range(int(GRACE_S / _SLICE_S))):
+                raise TimeoutError(f"{time.monotonic() - begun:.0f} s")
+        return answer.get()
+
+
+def _serve(asked: SimpleQueue[Answer | None]) -> None:
+    while (answer := asked.get()) is not None:
+        answer.run()
+        del answer
 
 
 PART_BYTES = 4 << 20
@@ -140,6 +236,12 @@ _NAP_S = 0.01
 _MAX_WAIT_S = 86_400.0 * 20
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
+GRACE_S, _SLICE_S = 6.0, 0.5
+"""So long after the deadline of a call the store may take to answer."""
+_SILENT = (
+    "the store of the process group{} has not answered for {}: its host, or the network to it, is down or frozen. "
+    "What the other ranks know cannot be found out from here: end this job, and start it again"
+)
 
 
 class KeyValueStore(Protocol):
@@ -165,34 +267,39 @@ class StoreClient:
 
     Args:
         store: a client that nobody else uses meanwhile.
-        reopen: makes a second one, for what is said while the first one waits; None where one serves many threads.
+        reopen: makes a second one, for what is said while the first one waits; default: the same one serves as well.
+        address: where it is, for messages.
 
-    All methods raise RankFailedError if the store is gone.
+    Attributes:
+        until: when the call that asks must be over, on the monotonic clock. Questions wait until then, and `GRACE_S`
+            more.
+        arrived: see `awaited`.
+
+    All methods raise RankFailedError if the store is gone, or does not answer; then all later ones do so at once.
     """
 
-    def __init__(self, store: KeyValueStore, reopen: Callable[[], KeyValueStore] | None = None) -> None:
-        self.store = store
-        self._reopen = reopen
+    def __init__(
+        self, store: KeyValueStore, reopen: Callable[[], KeyValueStore] | None = None, address: str = ""
+    ) -> None:
+        self.store, self.until, self.arrived = store, 0.0, cast(bytes | None, None)
+        self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
-        self.arrived: bytes | None = None
-        self._over: threading.Event | None = None
-        self._found = ""
+        self._address, self._silent_for, self._found = address, "", ""
+        self._worker, self._second = Worker(), Worker()
         self._appends = store.has_extended_api()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no wait is under way, not even one that nobody is interested in any more."""
-        return self._over is None or self._over.is_set()
+        """Whether no question is under way, not even one that nobody is interested in any more."""
+        return self._worker.is_idle and self._second.is_idle
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every
         `gap_s` seconds before."""
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
-            over = threading.Event()
-            waiter = threading.Thread(target=self._wait, args=(key, left, over), name="reshard-wait", daemon=True)
             try:
-                waiter.start()
+                over = self._worker.begin(self.store.wait, [key], timedelta(seconds=min(left, _MAX_WAIT_S)))
             except RuntimeError:  # no more threads are allowed here: ask now and then
                 time.sleep(_NAP_S)
                 if (value := self.peek(key)) is not None:
@@ -200,22 +307,17 @@ class StoreClient:
                     return
                 yield
                 continue
-            self._over = over
-            while not over.wait(max(_NAP_S, min(gap_s, until - time.monotonic()))):
+            while not over.is_there(max(_NAP_S, min(gap_s, until - time.monotonic()))):
                 if time.monotonic() >= until + gap_s:
                     return
                 yield
-            self.arrived = self.peek(key) if self._found == key else None
-            if self._found != key or self.arrived is not None:
+            if over.error is not None:  # the time is over, or the store gone: whoever asks it next will learn which
+                return
+            self._found, self.arrived = key, None
+            self.arrived = self.peek(key)
+            if self.arrived is not None:
                 return
             time.sleep(_NAP_S)  # the server wakes those who wait for a key also when somebody only compares it
-
-    def _wait(self, key: str, seconds: float, over: threading.Event) -> None:
-        # the time is over, or the store gone: whoever asks it next will learn which
-        with contextlib.suppress(RuntimeError):
-            self.store.wait([key], timedelta(seconds=min(seconds, _MAX_WAIT_S)))
-            self._found = key
-        over.set()
 
     def peek(self, key: str) -> bytes | None:
         """The value, None if there is none."""
@@ -288,17 +390,27 @@ class StoreClient:
         return b"".join(part for part in parts if part is not None)
 
     def _call(self, name: str, *args: Any) -> Any:
-        store = self.store
-        if not self.is_idle and self._reopen is not None:
-            store = self._spare = self._spare or self._reopen()
         try:
-            return getattr(store, name)(*args)
+            if not self._silent_for:
+                return self._ask(name, args)
+        except TimeoutError as error:
+            self._silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
             raise RankFailedError(
                 "the store of the process group is gone: the process that hosts it, usually rank 0, has probably "
                 f"exited. Look at its log first ({str(error).splitlines()[0][:200]})",
                 rank=0,
             ) from error
+        raise RankFailedError(_SILENT.format(self._address, self._silent_for), rank=0)
+
+    def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        if self._worker.is_idle:
+            return self._worker.call(self.until, getattr(self.store, name), *args)
+        return self._second.call(self.until, self._ask_spare, name, args)
+
+    def _ask_spare(self, name: str, args: tuple[Any, ...]) -> Any:
+        self._spare = self._spare or self._reopen()
+        return getattr(self._spare, name)(*args)
 
 
 # What the ranks of a session write down: what each posts, how a round ended, and which keys are to
