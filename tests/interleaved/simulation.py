@@ -36,17 +36,20 @@ from unittest import mock
 
 import greenlet
 
-from reshard.api import save as save_module
+from reshard.api import convert, load, retention, save as save_module
+from reshard.api.elastic import generation as moving
 from reshard.live import tensors
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.group import DEADLINE_S, Group
-from tests.simulated_hosts import cut_tensors
+from tests.simulated_hosts import cut_tensors, exchange
 from tests.simulated_ranks import Died, World
 
 __all__ = ["Fault", "Hang", "Job", "Process", "Simulation", "simulated"]
 
-CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "fsync", "replace", "link", "unlink", "rmdir")
+MODULES = (convert, load, retention)
+"""Imported before names in them are swapped, which is once."""
+CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "replace", "link", "unlink", "rmdir")
 """Of files and folders; `open` is one, too, where it creates."""
 _EPOCH_S = 1.7e9
 _OP_S = 0.001
@@ -117,6 +120,8 @@ class Job(World):
         self.machines = machines
         self.ends: list[Any] = [None] * size
         self.processes: list[Process] = []
+        self.sources: dict[int, Any] = {}
+        """Of messages that go from rank to rank."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -383,7 +388,7 @@ class Simulation:
         elif fault.kind == "fail" and kind in CHANGES + ("create",):
             process.fault = None
             raise OSError(fault.error, os.strerror(fault.error))
-        elif fault.kind == "full" and kind in ("mkdir", "write", "pwrite", "create", "link"):
+        elif fault.kind == "full" and kind in ("mkdir", "write", "pwrite", "posix_fallocate", "create", "link"):
             raise OSError(fault.error, os.strerror(fault.error))
 
     def block(self, what: Any, until: float) -> None:
@@ -458,6 +463,10 @@ class Simulation:
         """No two are the same."""
         return hashlib.sha256(b"%f %d" % (self.now, next(self._tokens))).hexdigest()[: 2 * nbytes]
 
+    def pid(self, real: Callable[[], int] = os.getpid) -> int:
+        """Of the process whose turn it is."""
+        return real() if self.process is None else self.process.number
+
     def start_of(self, pid: int) -> str:
         """When a process was started; "" if it is no more."""
         return "" if pid in self.dead_pids or not 1000 <= pid < 1000 + len(self.processes) else f"{pid}"
@@ -511,6 +520,22 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         def join(self) -> None:
             simulation.wait_for(lambda: self._is_over)
 
+    class Event:
+        def __init__(self) -> None:
+            self._is_set = False
+
+        def is_set(self) -> bool:
+            return self._is_set
+
+        def set(self) -> None:
+            self._is_set = True
+            simulation.wake(id(self))
+
+        def wait(self, timeout: float) -> bool:
+            if not self._is_set:
+                simulation.block(id(self), simulation.now + timeout)
+            return self._is_set
+
     class Pool:
         """Does all at once, where it is given."""
 
@@ -523,7 +548,8 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         def __exit__(self, *_: object) -> None:
             pass
 
-        shutdown = __exit__
+        def shutdown(self, *_: object, **__: object) -> None:
+            pass
 
         def submit(self, work: Any, *args: Any, **kwargs: Any) -> Future[Any]:
             future: Future[Any] = Future()
@@ -554,7 +580,7 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
     )
     return {
         id(time): clock,
-        id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread}),
+        id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread, "Event": Event}),
         id(ThreadPoolExecutor): Pool,
         id(Future): Awaited,
         id(wait): wait_all,
@@ -615,7 +641,7 @@ def _files(simulation: Simulation) -> dict[str, Callable[..., Any]]:
         real(file)
 
     paths = ("open", "mkdir", "replace", "link", "unlink", "rmdir", "scandir")
-    by_number = ("write", "pwrite", "ftruncate", "fsync")
+    by_number = ("write", "pwrite", "ftruncate", "posix_fallocate", "fsync")
     return {kind: by_path(kind) for kind in paths} | {kind: by_file(kind) for kind in by_number} | {"close": close}
 
 
@@ -627,8 +653,11 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         stack.enter_context(cut_tensors())
         for module, names in _swapped(frozenset(swaps), len(sys.modules)):
             stack.enter_context(mock.patch.multiple(module, **{name: swaps[its] for name, its in names.items()}))
-        this = SimpleNamespace(**{**vars(os), "getpid": lambda: simulation.process.number, "kill": _nobody})
+        this = SimpleNamespace(**{**vars(os), "getpid": simulation.pid, "kill": _nobody})
         stack.enter_context(mock.patch.object(liveness, "os", this))
+        sources = lambda: simulation.process.job.sources  # noqa: E731  whose turn it is
+        stack.enter_context(mock.patch.object(moving, "Exchange", functools.partial(exchange, sources)))
+        stack.enter_context(mock.patch.object(os, "getpid", simulation.pid))
         for module, name, own in (
             (save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"),
         ):  # fmt: skip

@@ -39,7 +39,7 @@ from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifes
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
-from reshard.storage.base import NOTHING, Storage, Writer
+from reshard.storage.base import NOTHING, Storage, Writer, is_temporary
 from reshard.storage.local import LocalStorage, make_folder, sync_folder
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ Held = dict[str, Ranges]
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-([0-9a-f]{12}-[0-9a-f]{12})")
 _FETCHED = "fetched-"
+_OURS = re.compile(rf"({_NAME.pattern}|{_FETCHED}[^/]*)/")
 _PIECE_BLOCKS = 8
 
 
@@ -153,8 +154,8 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
     manifests go first, and what says of which incarnation they are goes last: what counts never
     lacks it."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
-    names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
-    ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
+    names = [name for name in storage.list() if name.partition("/")[0] not in kept]
+    ours = [name for name in names if is_temporary(name) or _OURS.match(name)]
     for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
         (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from reshard.errors import DeadlineError, RankFailedError, format_ranks
+from reshard.ranks import store as store_module
 from reshard.ranks.liveness import Gone
 from reshard.ranks.rounds import Rounds
-from reshard.ranks import store as store_module
 from reshard.ranks.store import StoreClient, Worker
 
 
