@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest import mock
 
 import greenlet
 
@@ -649,35 +648,41 @@ def _files(simulation: Simulation) -> dict[str, Callable[..., Any]]:
 def simulated(simulation: Simulation) -> Iterator[None]:
     """The modules of reshard and `os` go by the simulation."""
     swaps = _threads(simulation)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cut_tensors())
-        for module, names in _swapped(frozenset(swaps), len(sys.modules)):
-            stack.enter_context(mock.patch.multiple(module, **{name: swaps[its] for name, its in names.items()}))
-        this = SimpleNamespace(**{**vars(os), "getpid": simulation.pid, "kill": _nobody})
-        stack.enter_context(mock.patch.object(liveness, "os", this))
-        sources = lambda: simulation.process.job.sources  # noqa: E731  whose turn it is
-        stack.enter_context(mock.patch.object(moving, "Exchange", functools.partial(exchange, sources)))
-        stack.enter_context(mock.patch.object(os, "getpid", simulation.pid))
-        for module, name, own in (
-            (save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(module, name, _OfProcess(simulation, own, getattr(module, name))))
-        stack.enter_context(mock.patch.object(commit, "_begun", [0.0]))
-        stack.enter_context(mock.patch.object(commit.Generation, "_check_current", _at_once(simulation)))
-        stack.enter_context(mock.patch.multiple(os, **_files(simulation)))
-        yield
+    this = SimpleNamespace(**{**vars(os), "getpid": simulation.pid, "kill": _nobody})
+    exchanged = functools.partial(exchange, lambda: simulation.process.job.sources)  # type: ignore[union-attr]
+    rows: list[tuple[Any, str, Any]] = [
+        *((module, name, swaps[its]) for module, name, its in _swapped(frozenset(swaps), len(sys.modules))),
+        *((module, name, _OfProcess(simulation, own, getattr(module, name))) for module, name, own in _OWN),
+        (liveness, "os", this),
+        (moving, "Exchange", exchanged),
+        (commit, "_begun", [0.0]),
+        (commit.Generation, "_check_current", _at_once(simulation)),
+        *((os, name, call) for name, call in _files(simulation).items()),
+        (os, "getpid", simulation.pid),
+    ]
+    real = [(place, name, getattr(place, name)) for place, name, _ in rows]
+    with cut_tensors():
+        try:
+            for place, name, value in rows:
+                setattr(place, name, value)
+            yield
+        finally:
+            for place, name, value in reversed(real):
+                setattr(place, name, value)
+
+
+_OWN = ((save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"))
 
 
 @functools.cache
-def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, dict[str, int]]]:
+def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
     """The modules of reshard, as many as are loaded, and what they have under which names of the values of these
     ids."""
     rows = []
     for key, module in list(sys.modules.items()):
         if key.split(".")[0] == "reshard":
             some = {id(time)} if key in ("reshard.ranks.group", "reshard.ranks.spans") else ids
-            names = {name: id(value) for name, value in vars(module).items() if id(value) in some}
-            rows += [(module, names)] if names else []
+            rows += [(module, name, id(value)) for name, value in vars(module).items() if id(value) in some]
     return rows
 
 

@@ -562,6 +562,7 @@ class _Trial:
         if self.fault is not None and self.fault.kind == "pause":
             allowed += ["is in use by", "is already converting to"]
         if self.verb.beside is not None or self.fault is not None:
+            allowed += ["the ranks differ in what is to be converted", "there is no data-", "cannot look at the files"]
             allowed += ["considered this save dead", "while it was read", "Load again if it was just replaced"]
         return any(words in text for words in allowed)
 
@@ -585,7 +586,7 @@ class _KeptTrial(_Trial):
 
     def look(self, name: str) -> None:
         self.looks += 1
-        if any(path.endswith(f"/{MANIFEST}") for path in name.split(" ")) or self.looks % SELDOM == 0:
+        if any(path.endswith(f"/{MANIFEST}") for path in name.split(" ")) or self.looks % (5 * SELDOM) == 0:
             self.check_kept()
 
     def check_kept(self) -> int | None:
