@@ -307,9 +307,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         raise
     finally:
         commit.ended(generation.save_id)
-    if told is not None:
-        with phase("tidy"):
-            generation.tidy()  # before the phase of the caller ends on any rank
+    _tidy(group, generation)  # before the phase of the caller ends on any rank
     census, plan = generation.census, generation.plan
     return SaveReport(
         path=job.path,
@@ -325,6 +323,23 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         bytes_reused=reused,
         passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
     )
+
+
+REMOVES_ALONE = 32
+"""With so many ranks, the first one removes what a save has replaced; with more, each removes its own files first."""
+
+
+def _tidy(group: Group, generation: Generation) -> None:
+    """Remove what the save, which is published, has replaced."""
+    try:
+        if group.world_size > REMOVES_ALONE and generation.replaces is not None:
+            if group.share(generation.has_left() if group.rank == 0 else None, kind=bool):
+                generation.remove_replaced(group.job_rank)
+                group.barrier()
+    finally:
+        if group.rank == 0:
+            with phase("tidy"):
+                generation.tidy()
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:
