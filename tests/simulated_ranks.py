@@ -258,7 +258,7 @@ class _Line(StoreClient):
         self._world, self._client_of = world, _Client(world, rank)
         super().__init__(self._client_of)
 
-    def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         return getattr(self.store, name)(*args)
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:

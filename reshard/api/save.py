@@ -307,7 +307,11 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         raise
     finally:
         commit.ended(generation.save_id)
-    _tidy(group, generation)  # before the phase of the caller ends on any rank
+    if group.world_size > REMOVES_ALONE:
+        _remove_together(group, generation)
+    if told is not None:
+        with phase("tidy"):
+            generation.tidy()  # before the phase of the caller ends on any rank
     census, plan = generation.census, generation.plan
     return SaveReport(
         path=job.path,
@@ -329,17 +333,16 @@ REMOVES_ALONE = 32
 """With so many ranks, the first one removes what a save has replaced; with more, each removes its own files first."""
 
 
-def _tidy(group: Group, generation: Generation) -> None:
-    """Remove what the save, which is published, has replaced."""
+def _remove_together(group: Group, generation: Generation) -> None:
+    """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
     try:
-        if group.world_size > REMOVES_ALONE and generation.replaces is not None:
-            if group.share(generation.has_left() if group.rank == 0 else None, kind=bool):
-                generation.remove_replaced(group.job_rank)
-                group.barrier()
-    finally:
+        if group.share(generation.has_left() if group.rank == 0 else None, kind=bool):
+            generation.remove_replaced(group.job_rank)
+            group.barrier()
+    except BaseException:
         if group.rank == 0:
-            with phase("tidy"):
-                generation.tidy()
+            generation.tidy()
+        raise
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:

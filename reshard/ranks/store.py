@@ -8,8 +8,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.ranks.liveness import PeerWatch
 
 __all__ = [
-    "PART_BYTES", "Answer", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore",
+    "PART_BYTES", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore",
     "StaleKeys", "StoreClient", "Worker", "decode_outcome", "store_of",
 ]  # fmt: skip
 
@@ -63,25 +64,26 @@ class SharedStore:
         try:
             client = self._idle.pop()
         except IndexError:
-            client = StoreClient(self._opened(until), self._open, _address_of(self._store))
+            server = _server_of(self._store)
+            where = "" if server is None else f" at {server.host}:{server.port}"
+            try:
+                store = Worker().call(until, self._open)
+            except TimeoutError as error:
+                raise RankFailedError(_SILENT.format(where, error), rank=0) from None
+            except (RuntimeError, NotImplementedError) as error:
+                raise ReshardError(
+                    f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does "
+                    "not answer; a fake process group can describe layouts, but cannot save or load with more than one "
+                    "rank"
+                ) from error
+            client = StoreClient(store, self._open, where)
         client.until = until
         return client
 
     def give_back(self, client: StoreClient) -> None:
         """It may be lent again."""
-        if client.is_idle:
+        if client.worker.is_idle and client.second.is_idle:  # not even at what nobody is interested in any more
             self._idle.append(client)
-
-    def _opened(self, until: float) -> KeyValueStore:
-        try:
-            return cast(KeyValueStore, Worker().call(until, self._open))
-        except TimeoutError as error:
-            raise RankFailedError(_SILENT.format(_address_of(self._store), error), rank=0) from None
-        except (RuntimeError, NotImplementedError) as error:
-            raise ReshardError(
-                f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does not "
-                "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
-            ) from error
 
     def _open(self) -> KeyValueStore:
         self._client = self._client or _client_of(self._store)
@@ -135,11 +137,6 @@ def _server_of(store: Any) -> Any:
     return store if isinstance(store, tcp) else None
 
 
-def _address_of(store: Any) -> str:
-    server = _server_of(store)
-    return "" if server is None else f" at {server.host}:{server.port}"
-
-
 # A client of the key-value store of a process group: questions, values of any size, logs, and waiting
 # without asking.
 #
@@ -152,80 +149,61 @@ def _address_of(store: Any) -> str:
 # in the kernel. The caller leaves it there.
 
 
-class Answer:
-    """What a `Worker` is asked for."""
-
-    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._call, self._args = call, args
-        self._under_way = threading.Lock()  # an Event takes longer
-        self._under_way.acquire()
-        self._value: Any = None
-        self.error: Exception | None = None
-
-    def is_there(self, seconds: float = 0.0) -> bool:
-        """Whether the call has ended, after so many seconds at the most."""
-        if is_over := self._under_way.acquire(timeout=seconds):
-            self._under_way.release()
-        return is_over
-
-    def get(self) -> Any:
-        """What the call returned. Raises what it raised."""
-        if self.error is not None:
-            raise self.error
-        return self._value
-
-    def run(self) -> None:
-        """Make the call."""
-        try:
-            self._value = self._call(*self._args)
-        except Exception as error:
-            self.error = error
-        self._args = ()
-        self._under_way.release()
+Answer = tuple[Any, Exception | None]
+"""What a call returned, or the error that it raised."""
 
 
 class Worker:
     """A thread for calls that may block for ever, one after another. It ends with this object, and with the process."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Answer | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Answer | None = None
+        self.pending: SimpleQueue[Answer] | None = None
+        """Where the answer of the latest call comes to, as long as nobody has taken it."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no call is under way, not even one that nobody is interested in any more."""
-        return self._last is None or self._last.is_there()
+        return self.pending is None or not self.pending.empty()
 
-    def begin(self, call: Callable[..., Any], *args: Any) -> Answer:
+    def begin(self, call: Callable[..., Any], *args: Any) -> SimpleQueue[Answer]:
         """Have it called. Raises RuntimeError if the system allows no more threads."""
         if self._thread is None or not self._thread.is_alive():  # a fork has none
-            self._queue = SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="reshard-wait", daemon=True)
+            self._asked = SimpleQueue()
+            self._thread = threading.Thread(target=_serve, args=(self._asked,), name="reshard-wait", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        self._last = answer = Answer(call, args)
-        self._queue.put(answer)
-        return answer
+            weakref.finalize(self, self._asked.put, None)
+        self.pending = SimpleQueue()
+        self._asked.put((self.pending, call, args))
+        return self.pending
 
     def call(self, until: float, call: Callable[..., Any], *args: Any) -> Any:
         """What the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after `until`, on the monotonic
         clock. While this process itself is stopped, these seconds do not pass."""
         begun = time.monotonic()
         try:
-            answer = self.begin(call, *args)
+            pending = self.begin(call, *args)
         except RuntimeError:
             return call(*args)
-        if not answer.is_there(min(max(0.0, until - begun), _MAX_WAIT_S)):
-            if not any(answer.is_there(_SLICE_S) for _ in range(int(GRACE_S / _SLICE_S))):
-                raise TimeoutError(f"{time.monotonic() - begun:.0f} s")
-        return answer.get()
+        for seconds in (min(max(0.0, until - begun), _MAX_WAIT_S), *[_SLICE_S] * int(GRACE_S / _SLICE_S)):
+            with suppress(Empty):
+                value, error = pending.get(timeout=seconds)
+                self.pending = None
+                if error is not None:
+                    raise error
+                return value
+        raise TimeoutError(f"{time.monotonic() - begun:.0f} s")
 
 
-def _serve(asked: SimpleQueue[Answer | None]) -> None:
-    while (answer := asked.get()) is not None:
-        answer.run()
-        del answer
+def _serve(asked: SimpleQueue[tuple[Any, ...] | None]) -> None:
+    while (question := asked.get()) is not None:
+        pending, call, args = question
+        try:
+            pending.put((call(*args), None))
+        except Exception as error:
+            pending.put((None, error))
+        del question, pending, call, args
 
 
 PART_BYTES = 4 << 20
@@ -274,6 +252,7 @@ class StoreClient:
         until: when the call that asks must be over, on the monotonic clock. Questions wait until then, and `GRACE_S`
             more.
         arrived: see `awaited`.
+        worker, second: ask by the first client, and by the second.
 
     All methods raise RankFailedError if the store is gone, or does not answer; then all later ones do so at once.
     """
@@ -285,13 +264,8 @@ class StoreClient:
         self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
         self._address, self._silent_for, self._found = address, "", ""
-        self._worker, self._second = Worker(), Worker()
+        self.worker, self.second = Worker(), Worker()
         self._appends = store.has_extended_api()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no question is under way, not even one that nobody is interested in any more."""
-        return self._worker.is_idle and self._second.is_idle
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every
@@ -299,7 +273,7 @@ class StoreClient:
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
             try:
-                over = self._worker.begin(self.store.wait, [key], timedelta(seconds=min(left, _MAX_WAIT_S)))
+                pending = self.worker.begin(self.store.wait, [key], timedelta(seconds=min(left, _MAX_WAIT_S)))
             except RuntimeError:  # no more threads are allowed here: ask now and then
                 time.sleep(_NAP_S)
                 if (value := self.peek(key)) is not None:
@@ -307,11 +281,16 @@ class StoreClient:
                     return
                 yield
                 continue
-            while not over.is_there(max(_NAP_S, min(gap_s, until - time.monotonic()))):
-                if time.monotonic() >= until + gap_s:
-                    return
-                yield
-            if over.error is not None:  # the time is over, or the store gone: whoever asks it next will learn which
+            ended: Answer | None = None
+            while ended is None:
+                with suppress(Empty):
+                    ended = pending.get(timeout=max(_NAP_S, min(gap_s, until - time.monotonic())))
+                if ended is None:
+                    if time.monotonic() >= until + gap_s:
+                        return
+                    yield
+            self.worker.pending = None
+            if ended[1] is not None:  # the time is over, or the store gone: whoever asks it next will learn which
                 return
             self._found, self.arrived = key, None
             self.arrived = self.peek(key)
@@ -392,7 +371,9 @@ class StoreClient:
     def _call(self, name: str, *args: Any) -> Any:
         try:
             if not self._silent_for:
-                return self._ask(name, args)
+                if self.worker.is_idle:
+                    return self.worker.call(self.until, getattr(self.store, name), *args)
+                return self.second.call(self.until, self._ask_spare, name, args)
         except TimeoutError as error:
             self._silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
@@ -402,11 +383,6 @@ class StoreClient:
                 rank=0,
             ) from error
         raise RankFailedError(_SILENT.format(self._address, self._silent_for), rank=0)
-
-    def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
-        if self._worker.is_idle:
-            return self._worker.call(self.until, getattr(self.store, name), *args)
-        return self._second.call(self.until, self._ask_spare, name, args)
 
     def _ask_spare(self, name: str, args: tuple[Any, ...]) -> Any:
         self._spare = self._spare or self._reopen()

@@ -154,7 +154,7 @@ def test_a_store_that_does_not_answer_ends_the_wait(short: None) -> None:
 def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None:
     store = _Silent()
     client = StoreClient(store)
-    assert client.is_idle
+    assert client.worker.is_idle
     store.is_silent.set()
     with pytest.raises(RankFailedError, match="has not answered"):
         client.add("x", 1)
@@ -163,7 +163,7 @@ def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None
         client.set("x", b"")
     assert store.asked == asked
     assert time.monotonic() - began < 0.5
-    assert not client.is_idle, "nobody else may get it"
+    assert not client.worker.is_idle, "nobody else may get it"
 
 
 def test_a_question_may_take_as_long_as_the_call(short: None) -> None:
