@@ -22,6 +22,7 @@ import itertools
 import os
 import random
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -90,6 +91,8 @@ class Process:
     is_dead: bool = False
     is_over: bool = False
     is_full: bool = False
+    spent_s: float = 0.0
+    """Processor time."""
     resumes_at: int | None = None
     """Where it is paused: the number of operations of all after which it goes on."""
     own: dict[str, Any] = field(default_factory=lambda: {"saves": {}, "kept": OrderedDict(), "running": set()})
@@ -117,6 +120,9 @@ class Job(World):
         self.simulation, self.name = simulation, name
         super().__init__(size)
         self.machines = machines
+        self.mates: dict[str, list[int]] = defaultdict(list)
+        for rank, machine in enumerate(machines):
+            self.mates[machine].append(rank)
         self.ends: list[Any] = [None] * size
         self.processes: list[Process] = []
         self.sources: dict[int, Any] = {}
@@ -138,7 +144,7 @@ class Job(World):
 
     def watched_by(self, rank: int) -> int:
         """The rank before it on its machine; for the first one, the last."""
-        mates = [r for r, name in enumerate(self.machines) if name == self.machines[rank]]
+        mates = self.mates[self.machines[rank]]
         return mates[mates.index(rank) - 1]
 
     def pause(self) -> None:
@@ -157,11 +163,12 @@ class Simulation:
     Args:
         folder: whose files the processes share.
         choose: of so many tasks that could go on, which does; the first one is that which went on before, if it can.
+            None: whoever goes on goes on until it waits, and then the one that has waited the longest.
         observe: called after each operation that changed which files there are, with their names, by nobody's process.
     """
 
     def __init__(
-        self, folder: Path, choose: Callable[[int], int], observe: Callable[[str], None] = lambda name: None
+        self, folder: Path, choose: Callable[[int], int] | None, observe: Callable[[str], None] = lambda name: None
     ) -> None:
         self.folder, self.choose, self.observe = str(folder), choose, observe
         self.now = 0.0
@@ -261,15 +268,14 @@ class Simulation:
                     continue
                 if self._end_pauses():
                     continue
-                left = [t for t in self._tasks if not (t.run is not None and t.run.dead)]
-                if left:
-                    names = sorted({f"{t.process.job.name} rank {t.process.rank}" for t in left})
+                if self._tasks:
+                    names = sorted({f"{t.process.job.name} rank {t.process.rank}" for t in self._tasks})
                     raise Hang(f"for ever wait: {', '.join(names)}")
                 return
-            if before in ready:
+            if self.choose is not None and before in ready:
                 ready.remove(before)
                 ready.insert(0, before)
-            chosen = ready[self.choose(len(ready))] if len(ready) > 1 else ready[0]
+            chosen = ready[self.choose(len(ready))] if self.choose is not None and len(ready) > 1 else ready[0]
             self.switches += chosen is not before
             self._ready.remove(chosen)
             before = chosen
@@ -278,7 +284,7 @@ class Simulation:
     def _switch(self, task: _Task, *error: type[BaseException]) -> None:
         if task.run is None:
             task.run = greenlet.greenlet(task.body)
-        self._task = task
+        self._task, begun = task, time.process_time()
         try:
             if error:
                 task.run.throw(*error)
@@ -286,19 +292,19 @@ class Simulation:
                 task.run.switch()
         finally:
             self._task = None
-            self._has_ended = self._has_ended or task.run.dead
+            task.process.spent_s += time.process_time() - begun
+            if task.run.dead:
+                self._tasks.remove(task)
 
     def _bury(self) -> None:
         """Tasks of the dead: none of them gets to an operation again."""
         self._has_ended = False
-        for task in self._tasks:
-            if task.process.is_dead and not (task.run is not None and task.run.dead):
-                if task.run is None:
-                    task.run = greenlet.greenlet(lambda: None)
-                    task.run.switch()
-                else:
-                    self._switch(task, Died)
-        self._tasks = [t for t in self._tasks if t.run is None or not t.run.dead]
+        for task in [t for t in self._tasks if t.process.is_dead]:
+            if task.run is None:
+                task.body = lambda: None
+                self._switch(task)
+            else:
+                self._switch(task, Died)
         self._ready = [t for t in self._ready if t.run is None or not t.run.dead]
         self._conditional = [t for t in self._conditional if t.run is None or not t.run.dead]
 
@@ -367,6 +373,8 @@ class Simulation:
 
     def _could_switch(self) -> bool:
         """Whether the scheduler has anything to decide."""
+        if self.choose is None:
+            return False
         if self._ready or self._paused or (self._timers and self._timers[0][0] <= self.now):
             return True
         return any(task.until is not None and task.until() for task in self._conditional)
@@ -465,6 +473,10 @@ class Simulation:
     def pid(self, real: Callable[[], int] = os.getpid) -> int:
         """Of the process whose turn it is."""
         return real() if self.process is None else self.process.number
+
+    def host(self, real: Callable[[], str] = socket.gethostname) -> str:
+        """The name of its machine."""
+        return real() if self.process is None else self.process.machine
 
     def start_of(self, pid: int) -> str:
         """When a process was started; "" if it is no more."""
@@ -660,6 +672,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         (commit.Generation, "_check_current", _at_once(simulation)),
         *((os, name, call) for name, call in _files(simulation).items()),
         (os, "getpid", simulation.pid),
+        (socket, "gethostname", simulation.host),
     ]
     real = [(place, name, getattr(place, name)) for place, name, _ in rows]
     with cut_tensors():
