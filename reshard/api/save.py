@@ -307,7 +307,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         raise
     finally:
         commit.ended(generation.save_id)
-    if group.world_size > REMOVES_ALONE:
+    if group.world_size > REMOVES_ALONE and generation.replaces is not None:
         _remove_together(group, generation)
     if told is not None:
         with phase("tidy"):
@@ -336,9 +336,9 @@ REMOVES_ALONE = 32
 def _remove_together(group: Group, generation: Generation) -> None:
     """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
     try:
-        if group.share(generation.has_left() if group.rank == 0 else None, kind=bool):
-            generation.remove_replaced(group.job_rank)
-            group.barrier()
+        group.barrier()  # the manifest names what replaces it
+        generation.remove_replaced(group.job_rank)
+        group.barrier()
     except BaseException:
         if group.rank == 0:
             generation.tidy()

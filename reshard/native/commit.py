@@ -138,11 +138,6 @@ class Generation:
             )
         liveness.check_fences(where)
 
-    def has_left(self) -> bool:
-        """Whether nobody works at the save that this one has replaced, so that its files may go."""
-        before = f"{folder_of(self.replaces or '')}/{CLAIM}"
-        return self.replaces is not None and before not in self.storage.list(before)
-
     def remove_replaced(self, rank: int) -> None:
         """Remove what the rank of that number wrote of the save that this one has replaced. Nobody lists the files.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import reshard
 from reshard.elastic import Tier
 from reshard.errors import CheckpointNotFoundError, ReshardError
-from reshard.ranks.store import GRACE_S
+from reshard.ranks import store as store_module
 from tests.hosts import job
 from tests.hosts.job import RANKS_PER_HOST as PER_HOST, VERBS, state_of, step_in
 from tests.hosts.network import Hosts, why_not
@@ -44,10 +45,12 @@ FAULTS = [*LOST, *STORE_LOST, *PASSING]
 
 PORT = 29400
 DEADLINE_S, SLOW_DEADLINE_S = 3.0, 30.0
+QUICK_DEADLINE_S, QUICK_GRACE_S = 2.0, 2.0
+"""The same promises in less time."""
 _START_S, _PASSING_S = 60.0, 1.0
-_END_S = GRACE_S + 6.0
-"""So long after the deadline every rank must have ended: the store may be silent, and it takes a while to ask who is
-missing."""
+_END_S = 6.0
+"""So long after the deadline, and the grace of a store that says nothing, every rank must have ended: it takes a while
+to ask who is missing."""
 _ONE_WAY_S = (0.002, 0.03)
 """Of a delay."""
 _AHEAD_S = 2 * 86_400.0
@@ -114,7 +117,15 @@ def _ahead(clock: mmap.mmap, host: int) -> float:
 
 
 def tried(
-    verb: str, fault: str, delay_s: float, folder: Path, rng: random.Random, *, count: int = 2, torchrun: bool = False
+    verb: str,
+    fault: str,
+    delay_s: float,
+    folder: Path,
+    rng: random.Random,
+    *,
+    count: int = 2,
+    deadline_s: float = DEADLINE_S,
+    torchrun: bool = False,
 ) -> Seen:
     """The fault, so many seconds after the calls begin; `count`: of hosts."""
     lives_on = fault in PASSING
@@ -123,12 +134,12 @@ def tried(
         hosts.disk(folder / "shared", 4096)
         for at in range(count):
             hosts.disk(folder / "disks" / hosts.name(at), 2048)
-        deadline_s = SLOW_DEADLINE_S if fault == "delay" else DEADLINE_S
+        deadline_s = SLOW_DEADLINE_S if lives_on else deadline_s
         if torchrun:
             _start_torchrun(hosts, folder, verb, deadline_s)
         else:
             _start(hosts, folder, verb, deadline_s, lives_on=lives_on, clock=clock)
-        trial = _Trial(hosts, folder, verb, fault, host, rng, clock)
+        trial = _Trial(hosts, folder, verb, fault, host, rng, clock, deadline_s + store_module.GRACE_S + _END_S)
         try:
             if not _await(_files(folder, "ready", range(count * PER_HOST)), _START_S):
                 raise _Wrong("the job did not begin")
@@ -148,6 +159,8 @@ class _Trial:
     host: int
     rng: random.Random
     clock: mmap.mmap
+    ends_within_s: float
+    """Of any call."""
 
     @property
     def _is_kept(self) -> bool:
@@ -176,7 +189,7 @@ class _Trial:
     def _ends(self, ranks: list[int]) -> list[dict[str, Any]]:
         """The last call of each of these, which must end soon and with an error of ours."""
         ends = _files(self.folder, "end", ranks)
-        if not _await(ends, DEADLINE_S + _END_S):
+        if not _await(ends, self.ends_within_s):
             raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
         last = [json.loads(end.read_text())[-1] for end in ends]
         for row in last:
@@ -306,7 +319,7 @@ class _Trial:
         (self.folder / "last.part").write_text(str(max(at, default=1) + 4))
         (self.folder / "last.part").rename(self.folder / "last")
         ends = _files(self.folder, "end", self._world)
-        if not _await(ends, SLOW_DEADLINE_S + _END_S):
+        if not _await(ends, self.ends_within_s):
             raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
         rows = [json.loads(end.read_text()) for end in ends]
         for rank, its in enumerate(rows):
@@ -366,27 +379,43 @@ def _await(paths: list[Path], seconds: float) -> bool:
     return True
 
 
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.hosts.trials")
+    parser.add_argument("count", type=int, help="how many trials, of each call with each fault in turn")
+    parser.add_argument("seed")
+    parser.add_argument("chosen", nargs="*", help=f"of {', '.join((*VERBS, *FAULTS))}")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--torchrun", action="store_true", help="start the job by torchrun")
+    parser.add_argument("--quick", action="store_true", help="with a shorter deadline")
+    parser.add_argument("--every", default=(0, 1), type=lambda text: tuple(map(int, text.split("/"))), metavar="K/N")
+    parser.add_argument("--only", nargs="+", type=int, help="these numbers")
+    parser.add_argument("-v", action="store_true", help="say how each went")
+    return parser.parse_args()
+
+
 def main() -> int:
-    """`python -m tests.hosts.trials N SEED [--torchrun] [--hosts=COUNT] [--only=NUMBER,...] [VERB|FAULT ...]`."""
+    """Prints the seed, a table, and what is wrong."""
     if why := why_not():
         print(f"skipped: {why}")
         return 0
-    count, seed, *chosen = sys.argv[1:]
-    torchrun = "--torchrun" in chosen
-    hosts = next((int(word[8:]) for word in chosen if word.startswith("--hosts=")), 2)
-    only = next((list(map(int, word[7:].split(","))) for word in chosen if word.startswith("--only=")), None)
-    verbs = [verb for verb in VERBS if verb in chosen] or VERBS
-    faults = [fault for fault in FAULTS if fault in chosen] or (LOST if torchrun else FAULTS)
+    options = _options()
+    seed, (first, step) = options.seed, options.every
+    verbs = [verb for verb in VERBS if verb in options.chosen] or VERBS
+    faults = [fault for fault in FAULTS if fault in options.chosen] or (LOST if options.torchrun else FAULTS)
+    if options.quick:
+        store_module.GRACE_S = QUICK_GRACE_S
+    deadline_s = QUICK_DEADLINE_S if options.quick else DEADLINE_S
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, too
     seen: dict[tuple[str, str], list[Seen]] = defaultdict(list)
-    for n in range(int(count)) if only is None else only:
+    for n in options.only or range(first, options.count, step):
         rng = random.Random(f"{seed}.{n}")
         verb, fault, delay_s = verbs[n % len(verbs)], faults[n // len(verbs) % len(faults)], rng.random() * 0.4
         with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
-            one = tried(verb, fault, delay_s, Path(folder), rng, count=hosts, torchrun=torchrun)
+            more = {"count": options.hosts, "deadline_s": deadline_s, "torchrun": options.torchrun}
+            one = tried(verb, fault, delay_s, Path(folder), rng, **more)
         seen[fault, verb].append(one)
-        if "-v" in chosen:
+        if options.v:
             print(
                 f"{time.strftime('%T')} {seed}.{n}: {verb}, {fault}: {one.end}, {one.took_s:.1f}, {one.others_s}",
                 flush=True,

@@ -1,7 +1,7 @@
 """Trials of calls by simulated processes.
 
 python -m tests.interleaved N SEED [CALL ...]     N of them, at random
-python -m tests.interleaved every CALL ...        of two ranks, every order with one place at which another one goes
+python -m tests.interleaved every [CALL ...]      of two ranks, every order with one place at which another one goes
                                                   on first, and every fault at every operation
 """
 
@@ -70,7 +70,7 @@ def main() -> int:
     logging.getLogger("reshard").setLevel(logging.CRITICAL)
     if sys.argv[1] == "every":
         with scratch() as root:
-            return bool(sum(every(root, verb) for verb in sys.argv[2:]))
+            return bool(sum(every(root, verb) for verb in sys.argv[2:] or VERBS))
     trials, seed = int(sys.argv[1]), sys.argv[2]
     verbs = sys.argv[3:] or list(VERBS)
     bad, spent = 0, 0.0

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -524,6 +524,17 @@ class Hosts:
     """Of this rank in the group."""
     folder: Path
     """Of this rank's host."""
+    owner: liveness.WriterLease | None = None
+    """The process that acts for this rank's host, as it has said there."""
+
+    def check_owner(self) -> None:
+        """Raises StorageError where another job has taken the host's folder while this one was held up."""
+        found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
+        if found is not None and self.owner is not None and not found.is_of(self.owner):
+            raise StorageError(
+                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or removed there by this "
+                "job any more. Give each job its own folder"
+            )
 
     @cached_property
     def places(self) -> dict[str, list[int]]:
@@ -575,18 +586,15 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
             )
         liveness.take_lease(storage, _OWNER, work)
     group.barrier()
-    try:
-        seen = storage.read(_OWNER)
-    except CheckpointError:
-        seen = b""
-    rows = group.exchange_within(host, seen)
-    if not seen or len(set(rows.values())) > 1:
+    owner = liveness.read_lease(storage, _OWNER)
+    rows = group.exchange_within(host, owner, kind=liveness.WriterLease | None)
+    if owner is None or len(set(rows.values())) > 1:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(
             f"{ranks} have host={host!r}, but see different folders {hosts.folder}: ranks of one host must share "
             "the folder, and hosts must have different names"
         )
-    return hosts
+    return replace(hosts, owner=owner)
 
 
 def free_bytes(folder: Path) -> int:
