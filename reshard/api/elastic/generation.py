@@ -469,7 +469,7 @@ def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
             os.close(file)
     except OSError as error:
         raise StorageError(
-            f"no room for {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
+            f"cannot make {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import os
 import re
@@ -467,6 +468,13 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(t
     assert "host 'a' must hold 7" in str(ends[0])
     assert "make the file system larger" in str(ends[0])
     assert is_step(recovered(tmp_path, ["a", "b", "c"])[1], 1)
+
+
+def test_a_host_that_cannot_take_a_copy_says_why(tmp_path: Path) -> None:
+    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
+        ends = kept(tmp_path, 1)
+    assert {type(end) for end in ends} <= {StorageError, RankFailedError}
+    assert re.search(r"cannot make \d+ bytes of .*\.safetensors: Read-only file system", str(ends[0]))
 
 
 def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path) -> None:
