@@ -68,9 +68,11 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.reshard.execute.test_work_list 200000 $(SEED)
 	$(BIN)/python -m tests.stories.test_killed_runs 60 $(SEED)
 	$(BIN)/python -m tests.power 10000 $(SEED)
-	$(BIN)/python -m tests.interleaved 20000 $(SEED)
+	$(BIN)/python -m tests.interleaved 100000 $(SEED)
+	$(BIN)/python -m tests.interleaved every
 	$(BIN)/python -m tests.hosts.frozen 20 $(SEED)
-	$(BIN)/python -m tests.hosts.trials 88 $(SEED)
+	$(BIN)/python -m tests.hosts.trials 528 $(SEED)
+	$(BIN)/python -m tests.hosts.trials 88 $(SEED) --hosts 3
 
 clean:
 	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

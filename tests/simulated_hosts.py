@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from reshard.live import state as live_state
 from tests.faulty import SystemCalls
 from tests.simulated_ranks import Died, World
 
-__all__ = ["Job", "cut", "cut_tensors", "global_of"]
+__all__ = ["Job", "cut", "cut_tensors", "exchange", "global_of"]
 
 
 def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
@@ -114,7 +115,7 @@ class Job:
             stack.enter_context(self.world.clock())
             stack.enter_context(cut_tensors())
             stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", group))
-            stack.enter_context(mock.patch.object(moving, "Exchange", self._exchange))
+            stack.enter_context(mock.patch.object(moving, "Exchange", partial(exchange, lambda: self._sources)))
             real = {name: getattr(os, name) for name in (*SystemCalls.NAMES, "posix_fallocate")}
             stack.enter_context(mock.patch.multiple(os, **{name: self._watched(name, real[name]) for name in real}))
             yield
@@ -132,18 +133,19 @@ class Job:
 
         return call
 
-    def _exchange(self, work: Any, sources: Any, targets: Any, **_: Any) -> Any:
-        """Messages: when all are there, each takes what is for it from where it lies."""
-        received = work.nbytes(sends=False)
 
-        def run(group: Any, deadline_s: float, pace: Any = None) -> None:
-            self._sources[work.rank] = sources
-            group.barrier()
-            legs = [leg for legs in work.rounds for leg in legs if not leg.sends]
-            moved = [item for leg in legs for run in leg.runs for item in run]
-            for item in [*work.copies, *moved]:
-                to = targets(item.fqn)[item.target_part][item.target.slices]
-                to.copy_(self._sources[item.sender](item.fqn)[item.source_part][item.source.slices])
-            group.barrier()
+def exchange(by_rank: Callable[[], dict[int, Any]], work: Any, sources: Any, targets: Any, **_: Any) -> Any:
+    """Messages: when all are there, each takes what is for it from where it lies. `by_rank`: the sources of a job."""
+    received = work.nbytes(sends=False)
 
-        return SimpleNamespace(run=run, received_bytes=received)
+    def run(group: Any, deadline_s: float, pace: Any = None) -> None:
+        by_rank()[work.rank] = sources
+        group.barrier()
+        legs = [leg for legs in work.rounds for leg in legs if not leg.sends]
+        moved = [item for leg in legs for run in leg.runs for item in run]
+        for item in [*work.copies, *moved]:
+            to = targets(item.fqn)[item.target_part][item.target.slices]
+            to.copy_(by_rank()[item.sender](item.fqn)[item.source_part][item.source.slices])
+        group.barrier()
+
+    return SimpleNamespace(run=run, received_bytes=received)

@@ -258,6 +258,9 @@ class _Line(StoreClient):
         self._world, self._client_of = world, _Client(world, rank)
         super().__init__(self._client_of)
 
+    def _call(self, name: str, *args: Any) -> Any:
+        return getattr(self.store, name)(*args)
+
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         self.arrived = None
         world = self._world

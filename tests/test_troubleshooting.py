@@ -17,6 +17,7 @@ from torch import nn
 
 import reshard
 from reshard.ranks.liveness import PeerWatch, machine
+from reshard.ranks.store import StoreClient
 from tests import gloo
 from tests.test_readme import ROOT
 
@@ -88,7 +89,7 @@ def _reused() -> None:
     store.add(key, 1)
     store.set(f"{key}/0", "0 999999999 1")  # no process has this number
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
-        PeerWatch(store, 0)
+        PeerWatch(StoreClient(store), 0)
 
 
 PROVOKE: list[Callable[[], object]] = [

@@ -307,6 +307,8 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         raise
     finally:
         commit.ended(generation.save_id)
+    if group.world_size > REMOVES_ALONE and generation.replaces is not None:
+        _remove_together(group, generation)
     if told is not None:
         with phase("tidy"):
             generation.tidy()  # before the phase of the caller ends on any rank
@@ -325,6 +327,22 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         bytes_reused=reused,
         passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
     )
+
+
+REMOVES_ALONE = 32
+"""With so many ranks, the first one removes what a save has replaced; with more, each removes its own files first."""
+
+
+def _remove_together(group: Group, generation: Generation) -> None:
+    """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
+    try:
+        group.barrier()  # the manifest names what replaces it
+        generation.remove_replaced(group.job_rank)
+        group.barrier()
+    except BaseException:
+        if group.rank == 0:
+            generation.tidy()
+        raise
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from reshard.live.state import LiveTensor
 from reshard.live.tensors import raw_bytes
 from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
+from reshard.ranks.store import Answer, Worker
 
 __all__ = [
     "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group",
@@ -376,7 +376,7 @@ _DRAIN_S = 1.0
 
 
 class Waiter:
-    """Waits for works of `torch.distributed`, in the order given. A context: leaving it ends its thread.
+    """Waits for works of `torch.distributed`, in the order given. A context: after an error, messages may still arrive.
 
     Gloo blocks in `Work.wait` and cannot be asked or interrupted, so this is done by a thread, while the caller looks
     for failures. Backends of devices wait on the device's stream: they return at once, and `settle` comes at the end.
@@ -388,17 +388,15 @@ class Waiter:
         self._device = device
         self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
         self._blocks = device.type == "cpu"
-        self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._last: _Batch | None = None
+        self._worker, self._at = Worker(), 0
 
     def __enter__(self) -> Waiter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._last is not None:
-            self._last.done.wait(_DRAIN_S)
-        self._queue.put(None)
+        if kind is not None and self._worker.pending is not None:
+            with suppress(Empty):
+                self._worker.pending.get(timeout=_DRAIN_S)
 
     def post(self, ops: list[dist.P2POp]) -> list[Any]:
         """Begin to send and to receive. Raises as `wait`: what is sent to a rank that has died may fail at once."""
@@ -416,26 +414,27 @@ class Waiter:
             for work in works:
                 work.wait()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="reshard-wait", daemon=True)
-            self._thread.start()
-        self._last = batch = _Batch(works)
-        self._queue.put(batch)
-        while not batch.done.wait(_LOOK_S):
-            self._look(f"a message to or from rank {peers[batch.at]} was not delivered", "that rank hangs")
-        if batch.error is not None:
-            self._lost(batch.error)
+        pending = self._worker.begin(self._wait_each, works)
+        words = "a message to or from rank {} was not delivered"
+        self.outcome(pending, lambda: words.format(peers[self._at]), "that rank hangs")
+        self._worker.pending = None
 
-    def outcome(self, made: Future[T], what: str) -> T:
-        """What another thread makes together with the other ranks. Raises as `wait`; `what`: if time is up before."""
+    def _wait_each(self, works: Sequence[Any]) -> None:
+        for self._at, work in enumerate(works):
+            work.wait()
+
+    def outcome(self, pending: SimpleQueue[Answer], what: Callable[[], str], who: str) -> Any:
+        """What a worker does together with the other ranks. Raises as `wait`; `what`, `who`: if time is up before."""
         while True:
-            with suppress(TimeoutError):
-                error = made.exception(_LOOK_S)
+            with suppress(Empty):
+                made, error = pending.get(timeout=_LOOK_S)
                 break
-            self._look(what, "a rank hangs")
+            self._look(what(), who)
         if isinstance(error, RuntimeError):
             self._lost(error)
-        return made.result()
+        if error is not None:
+            raise error
+        return made
 
     def _lost(self, error: Exception) -> NoReturn:
         until = time.monotonic() + _VERDICT_S
@@ -493,27 +492,6 @@ class Waiter:
             raise
 
 
-class _Batch:
-    def __init__(self, works: Sequence[Any]) -> None:
-        self.works = works
-        self.at = 0
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-
-def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
-    while (batch := batches.get()) is not None:
-        try:
-            for at, work in enumerate(batch.works):
-                batch.at = at
-                work.wait()
-        except Exception as error:
-            batch.error = error
-        batch.works = ()
-        batch.done.set()
-        del batch
-
-
 def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
     """Collective: another process group of the same ranks, with gloo, for messages beside those of the job.
 
@@ -525,16 +503,10 @@ def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
     Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the phase's time is up.
     """
     waiter = Waiter(group, torch.device("cpu"), group.deadline - time.monotonic())
-    made: Future[dist.ProcessGroup] = Future()
-
-    def make() -> None:
-        try:
-            made.set_result(dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=is_part))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, name="reshard-new-group", daemon=True).start()
-    return waiter.outcome(made, "a process group was not made by all ranks")
+    make = partial(dist.new_group, list(group.ranks), backend="gloo", use_local_synchronization=is_part)
+    what = "a process group was not made by all ranks"
+    made: dist.ProcessGroup = waiter.outcome(Worker().begin(make), lambda: what, "a rank hangs")
+    return made
 
 
 # Loads that read each byte once: the ranks that want the same elements share the reading, and pass

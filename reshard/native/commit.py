@@ -138,6 +138,17 @@ class Generation:
             )
         liveness.check_fences(where)
 
+    def remove_replaced(self, rank: int) -> None:
+        """Remove what the rank of that number wrote of the save that this one has replaced. Nobody lists the files.
+
+        A failure is logged and no more, as of `tidy`, which removes all that is left.
+        """
+        try:
+            for end in _OF_RANK:
+                self.storage.delete(f"{folder_of(self.replaces or '')}/{rank:05d}{end}")
+        except ReshardError as error:
+            _log.warning("files of the save before could not be removed: %s", error)
+
     def tidy(self) -> None:
         """Remove the claim, and what older saves have left.
 
@@ -242,6 +253,8 @@ CLAIM = "claim.json"
 """The file in the folder of a save that says who writes there."""
 LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
 """How second names of files of earlier saves begin, and of what is beside them end."""
+_OF_RANK = (".safetensors", ".safetensors.sums", ".safetensors.blocks", ".parts")
+"""How the names of what a rank wrote end, behind its number."""
 _VISIBLE_S = 2.0
 """So long a network file system may take to show on one machine what was written on another."""
 

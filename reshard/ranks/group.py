@@ -139,8 +139,9 @@ class Group:
             from reshard.ranks.rounds import Rounds
             from reshard.ranks.store import store_of
 
-            shared = store_of(process_group)
-            client = shared.lend()
+            until = time.monotonic() + self._deadline_s
+            shared = store_of(process_group, until)
+            client = shared.lend(until)
             self._rounds = Rounds(client, self.rank, self.ranks, shared.peers, shared.stale_keys)
             weakref.finalize(self._rounds, shared.give_back, client)
 

@@ -49,7 +49,7 @@ class PeerWatch:
     """This process's part in the ring of its machine.
 
     Args:
-        store: shared by the ranks of a group; each rank makes one `PeerWatch` on it.
+        store: a client of the store of a group; each rank makes one `PeerWatch` on it.
         place: this rank's place in the group.
 
     Raises ReshardError if torchrun started the ranks again over the store of ranks that are gone.
@@ -63,13 +63,13 @@ class PeerWatch:
             self._index = store.add(f"machines/{self._machine}", 1) - 1
             self._refuse_reused(store)
             pid = os.getpid()
-            store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}")
+            store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}".encode())
 
     def _refuse_reused(self, store: Any) -> None:
         """More came than torchrun has started here, and the first of them is gone: its sessions are still in there."""
         if self._index < int(os.environ.get("LOCAL_WORLD_SIZE", self._index + 1)):
             return
-        _, _, process = bytes(store.compare_set(self._key(0), "?", "?")).decode().partition(" ")
+        _, _, process = (store.peek(self._key(0)) or b"").decode().partition(" ")
         pid, _, start = process.partition(" ")
         if pid and start_of(int(pid)) != start:
             raise ReshardError(

@@ -132,6 +132,7 @@ class Rounds:
         with self._lock, self._noting_loss():
             if self.failure is not None:
                 self.failure.raise_()
+            self._store.until = deadline
             before = self._take_own_keys()
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -21,8 +22,8 @@ from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.ranks.liveness import PeerWatch
 
 __all__ = [
-    "PART_BYTES", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore", "StaleKeys",
-    "StoreClient", "decode_outcome", "store_of",
+    "PART_BYTES", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore",
+    "StaleKeys", "StoreClient", "Worker", "decode_outcome", "store_of",
 ]  # fmt: skip
 
 
@@ -42,58 +43,66 @@ class SharedStore:
         peers: this process's place among those that watch over one another.
         stale_keys: keys that this rank deletes once no rank needs them.
 
-    Raises ReshardError if the group has no store that answers, as a fake process group.
+    Args:
+        until: on the monotonic clock: see `StoreClient`.
+
+    Raises ReshardError if the group has no store that answers, as a fake process group; RankFailedError if its host
+    says nothing.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, until: float) -> None:
         self._store = _raw_store(process_group)
-        with self._answering():
-            self._client = _client_of(self._store)
-        self._idle = [self._open()]
-        self.peers = PeerWatch(self._idle[0], dist.get_rank(process_group))
+        self._client: Callable[[], Any] | None = None
+        self._idle: list[StoreClient] = []
+        client = self.lend(until)
+        self.peers = PeerWatch(client, dist.get_rank(process_group))
         self.stale_keys = StaleKeys()
+        self.give_back(client)
 
-    def lend(self) -> StoreClient:
+    def lend(self, until: float) -> StoreClient:
         """A client that nobody else has until it is given back."""
         try:
-            store = self._idle.pop()
+            client = self._idle.pop()
         except IndexError:
-            store = self._open()
-        return StoreClient(store, self._open if self._client is not None else None)
+            server = _server_of(self._store)
+            where = "" if server is None else f" at {server.host}:{server.port}"
+            try:
+                store = Worker().call(until, self._open)
+            except TimeoutError as error:
+                raise RankFailedError(_SILENT.format(where, error), rank=0) from None
+            except (RuntimeError, NotImplementedError) as error:
+                raise ReshardError(
+                    f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does "
+                    "not answer; a fake process group can describe layouts, but cannot save or load with more than one "
+                    "rank"
+                ) from error
+            client = StoreClient(store, self._open, where)
+        client.until = until
+        return client
 
     def give_back(self, client: StoreClient) -> None:
         """It may be lent again."""
-        if client.is_idle:
-            self._idle.append(client.store)
+        if client.worker.is_idle and client.second.is_idle:  # not even at what nobody is interested in any more
+            self._idle.append(client)
 
     def _open(self) -> KeyValueStore:
-        with self._answering():
-            prefixed: Any = PrefixStore("reshard", self._store if self._client is None else self._client())
-            if prefixed.check(["probe"]):  # which nobody ever sets
-                raise RuntimeError("it returned a key that was never stored")
+        self._client = self._client or _client_of(self._store)
+        prefixed: Any = PrefixStore("reshard", self._client())
+        if prefixed.check(["probe"]):  # which nobody ever sets
+            raise RuntimeError("it returned a key that was never stored")
         return cast(KeyValueStore, prefixed)
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, NotImplementedError) as error:
-            raise ReshardError(
-                f"ranks cannot communicate: the store of this process group ({type(self._store).__name__}) does not "
-                "answer; a fake process group can describe layouts, but cannot save or load with more than one rank"
-            ) from error
 
 
 _stores: WeakKeyDictionary[Any, SharedStore] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def store_of(process_group: dist.ProcessGroup) -> SharedStore:
-    """The store of a process group: the same for every session of this process. Raises as `SharedStore`."""
+def store_of(process_group: dist.ProcessGroup, until: float) -> SharedStore:
+    """The store of a process group: the same for every session of this process. Args and errors: see `SharedStore`."""
     with _lock:
         known = _stores.get(process_group)
         if known is None:
-            known = _stores[process_group] = SharedStore(process_group)
+            known = _stores[process_group] = SharedStore(process_group, until)
     return known
 
 
@@ -106,30 +115,95 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
     return _get_process_group_store(process_group)
 
 
-def _client_of(store: Any) -> Callable[[], Any] | None:
-    """What opens another client of a store; None where one serves any number of threads."""
+def _client_of(store: Any) -> Callable[[], Any]:
+    """What opens another client of a store; the same one again where it serves any number of threads."""
     if hasattr(store, "clone"):
         return cast(Callable[[], Any], store.clone)
     # older releases of torch cannot clone: 2.6, for one
-    server: Any = store
-    while isinstance(server, PrefixStore):
-        server = server.underlying_store
-    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
-    if not isinstance(server, tcp):
-        return None
+    server = _server_of(store)
+    if server is None:
+        return lambda: store
     # nor do they tell prefixes, which keep groups and restarts apart: one that is known only behind them stands in
     name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
     host, port, patience = server.host, server.port, server.timeout
-    return lambda: PrefixStore(name, tcp(host, port, timeout=patience, wait_for_workers=False))
+    return lambda: PrefixStore(name, type(server)(host, port, timeout=patience, wait_for_workers=False))
+
+
+def _server_of(store: Any) -> Any:
+    """The TCPStore behind prefixes; None if it is another one."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
+    return store if isinstance(store, tcp) else None
 
 
 # A client of the key-value store of a process group: questions, values of any size, logs, and waiting
 # without asking.
 #
-# A store's client serves one call at a time, and a wait is one call however long it takes. So it is
-# a thread that waits, while the caller looks about, and what has to be said meanwhile (an error,
-# mostly) goes through a second client. Nobody asks again and again: the store answers those who
-# wait when there is something to tell.
+# A store's client serves one call at a time, and a wait is one call however long it takes. So what
+# has to be said meanwhile (an error, mostly) goes through a second client. Nobody asks again and
+# again: the store answers those who wait when there is something to tell.
+#
+# Each client has a thread that asks, while the caller looks about. Torch's client cannot be
+# interrupted, and has no limit of its own: if the host of the store is cut off or frozen, it blocks
+# in the kernel. The caller leaves it there.
+
+
+Answer = tuple[Any, Exception | None]
+"""What a call returned, or the error that it raised."""
+
+
+class Worker:
+    """A thread for calls that may block for ever, one after another. It ends with this object, and with the process."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.pending: SimpleQueue[Answer] | None = None
+        """Where the answer of the latest call comes to, as long as nobody has taken it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, not even one that nobody is interested in any more."""
+        return self.pending is None or not self.pending.empty()
+
+    def begin(self, call: Callable[..., Any], *args: Any) -> SimpleQueue[Answer]:
+        """Have it called. Raises RuntimeError if the system allows no more threads."""
+        if self._thread is None or not self._thread.is_alive():  # a fork has none
+            self._asked = SimpleQueue()
+            self._thread = threading.Thread(target=_serve, args=(self._asked,), name="reshard-wait", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._asked.put, None)
+        self.pending = SimpleQueue()
+        self._asked.put((self.pending, call, args))
+        return self.pending
+
+    def call(self, until: float, call: Callable[..., Any], *args: Any) -> Any:
+        """What the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after `until`, on the monotonic
+        clock. While this process itself is stopped, these seconds do not pass."""
+        begun = time.monotonic()
+        try:
+            pending = self.begin(call, *args)
+        except RuntimeError:
+            return call(*args)
+        for seconds in (min(max(0.0, until - begun), _MAX_WAIT_S), *[_SLICE_S] * int(GRACE_S / _SLICE_S)):
+            with suppress(Empty):
+                value, error = pending.get(timeout=seconds)
+                self.pending = None
+                if error is not None:
+                    raise error
+                return value
+        raise TimeoutError(f"{time.monotonic() - begun:.0f} s")
+
+
+def _serve(asked: SimpleQueue[tuple[Any, ...] | None]) -> None:
+    while (question := asked.get()) is not None:
+        pending, call, args = question
+        try:
+            pending.put((call(*args), None))
+        except Exception as error:
+            pending.put((None, error))
+        del question, pending, call, args
 
 
 PART_BYTES = 4 << 20
@@ -140,6 +214,12 @@ _NAP_S = 0.01
 _MAX_WAIT_S = 86_400.0 * 20
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
+GRACE_S, _SLICE_S = 6.0, 0.5
+"""So long after the deadline of a call the store may take to answer."""
+_SILENT = (
+    "the store of the process group{} has not answered for {}: its host, or the network to it, is down or frozen. "
+    "What the other ranks know cannot be found out from here: end this job, and start it again"
+)
 
 
 class KeyValueStore(Protocol):
@@ -165,34 +245,35 @@ class StoreClient:
 
     Args:
         store: a client that nobody else uses meanwhile.
-        reopen: makes a second one, for what is said while the first one waits; None where one serves many threads.
+        reopen: makes a second one, for what is said while the first one waits; default: the same one serves as well.
+        address: where it is, for messages.
 
-    All methods raise RankFailedError if the store is gone.
+    Attributes:
+        until: when the call that asks must be over, on the monotonic clock. Questions wait until then, and `GRACE_S`
+            more.
+        arrived: see `awaited`.
+        worker, second: ask by the first client, and by the second.
+
+    All methods raise RankFailedError if the store is gone, or does not answer; then all later ones do so at once.
     """
 
-    def __init__(self, store: KeyValueStore, reopen: Callable[[], KeyValueStore] | None = None) -> None:
-        self.store = store
-        self._reopen = reopen
+    def __init__(
+        self, store: KeyValueStore, reopen: Callable[[], KeyValueStore] | None = None, address: str = ""
+    ) -> None:
+        self.store, self.until, self.arrived = store, 0.0, cast(bytes | None, None)
+        self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
-        self.arrived: bytes | None = None
-        self._over: threading.Event | None = None
-        self._found = ""
+        self._address, self._silent_for, self._found = address, "", ""
+        self.worker, self.second = Worker(), Worker()
         self._appends = store.has_extended_api()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no wait is under way, not even one that nobody is interested in any more."""
-        return self._over is None or self._over.is_set()
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every
         `gap_s` seconds before."""
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
-            over = threading.Event()
-            waiter = threading.Thread(target=self._wait, args=(key, left, over), name="reshard-wait", daemon=True)
             try:
-                waiter.start()
+                pending = self.worker.begin(self.store.wait, [key], timedelta(seconds=min(left, _MAX_WAIT_S)))
             except RuntimeError:  # no more threads are allowed here: ask now and then
                 time.sleep(_NAP_S)
                 if (value := self.peek(key)) is not None:
@@ -200,22 +281,22 @@ class StoreClient:
                     return
                 yield
                 continue
-            self._over = over
-            while not over.wait(max(_NAP_S, min(gap_s, until - time.monotonic()))):
-                if time.monotonic() >= until + gap_s:
-                    return
-                yield
-            self.arrived = self.peek(key) if self._found == key else None
-            if self._found != key or self.arrived is not None:
+            ended: Answer | None = None
+            while ended is None:
+                with suppress(Empty):
+                    ended = pending.get(timeout=max(_NAP_S, min(gap_s, until - time.monotonic())))
+                if ended is None:
+                    if time.monotonic() >= until + gap_s:
+                        return
+                    yield
+            self.worker.pending = None
+            if ended[1] is not None:  # the time is over, or the store gone: whoever asks it next will learn which
+                return
+            self._found, self.arrived = key, None
+            self.arrived = self.peek(key)
+            if self.arrived is not None:
                 return
             time.sleep(_NAP_S)  # the server wakes those who wait for a key also when somebody only compares it
-
-    def _wait(self, key: str, seconds: float, over: threading.Event) -> None:
-        # the time is over, or the store gone: whoever asks it next will learn which
-        with contextlib.suppress(RuntimeError):
-            self.store.wait([key], timedelta(seconds=min(seconds, _MAX_WAIT_S)))
-            self._found = key
-        over.set()
 
     def peek(self, key: str) -> bytes | None:
         """The value, None if there is none."""
@@ -288,17 +369,24 @@ class StoreClient:
         return b"".join(part for part in parts if part is not None)
 
     def _call(self, name: str, *args: Any) -> Any:
-        store = self.store
-        if not self.is_idle and self._reopen is not None:
-            store = self._spare = self._spare or self._reopen()
         try:
-            return getattr(store, name)(*args)
+            if not self._silent_for:
+                if self.worker.is_idle:
+                    return self.worker.call(self.until, getattr(self.store, name), *args)
+                return self.second.call(self.until, self._ask_spare, name, args)
+        except TimeoutError as error:
+            self._silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
             raise RankFailedError(
                 "the store of the process group is gone: the process that hosts it, usually rank 0, has probably "
                 f"exited. Look at its log first ({str(error).splitlines()[0][:200]})",
                 rank=0,
             ) from error
+        raise RankFailedError(_SILENT.format(self._address, self._silent_for), rank=0)
+
+    def _ask_spare(self, name: str, args: tuple[Any, ...]) -> Any:
+        self._spare = self._spare or self._reopen()
+        return getattr(self._spare, name)(*args)
 
 
 # What the ranks of a session write down: what each posts, how a round ended, and which keys are to

@@ -19,13 +19,13 @@ import reshard
 from reshard.elastic import Tier
 from reshard.errors import ReshardError
 
-__all__ = ["VERBS", "body", "state_of", "step_in"]
+__all__ = ["RANKS_PER_HOST", "VERBS", "body", "state_of", "step_in"]
 
 VERBS = ["save", "async_save", "load", "prune", "convert", "keep", "recover", "redistribute"]
 PRUNER = 2
 """The rank that prunes: the first of the second host, by itself, while all save."""
 _LAST_S = 60.0
-ROWS = 3
+ROWS, RANKS_PER_HOST = 3, 2
 
 
 def state_of(step: int, world: int, mesh: Any) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def _call(folder: Path, verb: str, deadline_s: float, mesh: Any) -> Callable[[in
     def state(step: int) -> dict[str, Any]:
         return state_of(step, world, mesh)
 
-    tier = Tier(folder / "disks", copies=1, timeout=deadline_s) if verb in ("keep", "recover") else None
+    copies = world // RANKS_PER_HOST - 1  # each host has all
+    tier = Tier(folder / "disks", copies=copies, timeout=deadline_s) if verb in ("keep", "recover") else None
     if tier is not None:
         tier.save(state(1), 1)
 

@@ -1,7 +1,8 @@
-"""Two hosts of two ranks, of which one is lost, or meets with something, at a random moment of a call."""
+"""Hosts of two ranks, of which one is lost, or meets with something, at a random moment of a call."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,24 +27,30 @@ import torch.distributed as dist
 import reshard
 from reshard.elastic import Tier
 from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.ranks import store as store_module
 from tests.hosts import job
-from tests.hosts.job import VERBS, state_of, step_in
+from tests.hosts.job import RANKS_PER_HOST as PER_HOST, VERBS, state_of, step_in
 from tests.hosts.network import Hosts, why_not
 from tests.power.scenarios import started_anew
 
 __all__ = ["FAULTS", "Seen", "tried"]
 
 LOST = ["cut", "mute", "freeze", "kill"]
-"""After these the host is no part of the job any more; here the second one."""
+"""After these the host is no part of the job any more; here one without the store."""
 STORE_LOST = ["kill first", "cut first", "freeze first"]
 """The first one, which has the store."""
 PASSING = ["delay", "full", "read-only", "clock"]
 """After these all goes on."""
 FAULTS = [*LOST, *STORE_LOST, *PASSING]
 
-COUNT, PER_HOST, PORT = 2, 2, 29400
+PORT = 29400
 DEADLINE_S, SLOW_DEADLINE_S = 3.0, 30.0
-_START_S, _END_S, _PASSING_S = 60.0, 25.0, 1.0
+QUICK_DEADLINE_S, QUICK_GRACE_S = 2.0, 2.0
+"""The same promises in less time."""
+_START_S, _PASSING_S = 60.0, 1.0
+_END_S = 6.0
+"""So long after the deadline, and the grace of a store that says nothing, every rank must have ended: it takes a while
+to ask who is missing."""
 _ONE_WAY_S = (0.002, 0.03)
 """Of a delay."""
 _AHEAD_S = 2 * 86_400.0
@@ -62,7 +69,7 @@ class Seen:
     took_s: float = 0.0
     """From the fault to the moment when the last of them had said it."""
     others_s: float | None = None
-    """The same of ranks that cannot reach the store; None if they had said nothing when the trial was over."""
+    """The same of ranks on the host that was lost: if it was frozen, from when it went on. None if they were killed."""
 
 
 class _Wrong(AssertionError):
@@ -73,7 +80,7 @@ def _rank(hosts: Hosts, rank: int, body: Callable[[], None]) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "LOCAL_WORLD_SIZE": str(PER_HOST)}
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = tcp(hosts.address(0), PORT, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=COUNT * PER_HOST)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=hosts.count * PER_HOST)
     body()
 
 
@@ -109,22 +116,32 @@ def _ahead(clock: mmap.mmap, host: int) -> float:
     return float(struct.unpack_from("d", clock, 8 * host)[0])
 
 
-def tried(verb: str, fault: str, delay_s: float, folder: Path, rng: random.Random, *, torchrun: bool = False) -> Seen:
-    """The fault, so many seconds after the calls begin."""
+def tried(
+    verb: str,
+    fault: str,
+    delay_s: float,
+    folder: Path,
+    rng: random.Random,
+    *,
+    count: int = 2,
+    deadline_s: float = DEADLINE_S,
+    torchrun: bool = False,
+) -> Seen:
+    """The fault, so many seconds after the calls begin; `count`: of hosts."""
     lives_on = fault in PASSING
-    host = rng.randrange(COUNT) if lives_on else int("first" not in fault)
-    with Hosts(COUNT) as hosts, mmap.mmap(-1, 4096) as clock:
+    host = rng.randrange(count) if lives_on else 0 if "first" in fault else rng.randrange(1, count)
+    with Hosts(count) as hosts, mmap.mmap(-1, 4096) as clock:
         hosts.disk(folder / "shared", 4096)
-        for at in range(COUNT):
+        for at in range(count):
             hosts.disk(folder / "disks" / hosts.name(at), 2048)
-        deadline_s = SLOW_DEADLINE_S if fault == "delay" else DEADLINE_S
+        deadline_s = SLOW_DEADLINE_S if lives_on else deadline_s
         if torchrun:
             _start_torchrun(hosts, folder, verb, deadline_s)
         else:
             _start(hosts, folder, verb, deadline_s, lives_on=lives_on, clock=clock)
-        trial = _Trial(hosts, folder, verb, fault, host, rng, clock)
+        trial = _Trial(hosts, folder, verb, fault, host, rng, clock, deadline_s + store_module.GRACE_S + _END_S)
         try:
-            if not _await(_files(folder, "ready", range(COUNT * PER_HOST)), _START_S):
+            if not _await(_files(folder, "ready", range(count * PER_HOST)), _START_S):
                 raise _Wrong("the job did not begin")
             time.sleep(delay_s)
             return trial.passing() if lives_on else trial.lost()
@@ -142,13 +159,19 @@ class _Trial:
     host: int
     rng: random.Random
     clock: mmap.mmap
+    ends_within_s: float
+    """Of any call."""
 
     @property
     def _is_kept(self) -> bool:
         return self.verb in ("keep", "recover")
 
-    def _ranks(self, host: int) -> range:
-        return range(host * PER_HOST, (host + 1) * PER_HOST)
+    @property
+    def _world(self) -> range:
+        return range(self.hosts.count * PER_HOST)
+
+    def _ranks(self, host: int) -> list[int]:
+        return [rank for rank in self._world if rank // PER_HOST == host]
 
     # --- a host that is lost ---
 
@@ -156,20 +179,23 @@ class _Trial:
         """The others know it, and what they go on with stays when it comes back."""
         begun = time.monotonic()
         getattr(self.hosts, self.fault.removesuffix(" first"))(self.host)
-        left = self._ranks(1 - self.host)
-        ends = _files(self.folder, "end", left)
-        if not _await(ends, DEADLINE_S + _END_S):
-            if self.host == 0:  # the store's: nothing is promised but that nothing is published
-                return self._after(Seen("", "no end yet", DEADLINE_S + _END_S))
+        last = self._ends([rank for rank in self._world if rank // PER_HOST != self.host])
+        for row in last:
+            if not self._names(row["said"], self.host):
+                raise _Wrong(f"not named: {row['said']}")
+        kinds = "; ".join(sorted({row["said"].partition(":")[0] for row in last}))
+        return self._after(Seen("", kinds, max(row["ended"] for row in last) - begun), begun)
+
+    def _ends(self, ranks: list[int]) -> list[dict[str, Any]]:
+        """The last call of each of these, which must end soon and with an error of ours."""
+        ends = _files(self.folder, "end", ranks)
+        if not _await(ends, self.ends_within_s):
             raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
         last = [json.loads(end.read_text())[-1] for end in ends]
         for row in last:
             if not row["said"] or row["said"].startswith("not ours"):
                 raise _Wrong(f"step {row['step']}: {row['said'] or 'no error'}")
-            if not self._names(row["said"], self.host):
-                raise _Wrong(f"not named: {row['said']}")
-        kinds = "; ".join(sorted({row["said"].partition(":")[0] for row in last}))
-        return self._after(Seen("", kinds, max(row["ended"] for row in last) - begun))
+        return last
 
     def _names(self, said: str, host: int) -> bool:
         ranks = "|".join(map(str, self._ranks(host)))
@@ -177,22 +203,21 @@ class _Trial:
         words += ["store of the process group"] if host == 0 else []
         return any(re.search(word, said) for word in words)
 
-    def _after(self, seen: Seen) -> Seen:
-        """Another job goes on where they were; whoever comes back after that publishes nothing."""
+    def _after(self, seen: Seen, begun: float) -> Seen:
+        """Another job goes on where they were; whoever comes back after that publishes nothing. `begun`: the fault."""
         with started_anew():
             self._look("after the fault", newest=None)
             self._next()
             self._look("after the next job", newest=_LATER)
         if self.fault.startswith("freeze"):
+            begun = time.monotonic()
             self.hosts.thaw(self.host)
         elif self.fault.startswith("cut"):
             self.hosts.heal(self.host)
         others_s = None
         if "kill" not in self.fault:
-            begun = time.monotonic()
-            if _await(_files(self.folder, "end", self._ranks(self.host)), 4.0):
-                others_s = time.monotonic() - begun
-        for host in range(COUNT):
+            others_s = max(row["ended"] for row in self._ends(self._ranks(self.host))) - begun
+        for host in range(self.hosts.count):
             self.hosts.kill(host)
         with started_anew():
             self._look("after it came back", newest=_LATER)
@@ -203,14 +228,19 @@ class _Trial:
     def _path(self) -> Path:
         return self.folder / "shared" / (f"run/step-{_LATER}" if self.verb == "prune" else "c")
 
+    @property
+    def _other(self) -> str:
+        """A host that is left. Each has all that is kept."""
+        return self.hosts.name(int(self.host == 0))
+
     def _tier(self) -> Tier:
-        return Tier(self.folder / "disks", host=self.hosts.name(1 - self.host), copies=0)
+        return Tier(self.folder / "disks", host=self._other, copies=0)
 
     def _look(self, when: str, newest: int | None) -> None:
         """What is there is one checkpoint, and, if it is known which, that one."""
         try:
             if self._is_kept:
-                target = state_of(0, COUNT * PER_HOST, None)
+                target = state_of(0, len(self._world), None)
                 self._tier().restore(target)
                 step = step_in(target)
             elif self.verb == "prune":
@@ -225,7 +255,7 @@ class _Trial:
             raise _Wrong(f"{when}: step {step}, and not {newest}")
 
     def _look_at(self, path: Path) -> int:
-        target = state_of(0, COUNT * PER_HOST, None)
+        target = state_of(0, len(self._world), None)
         reshard.load(target, path)
         assert reshard.verify(path).ok, path
         return step_in(target)
@@ -249,7 +279,7 @@ class _Trial:
 
     def _next(self) -> None:
         """A job of one process, of which nothing happens."""
-        state = state_of(_LATER, COUNT * PER_HOST, None)
+        state = state_of(_LATER, len(self._world), None)
         if self._is_kept:
             self._tier().save(state, _LATER)
         elif self.verb == "prune":
@@ -264,11 +294,11 @@ class _Trial:
         """Days later, another save leaves nothing but itself."""
         with started_anew(forgets=True):
             if self._is_kept:
-                self._tier().save(state_of(_LATER + 1, COUNT * PER_HOST, None), _LATER + 1)
-                folder = self.folder / "disks" / self.hosts.name(1 - self.host)
+                self._tier().save(state_of(_LATER + 1, len(self._world), None), _LATER + 1)
+                folder = self.folder / "disks" / self._other
                 left = [place.name for place in folder.iterdir() if place.is_dir()]
             else:
-                reshard.save(state_of(_LATER + 1, COUNT * PER_HOST, None), self._path)
+                reshard.save(state_of(_LATER + 1, len(self._world), None), self._path)
                 if self.verb == "prune":
                     reshard.prune(self.folder / "shared" / "run", keep_last=1)
                 left = [place.name for place in self._path.iterdir() if place.name != "manifest.json"]
@@ -285,11 +315,11 @@ class _Trial:
         time.sleep(_PASSING_S)
         is_over()
         over = time.monotonic()
-        at = [int(path.read_text()) for path in _files(self.folder, "at", range(COUNT * PER_HOST)) if path.exists()]
+        at = [int(path.read_text()) for path in _files(self.folder, "at", self._world) if path.exists()]
         (self.folder / "last.part").write_text(str(max(at, default=1) + 4))
         (self.folder / "last.part").rename(self.folder / "last")
-        ends = _files(self.folder, "end", range(COUNT * PER_HOST))
-        if not _await(ends, SLOW_DEADLINE_S + _END_S):
+        ends = _files(self.folder, "end", self._world)
+        if not _await(ends, self.ends_within_s):
             raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
         rows = [json.loads(end.read_text()) for end in ends]
         for rank, its in enumerate(rows):
@@ -313,7 +343,7 @@ class _Trial:
             raise _Wrong(f"{where}: {said}")
         if row["began"] > over:
             raise _Wrong(f"{where} failed after all was well again: {said}")
-        if not re.search(r"no space left|left: make the file|read-only|operation not permitted", said):
+        if not re.search(r"(?i)no space left|left: make the file|read-only|operation not permitted", said):
             raise _Wrong(f"{where} does not say why: {said}")
 
     def _begin(self) -> Callable[[], None]:
@@ -336,7 +366,7 @@ class _Trial:
         return partial(hosts.hurry, host)
 
 
-def _files(folder: Path, name: str, ranks: range) -> list[Path]:
+def _files(folder: Path, name: str, ranks: Iterable[int]) -> list[Path]:
     return [folder / f"{name}-{rank}" for rank in ranks]
 
 
@@ -349,25 +379,43 @@ def _await(paths: list[Path], seconds: float) -> bool:
     return True
 
 
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.hosts.trials")
+    parser.add_argument("count", type=int, help="how many trials, of each call with each fault in turn")
+    parser.add_argument("seed")
+    parser.add_argument("chosen", nargs="*", help=f"of {', '.join((*VERBS, *FAULTS))}")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--torchrun", action="store_true", help="start the job by torchrun")
+    parser.add_argument("--quick", action="store_true", help="with a shorter deadline")
+    parser.add_argument("--every", default=(0, 1), type=lambda text: tuple(map(int, text.split("/"))), metavar="K/N")
+    parser.add_argument("--only", nargs="+", type=int, help="these numbers")
+    parser.add_argument("-v", action="store_true", help="say how each went")
+    return parser.parse_args()
+
+
 def main() -> int:
-    """`python -m tests.hosts.trials N SEED [--torchrun] [VERB|FAULT ...]`."""
+    """Prints the seed, a table, and what is wrong."""
     if why := why_not():
         print(f"skipped: {why}")
         return 0
-    count, seed, *chosen = sys.argv[1:]
-    torchrun = "--torchrun" in chosen
-    verbs = [verb for verb in VERBS if verb in chosen] or VERBS
-    faults = [fault for fault in FAULTS if fault in chosen] or (LOST if torchrun else FAULTS)
+    options = _options()
+    seed, (first, step) = options.seed, options.every
+    verbs = [verb for verb in VERBS if verb in options.chosen] or VERBS
+    faults = [fault for fault in FAULTS if fault in options.chosen] or (LOST if options.torchrun else FAULTS)
+    if options.quick:
+        store_module.GRACE_S = QUICK_GRACE_S
+    deadline_s = QUICK_DEADLINE_S if options.quick else DEADLINE_S
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, too
     seen: dict[tuple[str, str], list[Seen]] = defaultdict(list)
-    for n in range(int(count)):
+    for n in options.only or range(first, options.count, step):
         rng = random.Random(f"{seed}.{n}")
         verb, fault, delay_s = verbs[n % len(verbs)], faults[n // len(verbs) % len(faults)], rng.random() * 0.4
         with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
-            one = tried(verb, fault, delay_s, Path(folder), rng, torchrun=torchrun)
+            more = {"count": options.hosts, "deadline_s": deadline_s, "torchrun": options.torchrun}
+            one = tried(verb, fault, delay_s, Path(folder), rng, **more)
         seen[fault, verb].append(one)
-        if "-v" in chosen:
+        if options.v:
             print(
                 f"{time.strftime('%T')} {seed}.{n}: {verb}, {fault}: {one.end}, {one.took_s:.1f}, {one.others_s}",
                 flush=True,
@@ -378,10 +426,10 @@ def main() -> int:
         ends = sorted({one.end for one in ones if not one.wrong})
         worst = max(one.took_s for one in ones)
         others = [one.others_s for one in ones if one.others_s is not None]
-        more = f"; the other host's ranks ended in {len(others)}" if fault not in ("kill", *PASSING) else ""
+        more = f"; its own ranks ended in {len(others)}, {max(others):.1f} s at the latest" if others else ""
         print(f"| {fault} | `{verb}` | {len(ones)} | {', '.join(ends)}{more} | {worst:.1f} s |")
     wrong = sum(bool(one.wrong) for ones in seen.values() for one in ones)
-    print(f"seed {seed}: {count} runs, {wrong} wrong")
+    print(f"seed {seed}: {sum(map(len, seen.values()))} runs, {wrong} wrong")
     return bool(wrong)
 
 

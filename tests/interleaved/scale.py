@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,33 @@ def state(rank: int, size: int) -> dict[str, Any]:
     return {**{name: cut(whole, layout, rank) for name, layout in layouts.items()}, "step": 1}
 
 
-def counted(folder: Path, size: int) -> list[str]:
-    """Rows: of a save, the same again, and a load, what the first rank does, and what each other does at most."""
-    path, rows, filled = str(folder / "c"), [], [state(rank, size) for rank in range(size)]
+@dataclass(frozen=True)
+class Cost:
+    """What a call cost the first rank, and what each other rank at most."""
+
+    size: int
+    call: str
+    files: tuple[int, int]
+    """Operations on files and folders."""
+    store: tuple[int, int]
+    """Questions."""
+    store_kib: tuple[float, float]
+    """That came from the store."""
+    spent_ms: tuple[float, float]
+    """Processor time."""
+    total_s: float
+    """Of all ranks."""
+
+    def __str__(self) -> str:
+        """A row of the table in docs/faults.md."""
+        pairs = [f"{first:,} / {other:,}" for first, other in (self.files, self.store)]
+        pairs += [f"{first:,.0f} / {other:,.0f}" for first, other in (self.store_kib, self.spent_ms)]
+        return f"| {self.size:,} | {self.call} | {' | '.join(pairs)} | {self.total_s:.1f} s |"
+
+
+def counted(folder: Path, size: int) -> Iterator[Cost]:
+    """Of a save, the same again, and a load."""
+    path, filled = str(folder / "c"), [state(rank, size) for rank in range(size)]
 
     def save(rank: int) -> Any:
         return reshard.save(filled[rank], path, timeout=DEADLINE_S)
@@ -37,26 +62,23 @@ def counted(folder: Path, size: int) -> list[str]:
     def load(rank: int) -> Any:
         return reshard.load(filled[rank], path, read_once=False, timeout=DEADLINE_S)
 
-    simulation = Simulation(folder, lambda count: 0)
+    simulation = Simulation(folder, None)
     with simulated(simulation):
         for name, body in (("save", save), ("save over it", save), ("load", load)):
-            simulation.log, began = [], time.process_time()
+            simulation.log = []
             job = simulation.start(size, body, name="job", machines=[f"host-{rank // 8}" for rank in range(size)])
             simulation.run()
             bad = [end for end in job.ends if isinstance(end, BaseException)]
             assert not bad, bad[0]
-            took = time.process_time() - began
             files: Counter[int] = Counter()
             for line in simulation.log:
                 who, kind, *_ = line.split(" ")
                 files[int(who.removeprefix("job."))] += kind not in ("store", "clock")
-            rest = range(1, size)
-            rows.append(
-                f"| {size:,} | {name} | {files[0]:,} | {max(files[r] for r in rest):,} | {job.asked[0]:,} | "
-                f"{max(job.asked[r] for r in rest):,} | {job.got[0] / 1024:,.0f} KiB | "
-                f"{max(job.got[r] for r in rest) / 1024:,.0f} KiB | {took:.1f} s |"
-            )
-    return rows
+            spent = [process.spent_s for process in job.processes]
+            of = lambda row: (row[0], max(row[rank] for rank in range(1, size)))  # noqa: E731  of the first and another
+            got_kib = {rank: job.got[rank] / 1024 for rank in range(size)}
+            spent_ms = [1000 * one for one in spent]
+            yield Cost(size, name, of(files), of(job.asked), of(got_kib), of(spent_ms), sum(spent))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import itertools
 import os
 import random
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -32,21 +33,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest import mock
 
 import greenlet
 
-from reshard.api import save as save_module
+from reshard.api import convert, load, retention, save as save_module
+from reshard.api.elastic import generation as moving
 from reshard.live import tensors
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.group import DEADLINE_S, Group
-from tests.simulated_hosts import cut_tensors
+from tests.simulated_hosts import cut_tensors, exchange
 from tests.simulated_ranks import Died, World
 
 __all__ = ["Fault", "Hang", "Job", "Process", "Simulation", "simulated"]
 
-CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "fsync", "replace", "link", "unlink", "rmdir")
+MODULES = (convert, load, retention)
+"""Imported before names in them are swapped, which is once."""
+CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "replace", "link", "unlink", "rmdir")
 """Of files and folders; `open` is one, too, where it creates."""
 _EPOCH_S = 1.7e9
 _OP_S = 0.001
@@ -88,6 +91,8 @@ class Process:
     is_dead: bool = False
     is_over: bool = False
     is_full: bool = False
+    spent_s: float = 0.0
+    """Processor time."""
     resumes_at: int | None = None
     """Where it is paused: the number of operations of all after which it goes on."""
     own: dict[str, Any] = field(default_factory=lambda: {"saves": {}, "kept": OrderedDict(), "running": set()})
@@ -115,8 +120,13 @@ class Job(World):
         self.simulation, self.name = simulation, name
         super().__init__(size)
         self.machines = machines
+        self.mates: dict[str, list[int]] = defaultdict(list)
+        for rank, machine in enumerate(machines):
+            self.mates[machine].append(rank)
         self.ends: list[Any] = [None] * size
         self.processes: list[Process] = []
+        self.sources: dict[int, Any] = {}
+        """Of messages that go from rank to rank."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -134,7 +144,7 @@ class Job(World):
 
     def watched_by(self, rank: int) -> int:
         """The rank before it on its machine; for the first one, the last."""
-        mates = [r for r, name in enumerate(self.machines) if name == self.machines[rank]]
+        mates = self.mates[self.machines[rank]]
         return mates[mates.index(rank) - 1]
 
     def pause(self) -> None:
@@ -153,11 +163,12 @@ class Simulation:
     Args:
         folder: whose files the processes share.
         choose: of so many tasks that could go on, which does; the first one is that which went on before, if it can.
+            None: whoever goes on goes on until it waits, and then the one that has waited the longest.
         observe: called after each operation that changed which files there are, with their names, by nobody's process.
     """
 
     def __init__(
-        self, folder: Path, choose: Callable[[int], int], observe: Callable[[str], None] = lambda name: None
+        self, folder: Path, choose: Callable[[int], int] | None, observe: Callable[[str], None] = lambda name: None
     ) -> None:
         self.folder, self.choose, self.observe = str(folder), choose, observe
         self.now = 0.0
@@ -257,15 +268,14 @@ class Simulation:
                     continue
                 if self._end_pauses():
                     continue
-                left = [t for t in self._tasks if not (t.run is not None and t.run.dead)]
-                if left:
-                    names = sorted({f"{t.process.job.name} rank {t.process.rank}" for t in left})
+                if self._tasks:
+                    names = sorted({f"{t.process.job.name} rank {t.process.rank}" for t in self._tasks})
                     raise Hang(f"for ever wait: {', '.join(names)}")
                 return
-            if before in ready:
+            if self.choose is not None and before in ready:
                 ready.remove(before)
                 ready.insert(0, before)
-            chosen = ready[self.choose(len(ready))] if len(ready) > 1 else ready[0]
+            chosen = ready[self.choose(len(ready))] if self.choose is not None and len(ready) > 1 else ready[0]
             self.switches += chosen is not before
             self._ready.remove(chosen)
             before = chosen
@@ -274,7 +284,7 @@ class Simulation:
     def _switch(self, task: _Task, *error: type[BaseException]) -> None:
         if task.run is None:
             task.run = greenlet.greenlet(task.body)
-        self._task = task
+        self._task, begun = task, time.process_time()
         try:
             if error:
                 task.run.throw(*error)
@@ -282,19 +292,19 @@ class Simulation:
                 task.run.switch()
         finally:
             self._task = None
-            self._has_ended = self._has_ended or task.run.dead
+            task.process.spent_s += time.process_time() - begun
+            if task.run.dead:
+                self._tasks.remove(task)
 
     def _bury(self) -> None:
         """Tasks of the dead: none of them gets to an operation again."""
         self._has_ended = False
-        for task in self._tasks:
-            if task.process.is_dead and not (task.run is not None and task.run.dead):
-                if task.run is None:
-                    task.run = greenlet.greenlet(lambda: None)
-                    task.run.switch()
-                else:
-                    self._switch(task, Died)
-        self._tasks = [t for t in self._tasks if t.run is None or not t.run.dead]
+        for task in [t for t in self._tasks if t.process.is_dead]:
+            if task.run is None:
+                task.body = lambda: None
+                self._switch(task)
+            else:
+                self._switch(task, Died)
         self._ready = [t for t in self._ready if t.run is None or not t.run.dead]
         self._conditional = [t for t in self._conditional if t.run is None or not t.run.dead]
 
@@ -363,6 +373,8 @@ class Simulation:
 
     def _could_switch(self) -> bool:
         """Whether the scheduler has anything to decide."""
+        if self.choose is None:
+            return False
         if self._ready or self._paused or (self._timers and self._timers[0][0] <= self.now):
             return True
         return any(task.until is not None and task.until() for task in self._conditional)
@@ -383,7 +395,7 @@ class Simulation:
         elif fault.kind == "fail" and kind in CHANGES + ("create",):
             process.fault = None
             raise OSError(fault.error, os.strerror(fault.error))
-        elif fault.kind == "full" and kind in ("mkdir", "write", "pwrite", "create", "link"):
+        elif fault.kind == "full" and kind in ("mkdir", "write", "pwrite", "posix_fallocate", "create", "link"):
             raise OSError(fault.error, os.strerror(fault.error))
 
     def block(self, what: Any, until: float) -> None:
@@ -458,6 +470,14 @@ class Simulation:
         """No two are the same."""
         return hashlib.sha256(b"%f %d" % (self.now, next(self._tokens))).hexdigest()[: 2 * nbytes]
 
+    def pid(self, real: Callable[[], int] = os.getpid) -> int:
+        """Of the process whose turn it is."""
+        return real() if self.process is None else self.process.number
+
+    def host(self, real: Callable[[], str] = socket.gethostname) -> str:
+        """The name of its machine."""
+        return real() if self.process is None else self.process.machine
+
     def start_of(self, pid: int) -> str:
         """When a process was started; "" if it is no more."""
         return "" if pid in self.dead_pids or not 1000 <= pid < 1000 + len(self.processes) else f"{pid}"
@@ -511,6 +531,22 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         def join(self) -> None:
             simulation.wait_for(lambda: self._is_over)
 
+    class Event:
+        def __init__(self) -> None:
+            self._is_set = False
+
+        def is_set(self) -> bool:
+            return self._is_set
+
+        def set(self) -> None:
+            self._is_set = True
+            simulation.wake(id(self))
+
+        def wait(self, timeout: float) -> bool:
+            if not self._is_set:
+                simulation.block(id(self), simulation.now + timeout)
+            return self._is_set
+
     class Pool:
         """Does all at once, where it is given."""
 
@@ -523,7 +559,8 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         def __exit__(self, *_: object) -> None:
             pass
 
-        shutdown = __exit__
+        def shutdown(self, *_: object, **__: object) -> None:
+            pass
 
         def submit(self, work: Any, *args: Any, **kwargs: Any) -> Future[Any]:
             future: Future[Any] = Future()
@@ -554,7 +591,7 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
     )
     return {
         id(time): clock,
-        id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread}),
+        id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread, "Event": Event}),
         id(ThreadPoolExecutor): Pool,
         id(Future): Awaited,
         id(wait): wait_all,
@@ -615,7 +652,7 @@ def _files(simulation: Simulation) -> dict[str, Callable[..., Any]]:
         real(file)
 
     paths = ("open", "mkdir", "replace", "link", "unlink", "rmdir", "scandir")
-    by_number = ("write", "pwrite", "ftruncate", "fsync")
+    by_number = ("write", "pwrite", "ftruncate", "posix_fallocate", "fsync")
     return {kind: by_path(kind) for kind in paths} | {kind: by_file(kind) for kind in by_number} | {"close": close}
 
 
@@ -623,32 +660,43 @@ def _files(simulation: Simulation) -> dict[str, Callable[..., Any]]:
 def simulated(simulation: Simulation) -> Iterator[None]:
     """The modules of reshard and `os` go by the simulation."""
     swaps = _threads(simulation)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cut_tensors())
-        for module, names in _swapped(frozenset(swaps), len(sys.modules)):
-            stack.enter_context(mock.patch.multiple(module, **{name: swaps[its] for name, its in names.items()}))
-        this = SimpleNamespace(**{**vars(os), "getpid": lambda: simulation.process.number, "kill": _nobody})
-        stack.enter_context(mock.patch.object(liveness, "os", this))
-        for module, name, own in (
-            (save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(module, name, _OfProcess(simulation, own, getattr(module, name))))
-        stack.enter_context(mock.patch.object(commit, "_begun", [0.0]))
-        stack.enter_context(mock.patch.object(commit.Generation, "_check_current", _at_once(simulation)))
-        stack.enter_context(mock.patch.multiple(os, **_files(simulation)))
-        yield
+    this = SimpleNamespace(**{**vars(os), "getpid": simulation.pid, "kill": _nobody})
+    exchanged = functools.partial(exchange, lambda: simulation.process.job.sources)  # type: ignore[union-attr]
+    rows: list[tuple[Any, str, Any]] = [
+        *((module, name, swaps[its]) for module, name, its in _swapped(frozenset(swaps), len(sys.modules))),
+        *((module, name, _OfProcess(simulation, own, getattr(module, name))) for module, name, own in _OWN),
+        (save_module, "REMOVES_ALONE", 2),  # so that three ranks do what many do
+        (liveness, "os", this),
+        (moving, "Exchange", exchanged),
+        (commit, "_begun", [0.0]),
+        (commit.Generation, "_check_current", _at_once(simulation)),
+        *((os, name, call) for name, call in _files(simulation).items()),
+        (os, "getpid", simulation.pid),
+        (socket, "gethostname", simulation.host),
+    ]
+    real = [(place, name, getattr(place, name)) for place, name, _ in rows]
+    with cut_tensors():
+        try:
+            for place, name, value in rows:
+                setattr(place, name, value)
+            yield
+        finally:
+            for place, name, value in reversed(real):
+                setattr(place, name, value)
+
+
+_OWN = ((save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"))
 
 
 @functools.cache
-def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, dict[str, int]]]:
+def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
     """The modules of reshard, as many as are loaded, and what they have under which names of the values of these
     ids."""
     rows = []
     for key, module in list(sys.modules.items()):
         if key.split(".")[0] == "reshard":
             some = {id(time)} if key in ("reshard.ranks.group", "reshard.ranks.spans") else ids
-            names = {name: id(value) for name, value in vars(module).items() if id(value) in some}
-            rows += [(module, names)] if names else []
+            rows += [(module, name, id(value)) for name, value in vars(module).items() if id(value) in some]
     return rows
 
 

@@ -5,7 +5,8 @@ A trial is four jobs, one after another or beside one another:
     first    saves what is there before, and nothing happens to it
     tried    the call that is tried: one of its processes is killed, paused, or refused by its disk
     beside   in some trials, another call at the same time
-    next     a save into the same folder, as soon as each process of those has ended, died, or is paused
+    next     the same call again, or a save into the same folder, as soon as each process of those has ended, died, or
+             is paused
     last     days later, when all is over, one more: it leaves nothing but itself
 """
 
@@ -28,9 +29,13 @@ import torch
 
 import reshard
 from planners import Mesh, Replicate, Shard, TensorLayout, TensorSpec
-from reshard.errors import CheckpointNotFoundError, DeadlineError, RankFailedError, ReshardError
+from reshard.checkpoint import Checkpoint
+from reshard.elastic import Tier, gather
+from reshard.errors import CheckpointNotFoundError, DeadlineError, FormatError, RankFailedError, ReshardError
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import NativeFacts
+from reshard.ranks import liveness
+from reshard.storage.memory import MemoryStorage
 from tests.interleaved.simulation import Fault, Hang, Job, Simulation, chooser, simulated
 from tests.simulated_hosts import cut
 from tests.simulated_ranks import Died
@@ -68,6 +73,14 @@ def state(step: int, rank: int, size: int) -> dict[str, Any]:
         else:
             out[name] = whole
     return {**out, "step": step}
+
+
+def check_whole(found: Checkpoint, step: int, name: str) -> None:
+    """Raises AssertionError unless it is all of that step, to the last bit."""
+    whole = full(step)
+    assert found.keys() == whole.keys(), f"{name} has {sorted(found)}"
+    for key, tensor in whole.items():
+        assert torch.equal(found[key][...], tensor), f"{name} has a mixture: {key} is not of {step}"
 
 
 class Watch:
@@ -128,12 +141,9 @@ class Watch:
             known = self._files([MANIFEST, *native.files])
             if known == self._known:
                 return step
-            whole = full(step)
-            assert found.keys() == whole.keys(), f"{name} has {sorted(found)}"
-            for key, tensor in whole.items():
-                assert torch.equal(found[key][...], tensor), f"{name} has a mixture: {key} is not of {step}"
+            check_whole(found, step, name)
             self._known = known
-        except CheckpointNotFoundError:
+        except (CheckpointNotFoundError, FormatError):
             assert not (self.path / MANIFEST).exists(), f"{name} has a manifest that does not open"
             self.save_id, self._known = None, self._files([MANIFEST])
             return None
@@ -169,16 +179,19 @@ class Verb:
     Attributes:
         before: the steps that are there, each by the name of its folder.
         tried, beside: bodies, given the folder; `beside` may be None.
-        steps: what they save: folder -> steps.
         is_alone: whether one process makes the call.
+        is_kept: whether it is of a `Tier`. The bodies are then given the number of hosts that may be lost, too.
     """
 
-    tried: Callable[[Path], Body]
+    tried: Callable[..., Body]
     before: tuple[tuple[str, int], ...] = ()
-    beside: Callable[[Path], Body] | None = None
+    beside: Callable[..., Body] | None = None
     into: str = "c"
     """The folder that the next save goes into."""
     is_alone: bool = False
+    again: Callable[[int], Callable[..., Body]] | None = None
+    """The call again, of a step; default: a save."""
+    is_kept: bool = False
 
 
 def saving(name: str, step: int, **options: Any) -> Callable[[Path], Body]:
@@ -206,6 +219,66 @@ def saving_in_background(name: str, *steps: int) -> Callable[[Path], Body]:
     return body
 
 
+def in_turn(*bodies: Callable[[Path], Body]) -> Callable[[Path], Body]:
+    """One after another."""
+
+    def body(folder: Path) -> Body:
+        calls = [make(folder) for make in bodies]
+        return lambda rank, size: [call(rank, size) for call in calls][-1]
+
+    return body
+
+
+def converting(source: str, target: str) -> Callable[[Path], Body]:
+    """`convert`, over what is there."""
+    return lambda folder: (
+        lambda rank, size: reshard.convert(
+            str(folder / source), str(folder / target), overwrite=True, timeout=DEADLINE_S
+        )
+    )
+
+
+def converting_anew(step: int) -> Callable[[Path], Body]:
+    """`convert` what has just been saved."""
+    return in_turn(saving("c", step), converting("c", "out"))
+
+
+def keeping(*steps: int, restores: bool = True) -> Callable[..., Body]:
+    """`Tier.restore`, if something is there, and `Tier.save` of steps in turn; the step that was restored."""
+
+    def body(folder: Path, copies: int) -> Body:
+        def run(rank: int, size: int) -> int | None:
+            tier = Tier(folder / "disks", host=liveness.machine(), copies=copies, timeout=DEADLINE_S)
+            mine, found = state(0, rank, size), None
+            if restores:
+                try:
+                    tier.restore(mine)
+                    found = mine["step"]
+                except CheckpointNotFoundError:
+                    pass
+                else:
+                    check_part(mine, rank, size)
+            for step in steps:
+                tier.save(state(step, rank, size), step)
+                reported[folder] = max(reported.get(folder, 0), step)
+            return found
+
+        return run
+
+    return body
+
+
+reported: dict[Path, int] = {}
+"""The newest step of which a rank knows that it is kept, by folder."""
+
+
+def check_part(mine: dict[str, Any], rank: int, size: int) -> None:
+    """Raises AssertionError unless all that a rank holds is of one step."""
+    wanted = state(mine["step"], rank, size)
+    for key in full(0):
+        assert torch.equal(mine[key], wanted[key]), f"rank {rank} has a mixture: {key} is not of {mine['step']}"
+
+
 def loading(name: str, *allowed: int) -> Callable[[Path], Body]:
     """`load`, and whether it is all of one step."""
 
@@ -215,9 +288,7 @@ def loading(name: str, *allowed: int) -> Callable[[Path], Body]:
             reshard.load(mine, str(folder / name), read_once=False, timeout=DEADLINE_S)
             step = mine["step"]
             assert step in allowed, f"rank {rank} loaded step {step}"
-            wanted = state(step, rank, size)
-            for key in full(step):
-                assert torch.equal(mine[key], wanted[key]), f"rank {rank} loaded a mixture: {key} is not of {step}"
+            check_part(mine, rank, size)
             return step
 
         return run
@@ -255,6 +326,16 @@ VERBS: dict[str, Verb] = {
     "prune, two": Verb(
         pruning(1), THREE, pruning(2), into="step-4", is_alone=True,
     ),
+    "convert": Verb(converting("c", "out"), ONE, into="out", again=converting_anew),
+    "convert over another": Verb(
+        converting("c", "out"), (("c", 2), ("out", 1)), into="out", again=converting_anew
+    ),
+    "convert, save beside": Verb(
+        converting("c", "out"), ONE, saving("c", 2), into="out", again=converting_anew
+    ),
+    "keep": Verb(keeping(2, 3), (("disks", 1),), into="disks", again=keeping, is_kept=True),
+    "keep, the first": Verb(keeping(2, 3), into="disks", again=keeping, is_kept=True),
+    "recover": Verb(keeping(), (("disks", 1),), into="disks", again=keeping, is_kept=True),
 }  # fmt: skip
 
 
@@ -315,7 +396,7 @@ class _Trial:
         self.began_s: dict[tuple[str, int], float] = {}
         verb = self.verb
         names = {name for name, _ in verb.before} | {verb.into, "c", "step-4"}
-        self.watches = {name: Watch(folder / name) for name in names}
+        self.watches = {name: Watch(folder / name) for name in names - {"disks"}}
 
     def look(self, name: str) -> None:
         """The observer: only of a run, only where a later one is there, may a checkpoint go.
@@ -331,7 +412,7 @@ class _Trial:
                 if inside.startswith("data-") and watch.is_same() and self.looks % SELDOM:
                     continue
                 newest = max((other.seen[-1] or 0 for other in self.watches.values() if other is not watch), default=0)
-                watch.look(self.simulation.replaces, may_go=place != "c" and newest > (watch.seen[-1] or 0))
+                watch.look(self.simulation.replaces, may_go=is_run(place) and newest > (watch.seen[-1] or 0))
 
     def _timed(self, job: str, body: Body, size: int) -> Callable[[int], Any]:
         def run(rank: int) -> Any:
@@ -346,6 +427,18 @@ class _Trial:
     def _start(self, name: str, size: int, body: Body, **more: Any) -> Job:
         return self.simulation.start(size, self._timed(name, body, size), name=name, **more)
 
+    def body(self, make: Callable[..., Body]) -> Body:
+        """What each rank does."""
+        return make(self.folder)
+
+    def again(self, step: int, **options: Any) -> Body:
+        """The next call."""
+        return self.body(saving(self.verb.into, step, **options) if self.verb.again is None else self.verb.again(step))
+
+    def start_next(self, size: int, **options: Any) -> dict[str, Any]:
+        """Of how many ranks on which machines, and what they do."""
+        return {"size": size, "body": self.again(100, **options)}
+
     def run(self) -> Outcome:
         """All of it."""
         verb, simulation, outcome = self.verb, self.simulation, self.outcome
@@ -354,13 +447,13 @@ class _Trial:
             size = 1 if verb.is_alone else self.size
             faults = {self.culprit % size: self.fault} if self.fault is not None else {}
             machines = self.machines[:size]
-            tried = self._start("tried", size, verb.tried(self.folder), faults=faults, machines=machines)
+            tried = self._start("tried", size, self.body(verb.tried), faults=faults, machines=machines)
             jobs = [tried]
             if verb.beside is not None:
-                jobs.append(self._start("beside", self.rng.choice((1, 2)), verb.beside(self.folder)))
+                jobs.append(self._start("beside", self.rng.choice((1, 2)), self.body(verb.beside)))
             after = self.rng.choice((1, 2, 3))
-            into = saving(verb.into, 100, base=self.rng.choice((None, "auto")))(self.folder)
-            following = self._start("next", after, into, after=lambda: all(job.settled for job in jobs))
+            its = self.start_next(after, base=self.rng.choice((None, "auto")))
+            following = self._start("next", **its, after=lambda: all(job.settled for job in jobs))
             try:
                 simulation.run()
                 self._judge(tried, jobs[1:], following)
@@ -380,7 +473,7 @@ class _Trial:
             early = Simulation(template, lambda count: 0)
             with simulated(early):
                 for name, step in self.verb.before:
-                    body = saving(name, step, base="auto" if name != "c" else None)(template)
+                    body = saving(name, step, base="auto" if is_run(name) else None)(template)
                     early.start(1, lambda rank, body=body: body(rank, 1))
                     early.run()
         shutil.copytree(template, self.folder, dirs_exist_ok=True)
@@ -394,13 +487,12 @@ class _Trial:
         """Days later: one more save, and what is left."""
         simulation, name = self.simulation, self.verb.into
         simulation.now += DAYS_S
-        last = self._start("last", 1, saving(name, 101)(self.folder))
+        last = self._start("last", 1, self.again(101))
         simulation.run()
         for end in last.ends:
             if isinstance(end, BaseException):
                 self._wrong(f"the last save failed: {end!r}")
-        is_run = name != "c"
-        if is_run:
+        if is_run(name):
             pruned = self._start("last prune", 1, pruning(1)(self.folder))
             simulation.run()
             if isinstance(pruned.ends[0], BaseException):
@@ -408,10 +500,10 @@ class _Trial:
         for place in sorted(self.folder.iterdir()):
             files = sorted(str(p.relative_to(place)) for p in place.rglob("*"))
             folders = [f for f in files if f.startswith("data-") and "/" not in f]
-            odd = [f for f in files if f.endswith((".tmp", "claim.json")) or ".~" in f]
-            if is_run and place.name != name and not files:
+            odd = [f for f in files if f.endswith((".tmp", "claim.json")) or ".~" in f or f.startswith("convert-")]
+            if is_run(name) and place.name != name and not files:
                 continue  # an empty folder stays where a removal was cut short, and grows no more
-            if is_run and place.name != name:
+            if is_run(name) and place.name != name:
                 self._wrong(f"{place.name} is left, with {files}")
             elif len(folders) != 1 or odd:
                 self._wrong(f"in {place.name} are left: {files}")
@@ -439,11 +531,15 @@ class _Trial:
         for job in (*beside, following):
             self._judge_ends(job.name, dict(enumerate(job.ends)), set(), set())
         if all(not isinstance(end, BaseException) for end in following.ends):
-            watch = self.watches[self.verb.into]
-            if 100 not in watch.seen or (watch.seen[-1] != 100 and not (beside or paused)):
-                self._wrong(f"the next save was done, but {watch.path.name} had {watch.seen}")
+            self.judge_next(tried, following, may_be_replaced=bool(beside or paused))
         elif not (beside or paused):
-            self._wrong(f"the next save failed: {following.ends!r}")
+            self._wrong(f"the next call failed: {following.ends!r}")
+
+    def judge_next(self, tried: Job, following: Job, *, may_be_replaced: bool) -> None:
+        """What is there after the next call, which has succeeded."""
+        watch = self.watches[self.verb.into]
+        if 100 not in watch.seen or (watch.seen[-1] != 100 and not may_be_replaced):
+            self._wrong(f"the next call was done, but {watch.path.name} had {watch.seen}")
 
     def _judge_ends(self, job: str, left: dict[int, Any], victims: set[int], culprits: set[int]) -> None:
         """Each with success or an error that says who is gone, and all alike."""
@@ -463,9 +559,94 @@ class _Trial:
         """What may come of two calls at once."""
         text = str(error)
         allowed = ["was published in", "already contains a checkpoint"]
+        if self.fault is not None and self.fault.kind == "pause":
+            allowed += ["is in use by", "is already converting to", " has taken "]
         if self.verb.beside is not None or self.fault is not None:
+            allowed += ["the ranks differ in what is to be converted", "there is no data-", "cannot look at the files"]
             allowed += ["considered this save dead", "while it was read", "Load again if it was just replaced"]
         return any(words in text for words in allowed)
+
+
+class _KeptTrial(_Trial):
+    """Of what a `Tier` keeps, on as many hosts as there are machines, of which all but one may be lost.
+
+    An observer gathers what the disks of all hosts have.
+    """
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the machines."""
+        return sorted({*self.machines})
+
+    def body(self, make: Callable[..., Body]) -> Body:
+        return make(self.folder, len(self.hosts) - 1)
+
+    def start_next(self, size: int, **options: Any) -> dict[str, Any]:
+        return {"size": self.size, "body": self.again(100), "machines": self.machines}
+
+    def look(self, name: str) -> None:
+        self.looks += 1
+        if any(path.endswith(f"/{MANIFEST}") for path in name.split(" ")) or self.looks % (5 * SELDOM) == 0:
+            self.check_kept()
+
+    def check_kept(self) -> int | None:
+        """The step of what could be recovered, which is never an older one than was reported."""
+        folders = [self.folder / "disks" / host for host in self.hosts]
+        try:
+            gather([folder for folder in folders if folder.is_dir()], out := MemoryStorage())
+            found = reshard.open(out)
+            step = int(found.objects["step"])
+            check_whole(found, step, "what is kept")
+        except CheckpointNotFoundError:
+            step = None
+        except ReshardError as error:
+            raise AssertionError(f"what is kept cannot be gathered: {error}") from error
+        known = reported.get(self.folder, 0)
+        assert (step or 0) >= known, f"step {known} is kept, and {step} is what could be recovered"
+        return step
+
+    def _begin(self) -> None:
+        """What is there before, made once for as many ranks and hosts."""
+        reported.pop(self.folder, None)
+        name = "before " + " ".join(self.machines)
+        template = self.folder.with_name(name if self.verb.before else "before nothing")
+        if not template.exists():
+            template.mkdir()
+            early = Simulation(template, lambda count: 0)
+            with simulated(early):
+                for _, step in self.verb.before:
+                    body = keeping(step)(template, len(self.hosts) - 1)
+                    early.start(self.size, lambda rank, body=body: body(rank, self.size), machines=self.machines)
+                    early.run()
+            reported.pop(template, None)
+        shutil.copytree(template, self.folder, dirs_exist_ok=True)
+        self.simulation.now = 1000.0
+        reported[self.folder] = max((step for _, step in self.verb.before), default=0)
+
+    def judge_next(self, tried: Job, following: Job, *, may_be_replaced: bool) -> None:
+        if len({*following.ends}) > 1:
+            self._wrong(f"ranks recovered different steps: {following.ends}")
+        if reported[self.folder] < 100:
+            self._wrong("the next call was done, and nobody knows of it")
+
+    def _last(self) -> None:
+        self.simulation.now += DAYS_S
+        last = self._start("last", self.size, self.again(101), machines=self.machines)
+        self.simulation.run()
+        if {*last.ends} not in ({100}, {reported[self.folder]}) and 100 in last.ends:
+            self._wrong(f"the last ones recovered {last.ends}")
+        for end in last.ends:
+            if isinstance(end, BaseException):
+                self._wrong(f"the last call failed: {end!r}")
+        for host in self.hosts:
+            left = sorted(entry.name for entry in (self.folder / "disks" / host).iterdir())
+            if len(left) != 2 or "-step-101-" not in left[0] or left[1] != "owner.json":
+                self._wrong(f"on {host} are left: {left}")
+
+
+def is_run(name: str) -> bool:
+    """Whether the folder is a step of a run."""
+    return name.startswith("step-")
 
 
 def _kind(end: Any) -> str:
@@ -491,7 +672,7 @@ def trial(seed: str, verb: str, fault: str, *, root: Path, log: bool = False) ->
     """One run. The seed says all that is random in it."""
     rng = random.Random(f"{seed} {verb} {fault}")
     size = rng.choice((1, 2, 2, 2, 3))
-    culprit, apart = rng.randrange(size), rng.random() < 0.3
+    culprit, apart = rng.randrange(size), rng.random() < (0.7 if VERBS[verb].is_kept else 0.3)
     at = 1 + rng.randrange(150 if rng.random() < 0.7 else 60)
     made = _fault(fault, at, rng.choice((20, 100, 300, 1 << 40)), rng.choice((errno.EIO, errno.ENOSPC)))
     stays = rng.choice((0.0, 0.5, 0.9))
@@ -513,8 +694,9 @@ def run(
     """One run, in which nothing is random but what `rng` and `choose` say."""
     folder = root / "t"
     folder.mkdir()
+    kind = _KeptTrial if VERBS[verb].is_kept else _Trial
     try:
-        return _Trial(folder, verb, size, fault, culprit, rng, choose, apart=apart, log=log).run()
+        return kind(folder, verb, size, fault, culprit, rng, choose, apart=apart, log=log).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from reshard.native import commit
+from tests.interleaved.scale import counted
 from tests.interleaved.trials import VERBS, every_switch, scratch, trial
 
 
@@ -53,6 +54,15 @@ def test_some_orders_of_two_ranks(root: Path) -> None:
         assert outcome.tried == "done"
         digests.add(outcome.digest)
     assert len(digests) > 6
+
+
+def test_the_first_rank_removes_no_more_for_others_than_a_few_files(root: Path) -> None:
+    """Of more ranks than `save.REMOVES_ALONE`: what a save replaces is removed by all, and nothing of it stays."""
+    costs = {cost.call: cost for cost in counted(root, 40)}
+    first, another = costs["save over it"].files
+    assert first - costs["save"].files[0] < 20
+    assert another - costs["save"].files[1] < 10
+    assert len(list((root / "c").glob("data-*"))) == 1
 
 
 @contextmanager

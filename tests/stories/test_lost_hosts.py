@@ -1,9 +1,12 @@
-"""Hosts with networks of their own, which are cut and healed. `make nightly` runs jobs on them: tests/hosts."""
+"""Hosts with networks of their own, which are cut and healed, and jobs on them: some of what `make nightly` runs."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +51,18 @@ def test_a_host_is_cut_off_and_comes_back():
             assert time.monotonic() < until
         hosts.mute(0)
         assert ask() == "not reached"
+
+
+TRIALS, PARTS = 88, 3
+"""So many are each call with each fault; one in three is tried here, which are 30."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_call_in_which_something_happens_to_a_host(part: int) -> None:
+    if why := why_not():
+        pytest.skip(why)
+    which = ["--every", f"{3 * part}/{3 * PARTS}", "--quick"]
+    command = [sys.executable, "-m", "tests.hosts.trials", str(TRIALS), "ci", *which]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"seed ci: (9|10) runs, 0 wrong", done.stdout), done.stdout

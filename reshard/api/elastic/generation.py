@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifes
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
-from reshard.storage.base import NOTHING, Storage, Writer
+from reshard.storage.base import NOTHING, Storage, Writer, is_temporary
 from reshard.storage.local import LocalStorage, make_folder, sync_folder
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ Held = dict[str, Ranges]
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-([0-9a-f]{12}-[0-9a-f]{12})")
 _FETCHED = "fetched-"
+_OURS = re.compile(rf"({_NAME.pattern}|{_FETCHED}[^/]*)/")
 _PIECE_BLOCKS = 8
 
 
@@ -153,8 +154,8 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
     manifests go first, and what says of which incarnation they are goes last: what counts never
     lacks it."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
-    names = [name for name in storage.list() if "/" in name and name.partition("/")[0] not in kept]
-    ours = [name for name in names if _NAME.fullmatch(name.partition("/")[0]) or name.startswith(_FETCHED)]
+    names = [name for name in storage.list() if name.partition("/")[0] not in kept]
+    ours = [name for name in names if is_temporary(name) or _OURS.match(name)]
     for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
         (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():
@@ -468,7 +469,7 @@ def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
             os.close(file)
     except OSError as error:
         raise StorageError(
-            f"no room for {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
+            f"cannot make {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
         ) from error
 
 
@@ -523,6 +524,17 @@ class Hosts:
     """Of this rank in the group."""
     folder: Path
     """Of this rank's host."""
+    owner: liveness.WriterLease | None = None
+    """The process that acts for this rank's host, as it has said there."""
+
+    def check_owner(self) -> None:
+        """Raises StorageError where another job has taken the host's folder while this one was held up."""
+        found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
+        if found is not None and self.owner is not None and not found.is_of(self.owner):
+            raise StorageError(
+                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or removed there by this "
+                "job any more. Give each job its own folder"
+            )
 
     @cached_property
     def places(self) -> dict[str, list[int]]:
@@ -574,18 +586,15 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
             )
         liveness.take_lease(storage, _OWNER, work)
     group.barrier()
-    try:
-        seen = storage.read(_OWNER)
-    except CheckpointError:
-        seen = b""
-    rows = group.exchange_within(host, seen)
-    if not seen or len(set(rows.values())) > 1:
+    owner = liveness.read_lease(storage, _OWNER)
+    rows = group.exchange_within(host, owner, kind=liveness.WriterLease | None)
+    if owner is None or len(set(rows.values())) > 1:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(
             f"{ranks} have host={host!r}, but see different folders {hosts.folder}: ranks of one host must share "
             "the folder, and hosts must have different names"
         )
-    return hosts
+    return replace(hosts, owner=owner)
 
 
 def free_bytes(folder: Path) -> int:

@@ -166,6 +166,7 @@ def _report(
 ) -> TierRestoreReport:
     group.barrier()  # nobody needs what the others were asked for any more
     if hosts.leads:
+        hosts.check_owner()
         remove(hosts.folder, [found.kept] if found is not None else [])
     return TierRestoreReport(
         number=found.kept.number if found is not None else None,

@@ -419,7 +419,7 @@ class _KeepJob:
             with phase("publish"):
                 text, _ = group.scatter(self._texts(told))
                 if hosts.leads:
-                    storage.publish(MANIFEST, text)
+                    storage.publish_while(MANIFEST, text, hosts.check_owner)
                 group.barrier()
         except BaseException as error:
             if not may_count:
@@ -427,6 +427,7 @@ class _KeepJob:
             raise
         if hosts.leads:
             with phase("remove"):
+                hosts.check_owner()
                 remove(hosts.folder, [self.kept])
         total_bytes = self.save.generation.plan.total_bytes
         return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
@@ -469,6 +470,7 @@ def _begin(
     kept, before, incarnation = group.share(begun, kind=_NextKept)
     need = copies.bytes_by_host[hosts.name] * (1 if before else 2)
     if hosts.leads:
+        hosts.check_owner()
         remove(hosts.folder, before)
         if (free := free_bytes(hosts.folder)) < need:
             two = "" if before else "two generations of "

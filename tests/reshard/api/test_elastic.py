@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import os
+import re
 import shutil
 import signal
 import time
@@ -109,14 +111,18 @@ def values(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.randn(300, 1000, generator=made, device="cpu"), "b": torch.full((10,), 7.0, device="cpu")}
 
 
+def held(rank: int, step: int) -> dict[str, Any]:
+    """What a rank has of a step."""
+    all_of_it = values(step)
+    return {"w": cut(all_of_it["w"], ROWS, rank), "b": cut(all_of_it["b"], BIAS, rank), "step": step}
+
+
 def kept(folder: Path, *steps: int, copies: int = 1, names: list[str] = NAMES, **more: Any) -> list[Any]:
     """What all ranks of a job say that keeps these steps, one after another."""
 
     def life(rank: int, tier: Tier) -> Any:
         for step in steps:
-            all_of_it = values(step)
-            state = {"w": cut(all_of_it["w"], ROWS, rank), "b": cut(all_of_it["b"], BIAS, rank), "step": step}
-            report = tier.save(state, step, **more)
+            report = tier.save(held(rank, step), step, **more)
         return report
 
     return Job(folder, names, copies=copies).run(life)
@@ -464,6 +470,13 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(t
     assert is_step(recovered(tmp_path, ["a", "b", "c"])[1], 1)
 
 
+def test_a_host_that_cannot_take_a_copy_says_why(tmp_path: Path) -> None:
+    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
+        ends = kept(tmp_path, 1)
+    assert {type(end) for end in ends} <= {StorageError, RankFailedError}
+    assert re.search(r"cannot make \d+ bytes of .*\.safetensors: Read-only file system", str(ends[0]))
+
+
 def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path) -> None:
     kept(tmp_path, 1, names=["a", "a", "a", "a", "a"], copies=0)
     owner = tmp_path / "a" / "owner.json"
@@ -473,6 +486,33 @@ def test_the_folder_of_another_job_that_is_running_is_left_alone(tmp_path: Path)
         ends = kept(tmp_path, 2, names=["a", "a", "a", "a", "a"], copies=0)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}
     assert "is in use by" in str(ends[0])
+
+
+def test_what_another_job_has_taken_over_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    """Two jobs that looked at the same moment whether the folder is free: the one that took it last has it."""
+    others = b"not yet"
+
+    def body(rank: int, tier: Tier) -> Any:
+        nonlocal others
+        tier.save(held(rank, 1), 1)
+        owner = tmp_path / "a" / "owner.json"
+        others = owner.read_bytes().replace(b'"pid":%d' % os.getpid(), b'"pid":%d' % os.getppid())
+        owner.write_bytes(others)
+        return tier.save(held(rank, 2), 2)
+
+    ends = Job(tmp_path, ["a"] * 5, copies=0).run(body)
+    assert {type(end) for end in ends} == {StorageError, RankFailedError}
+    assert re.search(rf"process {os.getppid()} on .* has taken .* over from process {os.getpid()} on", str(ends[0]))
+    assert (tmp_path / "a" / "owner.json").read_bytes() == others
+    assert {path.name[:15] for path in tmp_path.glob("*/*-step-*")} == {"00000001-step-1"}
+
+
+def test_what_a_killed_process_left_of_its_claim_goes(tmp_path: Path) -> None:
+    kept(tmp_path, 1, names=["a"] * 5, copies=0)
+    left = tmp_path / "a" / "owner.json.~0123456789abcdef.tmp"
+    left.write_bytes(b"{")
+    kept(tmp_path, 2, names=["a"] * 5, copies=0)
+    assert not left.exists()
 
 
 def test_keys_that_do_not_fit_are_all_told_and_nothing_is_written(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _no_garbage(rank: int) -> None:
     """Sessions that end well leave nothing; those without an end, or with an error, what the next one removes."""
     from reshard.ranks.store import store_of
 
-    store = store_of(dist.group.WORLD).lend().store
+    store = store_of(dist.group.WORLD, 0.0).lend(0.0).store
     Group().barrier()
     dist.barrier()
     before = store.num_keys()  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class _Machine:
     def start(self, place: int) -> PeerWatch:
         self._current = next(self._numbers)
         self.alive[self._current] = f"start-{self._current}"
-        return PeerWatch(self.store, place)
+        return PeerWatch(StoreClient(self.store), place)
 
     def look(self, ring: PeerWatch, *, all_came: bool = False) -> Gone | None:
         return ring.look(StoreClient(self.store), all_came=all_came)
@@ -74,7 +74,8 @@ def test_the_first_to_come_watches_the_last_however_late_it_looks_again(monkeypa
 def test_where_nobody_can_be_seen_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "machine", lambda: "")
     store = dist.HashStore()
-    assert [PeerWatch(store, place).look(StoreClient(store), all_came=True) for place in range(3)] == [None] * 3
+    client = StoreClient(store)
+    assert [PeerWatch(client, place).look(client, all_came=True) for place in range(3)] == [None] * 3
     assert store.num_keys() == 0
 
 
@@ -107,6 +108,6 @@ def test_processes_that_make_their_group_again_keep_its_store(monkeypatch: pytes
     machine = _Machine(monkeypatch)
     machine.start(0)
 
-    again = PeerWatch(machine.store, 0)
+    again = PeerWatch(StoreClient(machine.store), 0)
 
     assert machine.look(again, all_came=True) is None

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from reshard.errors import DeadlineError, RankFailedError, format_ranks
+from reshard.ranks import store as store_module
 from reshard.ranks.liveness import Gone
 from reshard.ranks.rounds import Rounds
-from reshard.ranks.store import StoreClient
+from reshard.ranks.store import StoreClient, Worker
 
 
 class _Counting:
@@ -107,3 +112,94 @@ def test_a_rank_that_dies_while_it_closes_a_round_fails_it() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 \(process 1 on here\) is gone"):
         living.take("x", b"b", b"".join, began + 30, 30.0)
     assert time.monotonic() - began < 15.0
+
+
+class _Silent:
+    """A store whose host is gone without a word from some question on: whoever asks is never answered."""
+
+    def __init__(self) -> None:
+        self.store: Any = dist.HashStore()
+        self.is_silent = threading.Event()
+        self.asked = 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.asked += 1
+            if self.is_silent.is_set():
+                threading.Event().wait()
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is promised, in less time."""
+    monkeypatch.setattr(store_module, "GRACE_S", 1.0)
+
+
+def test_a_store_that_does_not_answer_ends_the_wait(short: None) -> None:
+    store = _Silent()
+    rounds = Rounds(StoreClient(store, address=" at 10.1.2.3:29400"), 0, range(2))
+    threading.Timer(0.2, store.is_silent.set).start()
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"group at 10\.1\.2\.3:29400 has not answered for [12] s: its host"):
+        rounds.take("x", b"", b"".join, began + 1.0, 1.0)
+    assert 1.9 < time.monotonic() - began < 4.0
+
+
+def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None:
+    store = _Silent()
+    client = StoreClient(store)
+    assert client.worker.is_idle
+    store.is_silent.set()
+    with pytest.raises(RankFailedError, match="has not answered"):
+        client.add("x", 1)
+    asked, began = store.asked, time.monotonic()
+    with pytest.raises(RankFailedError, match="has not answered"):
+        client.set("x", b"")
+    assert store.asked == asked
+    assert time.monotonic() - began < 0.5
+    assert not client.worker.is_idle, "nobody else may get it"
+
+
+def test_a_question_may_take_as_long_as_the_call(short: None) -> None:
+    """A store that is slow is not gone before the deadline."""
+    begun = time.monotonic()
+    assert Worker().call(begun + 1.5, lambda: time.sleep(2.0) or "answer") == "answer"
+    with pytest.raises(TimeoutError):
+        Worker().call(begun, time.sleep, 3.0)
+
+
+def _serve(pipe: Connection) -> None:
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    pipe.send(hosted.port)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_frozen_host_of_the_store(is_waiting: bool, short: None) -> None:
+    """Its kernel still takes what is sent, so no connection breaks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    here, there = context.Pipe()
+    server = context.Process(target=_serve, args=(there,), daemon=True)
+    server.start()
+    try:
+        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = tcp("127.0.0.1", here.recv(), is_master=False, wait_for_workers=False)
+        rounds = Rounds(StoreClient(store, store.clone, " at here"), 0, range(2))
+        freeze = threading.Timer(0.3 if is_waiting else 0.0, os.kill, (server.pid, signal.SIGSTOP))
+        freeze.start()
+        if not is_waiting:
+            freeze.join()
+        began = time.monotonic()
+        with pytest.raises(RankFailedError, match="the store of the process group at here has not answered"):
+            rounds.take("x", b"", b"".join, began + 1.0, 1.0)
+        assert time.monotonic() - began < 5.0
+    finally:
+        server.kill()
+        server.join()
