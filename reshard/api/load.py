@@ -178,7 +178,7 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
         spec, read = checkpoint[key].stored.spec, partial(checkpoint[key].__getitem__, ...)
         yield Saved(key, paths.get(key, (key,)), spec.shape, spec.dtype, checkpoint.aliases.get(key, ""), read=read)
     for key in checkpoint.objects:
-        yield Saved(key, paths.get(key, (key,)), None)
+        yield Saved(key, paths.get(key, (key,)), None, read=partial(checkpoint.objects.__getitem__, key))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def optimizer_destinations(
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
     parameters = get_model_state_dict(model)
     live = get_optimizer_state_dict(model, optimizers)
-    state = LazyOptimizerState({}, parameters)
+    state = LazyOptimizerState({}, parameters, has_own=getattr(live.get("state"), "has_own", False))
     is_flat = any(is_flat_key(row.path[len(above)]) for row in rows if len(row.path) > len(above))
     fill(state, above if is_flat else (*above, "state"), rows, checkpoint.contents.containers, groups=is_flat)
     state.is_complete = True

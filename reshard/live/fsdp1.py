@@ -17,7 +17,7 @@ from planners.geometry.box import flat_boxes
 from reshard.errors import NormalizationError
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, is_sharded
-from reshard.live.tree import copy_containers
+from reshard.live.tree import copy_containers, leaves_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -350,6 +350,12 @@ def join_state(
                 whole = out[key]
                 local = whole[piece.local_slice()] if parameter is piece.flat else whole
                 pairs.append((value, piece.tensor(local)))
+            elif piece.sharded and not isinstance(value, torch.Tensor) and _holds(value, piece.shape):
+                raise NormalizationError(
+                    f"the state {key!r} of {name!r} holds a tensor of the parameter's shape {list(piece.shape)} in a "
+                    f"{type(value).__name__}, beside others whose sharding is unknown. FSDP1 shards the parameter: use "
+                    "FSDP2, DDP, or ShardingStrategy.NO_SHARD for this optimizer"
+                )
             elif key not in out:
                 out[key] = value
             elif not same_value(out[key], value):
@@ -360,6 +366,11 @@ def join_state(
     if not parameter.numel() and 0 not in together[0][1].shape:
         return None  # without elements here it gets no gradient here, so that a step count would stay behind
     return out or None
+
+
+def _holds(nest: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a nest has a tensor of this shape."""
+    return any(isinstance(leaf, torch.Tensor) and global_shape(leaf) == shape for leaf in leaves_of(nest).values())
 
 
 def _held_shape(piece: FlatPiece, parameter: torch.Tensor) -> torch.Size:

@@ -42,16 +42,23 @@ class LazyOptimizerState(dict[Any, Any]):
         parameters: name -> the parameter, or something on the meta device of its shape.
         offered: the parameters whose state is only what the optimizer would begin with: a load keeps of it what the
             checkpoint has.
+        has_own: whether the optimizer may keep state of the whole, under keys that no group lists.
         is_complete: whether it has its places already: then a load adds none, and only ties those
             that are there.
     """
 
     def __init__(
-        self, state: Mapping[Any, Any], parameters: Mapping[str, Any], offered: Container[str] = frozenset()
+        self,
+        state: Mapping[Any, Any],
+        parameters: Mapping[str, Any],
+        offered: Container[str] = frozenset(),
+        *,
+        has_own: bool = False,
     ) -> None:
         super().__init__(state)
         self.parameters = parameters
         self.offered = offered
+        self.has_own = has_own
         self.is_complete = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,8 +83,8 @@ class Saved(NamedTuple):
     """The key of the tensor that this is a further name of."""
     value: Any = None
     """Of what is no tensor, if it is to be there before the load."""
-    read: Callable[[], torch.Tensor] | None = None
-    """Gives the elements of a tensor, where they can be had before the load."""
+    read: Callable[[], Any] | None = None
+    """Gives the elements of a tensor, or the object, where it can be had before the load."""
 
 
 @contextmanager
@@ -104,19 +111,23 @@ def materialize(
             waiting.append((path, leaf))
 
     map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
+    groups = [_Groups(path, one, one["param_groups"]) for path, one in _optimizers(state_dict, ())]
+    groups = [of for of in groups if isinstance(of.optimizer["state"], LazyOptimizerState) or of.has_tensors]
     before = [(one, dict(one), one.offered) for _, one in waiting]
     try:
-        if waiting:
+        if waiting or groups:
             rows = list(saved)
             live = _live_tensors(state_dict, names or {}) if any(row.first for row in rows) else {}
             for path, one in waiting:
                 fill(one, path, rows, containers or {}, live=live)
+            for of in groups:
+                of.as_saved(rows, containers or {})
         yield
     except BaseException:
-        _put_back(before)
+        _put_back(before, groups)
         raise
     if not keep:
-        _put_back(before)
+        _put_back(before, groups)
 
 
 def fill(
@@ -138,11 +149,16 @@ def fill(
     """
     there = flatten(dict(one), is_leaf=is_tensor)
     made = _StateMemory(live or {})
-    rows = [row for row in rows if _same_path(row.path[: len(above)], above)]
+    all_rows = list(rows)
+    rows = [row for row in all_rows if _same_path(row.path[: len(above)], above)]
     leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, groups)
+    listed = _listed(above, all_rows) if one.has_own else None
     for row in rows:
         rest = row.path[len(above) :]
         if (one.is_complete and rest not in there.leaves) or any(rest[:i] in leaves for i in range(len(rest))):
+            continue
+        if row.shape is None and is_tensor(there.leaves.get(rest)) and is_flat_key(rest[0]):
+            leaves[rest] = None  # a field of a group, such as a learning rate
             continue
         owner = _owner(rest, one.parameters, groups)
         if owner is not None:
@@ -150,6 +166,8 @@ def fill(
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]
+        elif listed is not None and rest and str(rest[0]) not in listed and rest not in there.leaves:
+            leaves[rest] = made.place(row, torch.empty((), device="meta"), None)
     kinds = {
         path[len(above) :]: kind
         for path, kind in (() if one.is_complete else containers.items())
@@ -191,6 +209,13 @@ def _of_classes(
         if made is not None:
             out[path[len(above) :]] = made
     return out
+
+
+def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
+    """The parameters in saved groups beside the state at the path `above`."""
+    front = (*above[:-1], "param_groups")
+    named = [row for row in rows if row.read and "params" in row.path and _same_path(row.path[: len(front)], front)]
+    return {str(row.read()) for row in named if row.read}
 
 
 def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:
@@ -250,17 +275,74 @@ def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
     return {names.get(key, key): value.detach() for key, value in found.items() if not is_lazy(value)}
 
 
-def _put_back(before: Iterable[tuple[LazyOptimizerState, dict[Any, Any], Container[str]]]) -> None:
+class _Groups(NamedTuple):
+    """The groups of an optimizer of the nested form.
+
+    Groups that were saved with a tensor, such as a learning rate, are many entries, one for each field; others are one
+    object. A load fills what was saved. The setter finds groups by their parameters and fields by their names, so
+    their saved form may take the place of the live one.
+    """
+
+    path: KeyPath
+    """Of the optimizer."""
+    optimizer: dict[str, Any]
+    live: Any
+    """As they were."""
+
+    @property
+    def has_tensors(self) -> bool:
+        return any(map(is_tensor, leaves_of(self.live).values()))
+
+    def as_saved(self, rows: Iterable[Saved], containers: Mapping[KeyPath, str]) -> None:
+        """Give them the form of the saved ones, unless they have it."""
+        front = (*self.path, "param_groups")
+        saved = {row.path[len(front) :]: row for row in rows if _same_path(row.path[: len(front)], front)}
+        if not saved or not (self.has_tensors or any(row.shape is not None for row in saved.values())):
+            return
+        kinds = {path[len(front) :]: kind for path, kind in containers.items() if _same_path(path[: len(front)], front)}
+        memory, none = _StateMemory({}), torch.empty((), device="meta")
+        places = {path: memory.place(row, none, _usable(_at(self.live, path), row)) for path, row in saved.items()}
+        self.optimizer["param_groups"] = unflatten(places, kinds)
+
+
+def _at(value: Any, path: KeyPath) -> Any:
+    """What a nest has at a path; None for nothing."""
+    for part in path:
+        known = value if isinstance(value, Mapping) else dict(enumerate(value)) if type(value) in (list, tuple) else {}
+        value = known.get(part)
+    return value
+
+
+def _usable(there: Any, row: Saved) -> Any:
+    """What is there, unless it is a tensor where an object was saved."""
+    return None if row.shape is None and is_tensor(there) else there
+
+
+def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """Optimizers of the nested form, anywhere in a nest."""
+    if isinstance(value, dict) and is_nested(value):
+        yield path, value
+        return
+    for key, item in _items(value):
+        yield from _optimizers(item, (*path, key))
+
+
+def _put_back(
+    before: Iterable[tuple[LazyOptimizerState, dict[Any, Any], Container[str]]], groups: Iterable[_Groups]
+) -> None:
     for one, was, offered in before:
         one.clear()
         one.update(was)
         one.offered = offered
+    for of in groups:
+        of.optimizer["param_groups"] = of.live
 
 
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
     """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently
     leave them so."""
-    empty = list(_empty_states(state_dict, ()))
+    fresh = [(path, one["param_groups"]) for path, one in _optimizers(state_dict, ()) if one["state"] == {}]
+    empty = [((*path, "state"), {str(n) for of in groups for n in of["params"] or ()}) for path, groups in fresh]
     rows = list(saved) if empty else []
     return [
         key_of(path)
@@ -275,15 +357,6 @@ def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> t
     if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return remade_like(parameter, dtype)
-
-
-def _empty_states(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], set[str]]]:
-    """Where optimizers have parameters and no state, and which parameters."""
-    if isinstance(value, Mapping) and isinstance(value.get("param_groups"), list) and value.get("state") == {}:
-        groups = [group for group in value["param_groups"] if isinstance(group, Mapping)]
-        yield (*path, "state"), {str(name) for group in groups for name in group.get("params", ())}
-    for key, item in _items(value):
-        yield from _empty_states(item, (*path, key))
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -380,7 +453,10 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
         prefix = f"state.{name}."
-        for key, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(values, dict):  # of the optimizer as a whole
+            flat[f"state.{name}"] = values
+            continue
+        for key, value in values.items():
             if isinstance(value, dict):
                 inner = leaves_of(value, lambda item: not isinstance(item, dict))
                 flat.update((".".join(map(str, (prefix + str(key), *path))), leaf) for path, leaf in inner.items())

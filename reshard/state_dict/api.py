@@ -261,7 +261,7 @@ def _optimizer_state(
         lacking = listed - offered.keys()
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
     cold = {name: one for name, one in cold.items() if one.name in listed}
-    return _awaiting(out, cold, offered, options) if cold and not submodules else out
+    return _awaiting(out, cold, offered, options, live.may_have_own) if cold and not submodules else out
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
@@ -278,6 +278,7 @@ def _awaiting(
     cold: Mapping[str, OptimizedParameter],
     offered: Container[str],
     options: StateDictOptions,
+    has_own: bool,
 ) -> dict[str, Any]:
     """The state dict of an optimizer that has no state of some parameters, in which a load sees
     where it is to go."""
@@ -289,7 +290,7 @@ def _awaiting(
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
         return LazyOptimizerState(state, parameters, offered)
-    return {**state, "state": LazyOptimizerState(state["state"], parameters, offered)}
+    return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
 
 
 def _short(name: str, prefix: str, options: StateDictOptions) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE
@@ -38,7 +36,17 @@ from reshard.state_dict.optimizer_parameters import (
     joined_pieces,
 )
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
-from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
+from reshard.state_dict.saved_optimizer import (
+    EXTRA,
+    GroupWrite,
+    Misfit,
+    SavedOptimizer,
+    StateKind,
+    extra_of,
+    plan_groups,
+    read_saved,
+    saved_by,
+)
 
 __all__ = ["apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers"]
 
@@ -53,7 +61,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
-        saved = _saved_by(optimizer)
+        saved = saved_by(optimizer)
         if not is_nested(saved):
             cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
@@ -78,28 +86,15 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                         state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
                     else:
                         state[name] = copy_containers(values)
+        extra = {EXTRA: beside} if (beside := extra_of(saved)) else {}
         for group in saved["param_groups"]:
             fields = {
                 field: copy_containers(value)
-                for field, value in group.items()
+                for field, value in {**group, **extra}.items()
                 if field not in ("params", "param_names")
             }
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
-
-
-def _saved_by(optimizer: Optimizer) -> dict[str, Any]:
-    """Its state dict; of a ZeroRedundancyOptimizer that was not consolidated, with the state of this rank's parameters:
-    all ranks together have that of all."""
-    try:
-        return optimizer.state_dict()
-    except RuntimeError:
-        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer) or not hasattr(optimizer, "optim"):
-            raise
-    ids = {p: number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    local = {ids[p]: values for p, values in optimizer.optim.state.items()}
-    return {**Optimizer.state_dict(optimizer), "state": local}
 
 
 def initial_state(live: LiveOptimizers) -> dict[str, Any]:
@@ -224,13 +219,19 @@ class _OptimizerMatch:
         self.other = [
             (k, key, saved.state[key])
             for k, optimizer in enumerate(live.optimizers)
-            for key in _other_keys(optimizer)
+            for key in (_other_keys(optimizer) or _new_keys(live, saved))
             if key in saved.state
         ]
         known = {key for _, key, _ in self.other}
+        unread = [
+            EXTRA
+            for optimizer, own in zip(live.optimizers, live.parameters)
+            if own and EXTRA in saved.fields.get(own[0].name, _NO_FIELDS) and not loads_itself(optimizer)
+        ]
         strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
         self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
+        self.unexpected += unread[:1]
 
     def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
         found = next((name for name in one.names if name in self.saved.state), None)
@@ -263,12 +264,20 @@ def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [key for key in keys if not isinstance(key, torch.Tensor)]
 
 
+def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
+    """The same of a fresh optimizer: keys that no saved group lists."""
+    if not live.may_have_own:
+        return []
+    known = (saved.fields, live.by_name, live.live.by_name)
+    return [key for key in saved.state if not any(key in names for names in known)]
+
+
 def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
     """State tensors that should have the shape of their parameter and do not; of no parameter whose
     id is `fitting`.
 
-    No schema says which state has that shape; a name counts as such if most parameters' tensors of
-    that name have it.
+    No schema says which state has that shape; a name counts as such if most tensors of that name
+    have it, of parameters with as many dims: a state of rows has the shape of a vector.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -283,15 +292,18 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
                 continue
             shape = global_shape(value)
             if shape and shape != one.shape:
-                misfits.setdefault(key, []).append(
+                misfits.setdefault((key, len(one.shape)), []).append(
                     f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
                     f"which fits no layout of the parameter's shape {tuple(one.shape)}"
                 )
     fits = {
-        key: sum(isinstance(v, torch.Tensor) and global_shape(v) == one.shape for one, v in _entries(state, key))
-        for key in misfits
+        (key, dims): sum(
+            isinstance(v, torch.Tensor) and len(one.shape) == dims and global_shape(v) == one.shape
+            for one, v in _entries(state, key)
+        )
+        for key, dims in misfits
     }
-    return [line for key, lines in misfits.items() if fits[key] > len(lines) for line in lines]
+    return [line for kind, lines in misfits.items() if fits[kind] > len(lines) for line in lines]
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
@@ -392,6 +404,8 @@ def apply_optimizers(
             continue
         for group, fields in zip(optimizer.param_groups, groups[k]):
             for field, value in fields.items():
+                if field == EXTRA:  # nothing of this optimizer reads it
+                    continue
                 if isinstance(group.get(field), torch.Tensor) and isinstance(value, torch.Tensor):
                     group[field].copy_(value)
                 else:
@@ -542,12 +556,16 @@ def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device
 
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups."""
+    """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups; what it has beside
+    its state and groups as it was saved, else as it is."""
     optimizer, packed, ids = live.optimizers[k], [], itertools.count()
+    extra = copy.deepcopy(extra_of(saved_by(optimizer)))
     for group, fields in zip(optimizer.param_groups, groups):
         kept = {field: value for field, value in group.items() if field != "params"}
-        packed.append({**kept, **fields, "params": [next(ids) for _ in group["params"]]})
-    return {"state": state, "param_groups": packed}
+        extra |= fields.get(EXTRA, {})
+        own = {field: value for field, value in fields.items() if field != EXTRA}
+        packed.append({**kept, **own, "params": [next(ids) for _ in group["params"]]})
+    return {**extra, "state": state, "param_groups": packed}
 
 
 # Where optimizers hold state already that has the very form of what is given, so that it can simply

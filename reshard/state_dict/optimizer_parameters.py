@@ -96,6 +96,12 @@ class LiveOptimizers:
         """By the name of its state, each parameter that is a piece of a flat one."""
         return {one.name: one.piece for own in self.parameters for one in own if one.piece is not None}
 
+    @property
+    def may_have_own(self) -> bool:
+        """Whether state under keys that are no parameter, such as a table for all, can be told to be an optimizer's:
+        there is one, of a class of the user's. Those of torch keep none."""
+        return len(self.optimizers) == 1 and not type(self.optimizers[0]).__module__.startswith("torch.optim.")
+
     @functools.cached_property
     def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:
         """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,11 +17,45 @@ from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
+from reshard.live.tree import leaves_of
 from reshard.live.wrappers import loads_itself
 from reshard.state_dict.names import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
-__all__ = ["GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "plan_groups", "read_saved"]
+__all__ = [
+    "EXTRA",
+    "GroupWrite",
+    "Misfit",
+    "SavedOptimizer",
+    "StateKind",
+    "extra_of",
+    "plan_groups",
+    "read_saved",
+    "saved_by",
+]
+
+
+EXTRA = "extra_state"
+"""Field of each group with what the optimizer's own state dict has beside its state and groups."""
+
+
+def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's own state dict has beside its state and groups, such as a count of all steps."""
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+
+
+def saved_by(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state dict; of a ZeroRedundancyOptimizer that was not consolidated, with the state of this rank's parameters:
+    all ranks together have that of all."""
+    try:
+        return optimizer.state_dict()
+    except RuntimeError:
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer) or not hasattr(optimizer, "optim"):
+            raise
+    ids = {p: number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    local = {ids[p]: values for p, values in optimizer.optim.state.items()}
+    return {**Optimizer.state_dict(optimizer), "state": local}
 
 
 @dataclass(frozen=True)
@@ -55,10 +90,13 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
         raise NormalizationError("an optimizer state dict must hold a dict 'state' and a list 'param_groups'")
     by_id = any(isinstance(key, int) for group in groups for key in group["params"])
     names: dict[Any, str] = _names_of_ids(groups, live) if by_id else {}
+    extra = extra_of(given)
     fields: dict[str, Mapping[str, Any]] = {}
     empty: list[Mapping[str, Any]] = []
     for group in groups:
         own = {field: value for field, value in group.items() if field not in ("params", "param_names")}
+        if extra:
+            own.setdefault(EXTRA, extra)
         if not group["params"]:
             empty.append(own)
         for key in group["params"]:
@@ -66,7 +104,10 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
             if name in fields:
                 raise NormalizationError(f"parameter {name!r} is in two groups of the given optimizer state dict")
             fields[name] = own
-    return SavedOptimizer({names.get(key, key): values for key, values in state.items() if values}, fields, empty)
+    held: dict[Any, Any] = {
+        names.get(key, key): values for key, values in state.items() if isinstance(values, torch.Tensor) or values
+    }
+    return SavedOptimizer(held, fields, empty)
 
 
 def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> dict[Any, str]:
@@ -163,6 +204,9 @@ class _FlatReader:
         if place is not None:
             place[tail] = value
             return
+        if front == "state":  # of the optimizer as a whole
+            self.state[tail] = value
+            return
         section, name, path = split_flat_key(key, self._known)
         goal = self._goal(section)
         if name not in self.singly[id(goal)]:
@@ -247,7 +291,16 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
             given = _common(members[g], saved) if members[g] else matched.get((k, g))
             if given is None:
                 given = {}
-            writes.append(_group_write(k, g, group, given))
+            write = _group_write(k, g, group, given)
+            if EXTRA not in given and loads_itself(optimizer) and extra_of(saved_by(optimizer)):
+                write = replace(write, kept=(*write.kept, EXTRA))
+            writes.append(write)
+        extras = [write.fields[EXTRA] for write in writes if write.optimizer == k and EXTRA in write.fields]
+        if any(not _is_same(extras[0], extra) for extra in extras):
+            raise NormalizationError(
+                f"the groups of optimizer {k}{where()} were saved by optimizers with different state beside that of "
+                f"their parameters ({EXTRA!r}): {extras}. Give each optimizer its own state dict"
+            )
     return writes
 
 
@@ -263,7 +316,7 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
                 f"and cannot become {value!r}"
             ) from error
     kept = tuple(field for field in own if field not in given)
-    return GroupWrite(k, g, fields, kept, tuple(field for field in given if field not in group))
+    return GroupWrite(k, g, fields, kept, tuple(field for field in given if field not in group and field != EXTRA))
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
@@ -280,7 +333,7 @@ def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Map
             fields = saved.fields[name]
         if first is None:
             first = name, fields
-            comparable = not any(isinstance(value, torch.Tensor) for value in fields.values())
+            comparable = not any(isinstance(value, torch.Tensor) for value in leaves_of(fields).values())
         elif fields is not first[1] and not (comparable and fields == first[1]):
             _agree(first, (name, fields), one)
     return None if first is None else first[1]
@@ -289,11 +342,17 @@ def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Map
 def _agree(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]], one: OptimizedParameter) -> None:
     for field in a[1].keys() | b[1].keys():
         x, y = a[1].get(field, _ABSENT), b[1].get(field, _ABSENT)
-        if x is not y and not same_value(x, y):
+        if x is not y and not _is_same(x, y):
             raise NormalizationError(
                 f"{a[0]!r} and {b[0]!r} are in one group of optimizer {one.optimizer}{where()}, but were saved with "
                 f"different values of {field!r}: {x} and {y}. Give them two groups, or make the values equal"
             )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values, or nests of them, are equal."""
+    one, two = leaves_of(a), leaves_of(b)
+    return one.keys() == two.keys() and all(same_value(leaf, two[path]) for path, leaf in one.items())
 
 
 def _as_live(live: Any, value: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 import reshard.dcp.state_dict as ours
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, NormalizationError
 from reshard.live.fsdp1 import FlatCut
 from tests import gloo
 from tests.torch_releases import requires
@@ -194,3 +194,30 @@ def test_chunks_are_those_of_torch(shape: tuple[int, ...], world: int) -> None:
         *[0] * (world - len(chunks)),
     ]
     assert cut.is_chunks
+
+
+class Nested(torch.optim.SGD):
+    """Keeps its moment in a dict, as bitsandbytes does in its state dicts."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["quantized"] = {"codes": torch.ones_like(p), "scales": torch.ones(2)}
+
+
+def nested_state_under_fsdp1(saved: dict[str, Any]) -> None:
+    for original in (True, False):
+        model, _ = build(0, "", original)
+        optimizer = Nested(model.parameters(), lr=0.1)
+        with pytest.raises(NormalizationError, match=r"state 'quantized' of .* in a dict, .* sharding is unknown"):
+            reshard.set_optimizer_state_dict(model, optimizer, saved)
+        assert not optimizer.state
+
+
+@pytest.mark.gloo
+def test_tensors_in_dicts_of_which_nobody_knows_how_they_are_cut_are_refused() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 12, bias=False), nn.Linear(12, 3), nn.LayerNorm(3)
+    )
+    optimizer = Nested(model.parameters(), lr=0.1)
+    optimizer.step()
+    gloo.run(nested_state_under_fsdp1, 2, reshard.get_optimizer_state_dict(model, optimizer))

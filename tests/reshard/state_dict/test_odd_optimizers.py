@@ -1,0 +1,276 @@
+"""Optimizers that keep state where torch's own keep none: beside their groups, in groups, under names, in other shapes.
+
+Such are heavyball's, optimi's, pytorch-optimizer's, and Prodigy: `tests/reshard/integrations/test_other_optimizers.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+from reshard.errors import KeyMismatchError, NormalizationError
+from tests.same import same
+
+FLAT = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Base(torch.optim.Optimizer):
+    """Steps by a number that a subclass keeps somewhere."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * self.factor(group, p) * (p + 1))
+
+
+class Counting(Base):
+    """Has a count and a table in its own state dict, beside the state and the groups."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, lr)
+        self.count, self.table = 0, {"last": torch.zeros(2)}
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        self.count += 1
+        self.table["last"][0] = self.count
+        return 1 / self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count, "table": self.table}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count, self.table = state_dict["count"], copy.deepcopy(state_dict["table"])
+
+
+class InGroups(Base):
+    """Adds tensors to its groups as it steps, and makes its learning rate one."""
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        group["seen"] = group.get("seen", torch.zeros(())) + p.abs().sum()
+        group["lr"] = torch.as_tensor(group["lr"])
+        return 1 / group["seen"]
+
+
+class OfTheWhole(Base):
+    """Keeps state under keys that are no parameter: a tensor, and a dict."""
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
+        ema = self.state.setdefault("ema", {"short": 0.0})
+        ema["short"] = 0.5 * ema["short"] + float(p.abs().sum())
+        return 1 / (self.state["k"] + ema["short"])
+
+
+class ByRows(Base):
+    """One number for each row, which for vectors has the shape of the parameter."""
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        own = self.state[p].setdefault("rows", torch.zeros_like(p.sum(1, keepdim=True) if p.dim() > 1 else p))
+        own += 1
+        return 1 / own
+
+
+KINDS: list[Callable[..., Base]] = [Counting, InGroups, OfTheWhole, ByRows]
+
+
+def job(kind: Callable[..., Base], seed: int, steps: int, lr: Any = 0.1) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.LayerNorm(4))
+    optimizer = kind(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.step()
+    return model, optimizer
+
+
+def through_memory(source: Any, target: Any, path: Path) -> None:
+    weights, states = copy.deepcopy(reshard.get_state_dict(*source))
+    reshard.set_state_dict(*target, model_state_dict=weights, optim_state_dict=states)
+
+
+def through_files(source: Any, target: Any, path: Path) -> None:
+    reshard.save(dict(zip("mo", reshard.get_state_dict(*source))), path)
+    state = dict(zip("mo", reshard.get_state_dict(*target)))
+    assert reshard.load(state, path).ok
+    reshard.set_state_dict(*target, model_state_dict=state["m"], optim_state_dict=state["o"])
+
+
+def through_destinations(source: Any, target: Any, path: Path) -> None:
+    reshard.save(dict(zip(("m", "optim"), reshard.get_state_dict(*source))), path)
+    state = {"m": reshard.get_model_state_dict(target[0]), "optim": reshard.optimizer_destinations(*target, path)}
+    assert reshard.load(state, path).ok
+    reshard.set_state_dict(*target, model_state_dict=state["m"], optim_state_dict=state["optim"])
+
+
+def through_a_manager(source: Any, target: Any, path: Path) -> None:
+    for (model, optimizer), call in ((source, "save"), (target, "restore")):
+        with reshard.CheckpointManager(path, every=reshard.Every(steps=1)) as manager:
+            state = {"model": model, "optim": optimizer}
+            assert manager.save(1, state) if call == "save" else manager.restore(state)
+
+
+def through_the_drop_in(source: Any, target: Any, path: Path) -> None:
+    import reshard.dcp as dcp
+    from reshard.dcp import state_dict as theirs
+
+    dcp.save(dict(zip("mo", theirs.get_state_dict(*source))), checkpoint_id=path)
+    state = dict(zip("mo", theirs.get_state_dict(*target)))
+    dcp.load(state, checkpoint_id=path)
+    theirs.set_state_dict(*target, model_state_dict=state["m"], optim_state_dict=state["o"])
+
+
+WAYS = [through_memory, through_files, through_destinations, through_a_manager, through_the_drop_in]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_optimizer_goes_on_as_if_nothing_had_happened(
+    kind: Callable[..., Base], way: Callable[..., None], tmp_path: Path
+) -> None:
+    source, target = job(kind, 0, 3), job(kind, 1, 0)
+    way(source, target, tmp_path / "x")
+    for _ in range(2):
+        source[1].step()
+        target[1].step()
+    assert same(target[0].state_dict(), source[0].state_dict())
+    assert same(target[1].state_dict(), source[1].state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_has_stepped_takes_the_saved_state_too(kind: Callable[..., Base], tmp_path: Path) -> None:
+    source, target = job(kind, 0, 3), job(kind, 1, 2)
+    through_files(source, target, tmp_path / "x")
+    source[1].step()
+    target[1].step()
+    assert same(target[0].state_dict(), source[0].state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flat_form_has_it_too(kind: Callable[..., Base]) -> None:
+    source, target = job(kind, 0, 3), job(kind, 1, 0)
+    flat = copy.deepcopy(reshard.get_optimizer_state_dict(*source, options=FLAT))
+    reshard.set_model_state_dict(target[0], source[0].state_dict())
+    reshard.set_optimizer_state_dict(*target, flat, options=FLAT)
+    source[1].step()
+    target[1].step()
+    assert same(target[0].state_dict(), source[0].state_dict())
+
+
+def test_what_is_beside_state_and_groups_is_a_field_of_each_group() -> None:
+    model, optimizer = job(Counting, 0, 2)
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    assert [group["extra_state"]["count"] for group in state["param_groups"]] == [12]
+
+    plain = reshard.get_optimizer_state_dict(model, Base(model.parameters()))
+    report = reshard.set_optimizer_state_dict(model, optimizer, plain)
+    assert report.kept_fields == ("0.0.extra_state",)
+    assert optimizer.count == 12
+    other = Base(model.parameters())
+    assert "extra_state" in reshard.set_optimizer_state_dict(model, other, state).unexpected
+    assert "extra_state" not in other.param_groups[0]
+
+
+def test_an_optimizer_s_own_dict_by_ids_or_normalized_keeps_what_is_beside() -> None:
+    source, target, third = job(Counting, 0, 3), job(Counting, 1, 0), job(Counting, 2, 0)
+    raw = copy.deepcopy(source[1].state_dict())
+    reshard.set_optimizer_state_dict(*target, raw)
+    order = reshard.fqn_map(*source).parameter_order()
+    reshard.set_optimizer_state_dict(*third, reshard.normalize(raw, order=order))
+    assert target[1].count == third[1].count == source[1].count == 18
+
+
+def test_groups_of_optimizers_with_other_counts_do_not_become_one() -> None:
+    model, optimizer = job(Counting, 0, 1)
+    first, last = list(model.parameters())[:2], list(model.parameters())[2:]
+    two = [Counting(first), Counting(last)]
+    two[0].count = 5
+    state = reshard.get_optimizer_state_dict(model, two)
+    merged = Counting([{"params": first}, {"params": last}])
+    with pytest.raises(NormalizationError, match=r"different state beside that of their parameters .*'extra_state'"):
+        reshard.set_optimizer_state_dict(model, merged, state)
+    with pytest.raises(NormalizationError, match="different values of 'extra_state'"):
+        reshard.set_optimizer_state_dict(model, optimizer, state)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)])
+@pytest.mark.parametrize("live", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("groups", [(1, 2), (2, 1), (1, 1)])
+def test_a_rate_may_be_a_tensor_on_either_side_and_groups_may_be_others(
+    flat: bool, saved: Any, live: Any, groups: tuple[int, int], tmp_path: Path
+) -> None:
+    options = FLAT if flat else None
+
+    def made(rate: Any, count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        held = list(model.parameters())
+        parts = [held] if count == 1 else [held[:2], held[2:]]
+        return model, torch.optim.AdamW([{"params": part} for part in parts], lr=rate, foreach=False)
+
+    source, target = made(saved, groups[0]), made(live, groups[1])
+    source[0](torch.ones(1, 3)).sum().backward()
+    source[1].step()
+    reshard.save({"o": reshard.get_optimizer_state_dict(*source, options=options)}, tmp_path / "x")
+    state = {"o": reshard.get_optimizer_state_dict(*target, options=options)}
+    assert reshard.load(state, tmp_path / "x").ok
+    reshard.set_optimizer_state_dict(*target, state["o"], options=options)
+    for group in target[1].param_groups:
+        assert type(group["lr"]) is type(live)
+        assert float(group["lr"]) == 0.25
+
+
+def test_groups_are_as_before_after_a_load_that_failed_or_only_planned(tmp_path: Path) -> None:
+    source, target = job(InGroups, 0, 2), job(InGroups, 1, 0)
+    state = dict(zip("mo", reshard.get_state_dict(*source)))
+    reshard.save(state, tmp_path / "x")
+    live = reshard.get_optimizer_state_dict(*target)
+    before = live["param_groups"]
+    assert reshard.load({"o": live}, tmp_path / "x", strict=False, dry_run=True).mismatched == ()
+    assert live["param_groups"] is before
+    with pytest.raises(KeyMismatchError):
+        reshard.load({"o": live, "other": 1}, tmp_path / "x")
+    assert live["param_groups"] is before
+
+
+def test_state_of_a_name_that_nothing_has_is_still_refused(tmp_path: Path) -> None:
+    """In one optimizer of torch, in several, and where a saved group lists it."""
+    model, optimizer = job(OfTheWhole, 0, 1)
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    held = list(model.parameters())
+    for others in (torch.optim.SGD(held), [OfTheWhole(held[:2]), OfTheWhole(held[2:])]):
+        with pytest.raises(KeyMismatchError, match="Unexpected key: k, the model has no parameter"):
+            reshard.set_optimizer_state_dict(model, others, state)
+    listed = copy.deepcopy(state)
+    listed["state"]["gone"] = {"x": torch.ones(1)}
+    listed["param_groups"][0]["params"].append("gone")
+    with pytest.raises(KeyMismatchError, match="Unexpected key: gone, the model has no parameter"):
+        reshard.set_optimizer_state_dict(model, OfTheWhole(held), listed)
+    reshard.save({"o": listed}, tmp_path / "x")
+    fresh = {"o": reshard.get_optimizer_state_dict(model, OfTheWhole(held))}
+    with pytest.raises(KeyMismatchError, match=r"o\.state\.gone\.x"):
+        reshard.load(fresh, tmp_path / "x")
+
+
+def test_one_matrix_of_another_shape_is_refused_whatever_vectors_have() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(reshard.get_optimizer_state_dict(model, optimizer))
+    state["state"]["0.weight"]["exp_avg"] = torch.zeros(4, 1)
+    with pytest.raises(KeyMismatchError, match=r"0.weight: its 'exp_avg' in optimizer 0 has shape \(4, 1\)"):
+        reshard.set_optimizer_state_dict(model, optimizer, state)
