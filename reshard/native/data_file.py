@@ -31,6 +31,8 @@ __all__ = [
 
 STAGE_BYTES = 32 << 20
 """Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+_AT_ONCE_BYTES = 512 << 10
+"""So much is hashed before it is written: it is still in a cache then."""
 
 
 @dataclass(frozen=True)
@@ -169,19 +171,29 @@ class BlockSums:
         if at != self._stop:
             self.close()
             assert isinstance(self._out, PlacedWriter)
-            self._start = self._out.at = at
-        done = 0
-        while done < len(data):  # block by block, so that what is written is still at hand from being hashed
-            end = min(((at + done) // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
-            piece = data[done : done + end - at - done]
-            self._state.update(piece)
-            if self._seen is not None:
-                self._seen(piece)
+            self._start = self._stop = self._out.at = at
+        while data:
+            piece = data[: _AT_ONCE_BYTES - self._stop % _AT_ONCE_BYTES]
+            self._hash(piece)
             self._out.write(piece)
-            done += len(piece)
-            self._stop = at + done
-            if self._stop == end:
-                self.close()
+            data = data[len(piece) :]
+
+    def _hash(self, data: memoryview) -> None:
+        """The next bytes, block by block."""
+        if self._seen is not None:
+            self._seen(data)
+        while data:
+            end = min((self._stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
+            piece = data[: end - self._stop]
+            if self._start == self._stop and len(piece) == BLOCK_BYTES:  # nearly all of them
+                self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
+                self._start = self._stop = end
+            else:
+                self._state.update(piece)
+                self._stop += len(piece)
+                if self._stop == end:
+                    self.close()
+            data = data[len(piece) :]
 
     def put_all(
         self,
