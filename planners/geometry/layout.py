@@ -421,7 +421,7 @@ class FlatForm(_ListedForm):
 
 
 Form = ProductForm | BoxesForm | FlatForm
-"""What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
+"""What a layout's form knows once the shape is known. Hashable; equal forms place tensors in the same way."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
@@ -440,7 +440,7 @@ def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     return least if world_size is None else world_size
 
 
-# Layouts: which rank holds which elements of a tensor, and of a whole state.
+# Layouts: which rank holds which elements of a tensor, and of all tensors of a state.
 #
 # A `TensorLayout` has one of three forms. `ProductForm` is the usual one: a mesh and one placement
 # per axis. The other two hold what is no product: explicit boxes, and flat ranges over the row-
@@ -613,7 +613,7 @@ class TensorLayout:
 
 
 def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
-    """Raises PlanError for a rank outside a job of so many."""
+    """Raises PlanError for a rank that is not below `world_size`."""
     if not 0 <= rank < world_size:
         raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
 
@@ -727,7 +727,7 @@ class StateLayout(Mapping[str, TensorLayout]):
         return f"StateLayout({len(self)} tensors, {self.nbytes} bytes, world_size={self.world_size})"
 
 
-# Meshes and layouts as plain data: also parts of a checkpoint's manifest, and of what ranks tell one another.
+# Meshes and layouts as plain data: for checkpoint manifests and for messages between ranks.
 
 
 @dataclass(frozen=True, slots=True)

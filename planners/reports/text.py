@@ -270,7 +270,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Ranks whose bytes lie in `low <= bytes <= high`."""
+    """Ranks with `low <= bytes <= high`."""
 
     low: int
     high: int

@@ -195,8 +195,8 @@ def _run(
     resume: bool,
     progress: bool,
 ) -> tuple[FormatWriter, tuple[str, ...], int]:
-    """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
-    nobody knows whether they are what was saved."""
+    """Write all files and publish them. Return what was written, the files that an earlier try had finished, and the
+    number of bytes that were not verified."""
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
@@ -211,7 +211,7 @@ def _run(
         journal.holder = group.share(journal.holder, kind=WriterLease)
         writer = job.writer(state, job_id)
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
-            group.barrier()  # nobody writes before there is a claim
+            group.barrier()  # no rank writes before there is a claim
             with engine(executor, workers) as hands:
                 resumed = _write(job, writer, journal, group, state.contents.checking, hands, progress)
             unchecked = 0

@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Arguments and options that several commands take alike.
+# Arguments and options that several commands share.
 
 
 NAMING_KEYS = (

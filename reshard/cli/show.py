@@ -61,13 +61,13 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
 
 
 def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Each row a sign and what there is to say of it, in two columns; wrapped as `print_text` does."""
+    """Each row a sign and its text, in two columns; wrapped as `print_text` does."""
     for line in columns(list(rows), screen.width if screen.is_terminal else sys.maxsize):
         screen.print(line, markup=False, soft_wrap=True)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little room
+    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little width
     have a line of their own."""
     indent = min(max((len(sign) for sign, _ in rows), default=0) + 4, max(width // 2, 4))
     for sign, text in rows:
@@ -136,7 +136,7 @@ def size(nbytes: float) -> str:
 
 
 def short(value: Any, most: int = 60) -> str:
-    """The repr of a value, cut to `most` characters."""
+    """The repr of a value, shortened to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -166,7 +166,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrintedLeaf:
-    """What there is to say of one name."""
+    """What is printed for one name."""
 
     text: str
     nbytes: int = 0
@@ -227,7 +227,7 @@ class Branch:
 
 
 def fold(branch: Branch) -> list[tuple[str, int, Branch | PrintedLeaf]]:
-    """The children as (name, how many, one of them): runs of numbered children that are alike become one, `0-31`."""
+    """The children as (name, how many, one of them): runs of numbered children that are equal become one, `0-31`."""
     out: list[tuple[str, int, Branch | PrintedLeaf]] = []
     run: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's ZeRO-3 has cut up: told by what it leaves on them, made whole by its own context."""
+"""Parameters that DeepSpeed's ZeRO-3 has sharded: recognized by its attributes, gathered by its own context."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def row_major_bytes(array: Array) -> memoryview:
-    """The elements in row-major order; a copy only where they do not lie so already."""
+    """The elements in row-major order; a copy only if they have another order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

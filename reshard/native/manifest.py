@@ -248,7 +248,7 @@ def refuse_newer(data: bytes, where: str) -> None:
 
 
 FEW_FILES = 256
-"""So many are listed in the manifest itself."""
+"""Up to this many are listed in the manifest itself."""
 PAGE_ROWS = 256
 _ROW = np.dtype([("nbytes", "<u8"), ("header_bytes", "<u8"), ("sums", "V16")])
 _PAGE_BYTES = PAGE_ROWS * _ROW.itemsize

@@ -1,4 +1,4 @@
-"""The key-value store of a process group: the border to torch's, a client of it, and what ranks write down in it."""
+"""The key-value store of a process group: access to torch's, a client of it, and what ranks write in it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SharedStore:
         self.stale_keys = StaleKeys()
 
     def lend(self) -> StoreClient:
-        """A client that nobody else has until it is given back."""
+        """A client that no other caller has until it is given back."""
         try:
             store = self._idle.pop()
         except IndexError:
@@ -69,7 +69,7 @@ class SharedStore:
     def _open(self) -> KeyValueStore:
         with self._answering():
             prefixed: Any = PrefixStore("reshard", self._store if self._client is None else self._client())
-            if prefixed.check(["probe"]):  # which nobody ever sets
+            if prefixed.check(["probe"]):  # which no rank ever sets
                 raise RuntimeError("it returned a key that was never stored")
         return cast(KeyValueStore, prefixed)
 
@@ -117,7 +117,7 @@ def _client_of(store: Any) -> Callable[[], Any] | None:
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not exported by name
     if not isinstance(server, tcp):
         return None
-    # nor do they tell prefixes, which keep groups and restarts apart: one that is known only behind them stands in
+    # nor does it expose prefixes, which separate groups and restarts: a key known only behind them replaces it
     name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
     host, port, patience = server.host, server.port, server.timeout
     return lambda: PrefixStore(name, tcp(host, port, timeout=patience, wait_for_workers=False))
@@ -128,14 +128,14 @@ def _client_of(store: Any) -> Callable[[], Any] | None:
 #
 # A store's client serves one call at a time, and a wait is one call however long it takes. So it is
 # a thread that waits, while the caller looks about, and what has to be said meanwhile (an error,
-# mostly) goes through a second client. Nobody asks again and again: the store answers those who
-# wait when there is something to tell.
+# mostly) goes through a second client. There is no polling: the store answers those who
+# wait when there is something to report.
 
 
 PART_BYTES = 4 << 20
 """Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
 _ABSENT = b"?"
-"""Nobody stores this."""
+"""No rank stores this."""
 _NAP_S = 0.01
 _MAX_WAIT_S = 86_400.0 * 20
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
@@ -164,7 +164,7 @@ class StoreClient:
     """One rank's way to the store, for one thread at a time.
 
     Args:
-        store: a client that nobody else uses meanwhile.
+        store: a client that no other caller uses meanwhile.
         reopen: makes a second one, for what is said while the first one waits; None where one serves many threads.
 
     All methods raise RankFailedError if the store is gone.
@@ -181,7 +181,7 @@ class StoreClient:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no wait is under way, not even one that nobody is interested in any more."""
+        """Whether no wait is in progress, not even an abandoned one."""
         return self._over is None or self._over.is_set()
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
@@ -208,10 +208,10 @@ class StoreClient:
             self.arrived = self.peek(key) if self._found == key else None
             if self._found != key or self.arrived is not None:
                 return
-            time.sleep(_NAP_S)  # the server wakes those who wait for a key also when somebody only compares it
+            time.sleep(_NAP_S)  # the server wakes ranks that wait for a key also when one only compares it
 
     def _wait(self, key: str, seconds: float, over: threading.Event) -> None:
-        # the time is over, or the store gone: whoever asks it next will learn which
+        # the time is over, or the store gone: the next request will show which
         with contextlib.suppress(RuntimeError):
             self.store.wait([key], timedelta(seconds=min(seconds, _MAX_WAIT_S)))
             self._found = key
@@ -238,7 +238,7 @@ class StoreClient:
         self._call("set", key, value)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove values that nobody will ask for."""
+        """Remove values that no rank will ask for."""
         for key in keys:
             self._call("delete_key", key)
 
@@ -306,7 +306,7 @@ class StoreClient:
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a session ended, in ranks of the default group: who failed first (-1: nobody special), who was missed."""
+    """Why a session ended, in ranks of the default group: which failed first (-1: none), which were missed."""
 
     kind: Literal["error", "deadline", "diverged"]
     rank: int

@@ -212,7 +212,7 @@ class CheckpointManager:
                 was saved, and earlier steps are unchanged.
         """
         group = self._group()
-        with group.together("CheckpointManager.save", meet=False):  # it ends with a meeting, or nobody fails alone
+        with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone
             its_metrics, step = checked_metrics(metrics), self._checked(step)
             due = self._due(group, step, force)
         if due.has_ended:
@@ -424,7 +424,7 @@ class CheckpointManager:
         return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)
 
     def _attempt(self, load: Callable[[], RestoreReport]) -> RestoreReport | str:
-        """Collective: what was loaded, or why nobody can; all other errors are raised."""
+        """Collective: what was loaded, or why it could not be; all other errors are raised."""
         found, problem = None, ""
         error: Exception | None = None
         try:
@@ -499,7 +499,7 @@ class CheckpointManager:
         return Group(self._process_group, deadline_s=self._timeout)
 
 
-# What the ranks tell one another at a step, and what follows from it.
+# What the ranks exchange at a step, and what follows from it.
 
 
 class _Due(NamedTuple):
@@ -509,7 +509,7 @@ class _Due(NamedTuple):
     memory: str = ""
     preempted: str = ""
     has_ended: bool = False
-    """All that was under way, on all ranks."""
+    """All background work, on all ranks."""
 
 
 class _Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -536,7 +536,7 @@ class _Vote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Pending(Protocol):
-    """What goes on in the background."""
+    """Work in the background."""
 
     def done(self) -> bool: ...
 

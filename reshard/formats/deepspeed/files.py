@@ -43,7 +43,7 @@ OWN = frozenset(
     + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
     + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 )
-"""What a file of model states says of the model, the optimizer and how they were cut, beside a program's own."""
+"""What a file of model states says of the model, the optimizer, and their sharding, beside a program's own values."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _lost(files: Iterable[str]) -> list[str]:
     """Files that are missing among those of ranks: where there is one of a kind, every data parallel rank has one.
 
     What a file of ZeRO-3's models holds is in those of others, too, but for frozen parameters, which are looked for in
-    all of them. Of what all files of the highest rank held, no name tells.
+    all of them. The names do not show what was in files of the highest rank only.
     """
     known: dict[tuple[str, str], dict[int, str]] = {}
     for match in filter(None, map(_OF_RANK.fullmatch, files)):

@@ -270,7 +270,7 @@ CUTS = [
         "0, 2, 4, 6",
     ),
     (TensorLayout(TensorSpec("w", (0, 3), "int8"), Mesh({"a": 2}), [Shard(0)]), "no elements"),
-    (TensorLayout.from_boxes(TensorSpec("w", (4, 4), "int8"), {7: [Box((0, 0), (2, 3))]}), "nobody"),
+    (TensorLayout.from_boxes(TensorSpec("w", (4, 4), "int8"), {7: [Box((0, 0), (2, 3))]}), "no rank"),
     (TensorLayout.from_flat_ranges(TensorSpec("w", (4, 4), "int8"), {0: (0, 6), 1: (6, 16)}), "│ 0 │ 1 │"),
 ]
 
