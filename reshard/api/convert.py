@@ -272,7 +272,7 @@ def _write(
         here = FileTasks(writer, journal, checking, on_bytes=step.advance, last=next(reversed(nbytes), ""))
         run_tasks(work, nbytes, executor, on_done, here=here, on_stop=journal.give_up)
     flags = [file.name in kept for file in writer.files]
-    heard = unpack_flags(group.merge(pack_flags(flags), either, "files that were finished"), len(flags))
+    heard = unpack_flags(group.merge(pack_flags(flags), either, "the exchange of finished files"), len(flags))
     return tuple(sorted(file.name for file, is_finished in zip(writer.files, heard) if is_finished))
 
 

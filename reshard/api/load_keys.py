@@ -554,7 +554,7 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     ambiguous = {key: tensors[key] for key in match.tensors if tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
-    said, mates = group.merge_within(mine, _MismatchVote.join, "what fits", socket.gethostname())
+    said, mates = group.merge_within(mine, _MismatchVote.join, "the comparison of keys", socket.gethostname())
     _refuse_different_saves(said.saves, group)
     if said.ambiguous:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))

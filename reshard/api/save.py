@@ -558,7 +558,7 @@ def meet_before_save(
         None if table is None else table.told(),
         first,
     )
-    said = group.merge(mine, _SaveVote.join, "what is saved")
+    said = group.merge(mine, _SaveVote.join, "the exchange of what to save")
     if not said.call and before is None:
         group.same_options("save", options.shared())
     if kept is None or not said.kept:
@@ -666,7 +666,7 @@ class SaveReport(WrittenReport):
         """One line, with the first names of what is tied or each rank's own."""
         head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
-        odd += [f"{format_bytes(self.bytes_reused)} as they were"] if self.base is not None else []
+        odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
             more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
             odd.append(f"passed over: {self.passed_over[0]}{more}")

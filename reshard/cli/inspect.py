@@ -154,8 +154,8 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
 
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
-        what = "no tensor but a plain value" if name in checkpoint.objects else "not in it"
-        raise KeyMismatchError(f"{name!r} is {what}, in {checkpoint.url}{did_you_mean(name, list(checkpoint)[:5000])}")
+        kind = "is a plain value, not a tensor, in" if name in checkpoint.objects else "is not in"
+        raise KeyMismatchError(f"{name!r} {kind} {checkpoint.url}{did_you_mean(name, list(checkpoint)[:5000])}")
     from planners.geometry.words import in_both_forms, short_form
 
     screen, layout = show.console(), checkpoint.layout[name]

@@ -200,7 +200,7 @@ def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, 
     )
     screen.print()
     if report.ok:
-        print_text(screen, f"proved {report.verdict}", style="green")
+        print_text(screen, f"proved right: {report.covers}", style="green")
     for finding in report.findings[:20]:
         print_text(screen, str(finding), "wrong", "red")
     for file in files:

@@ -157,7 +157,7 @@ class MachineReading:
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
         and whether a rank of any machine cannot, which all ranks learn."""
-        if not group.merge(self.refused, any, "whether all ranks can read for one another"):
+        if not group.merge(self.refused, any, "the agreement to share reads"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
         mine = any(group.exchange_within(machine, self.refused).values())

@@ -189,7 +189,7 @@ def _open_step(
     if passed:
         why = "; ".join((*passed, *run.not_opened(path)))
         raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
-    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps at all"
+    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps"
     raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: it has {known}")
 
 
@@ -349,8 +349,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
 def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
     kinds = " and ".join(format.name for format in fitting)
     return FormatError(
-        f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
-        "move the others elsewhere"
+        f"{url} contains files of several formats: {kinds}. Open one of them by the path of its file, or move the "
+        "others elsewhere"
     )
 
 

@@ -38,7 +38,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return BY_NAME[name]
     except (KeyError, TypeError):
-        why = f"torch {torch.__version__} has no such dtype" if name in ITEM_SIZES else "no such dtype is known"
+        why = f"torch {torch.__version__} does not have it" if name in ITEM_SIZES else "write a torch dtype by name"
         raise FormatError(f"unknown dtype {name!r}: {why}") from None
 
 

@@ -307,7 +307,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
             if time.monotonic() > until:
                 raise StorageError(
                     f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
-                    "all ranks must share the same folder, not one on each host"
+                    "all ranks must pass the same path, to a folder that they share, not to one on each host"
                 ) from None
             time.sleep(0.1)
         else:

@@ -190,7 +190,7 @@ def agree_on_values(
     if group.world_size == 1:
         return objects
     table = DigestTable.of(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
-    told = group.merge(table.told(), ValueDigests.join, "whether ranks hold the same")
+    told = group.merge(table.told(), ValueDigests.join, "the comparison of values")
     return objects if table.raise_on_mismatch(told, group) else joined_objects(objects, group)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LayoutError, ReshardError, format_ranks
+from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks
 from reshard.ranks.distinct_values import FAN, DistinctValues, digest_of
 from reshard.ranks.progress import phase
 
@@ -100,10 +100,10 @@ class Group:
     ) -> None:
         wrong = None
         if alone and process_group is not None:
-            wrong = ReshardError("alone=True means that this process acts by itself: leave process_group out")
+            wrong = OptionError("alone=True means that this process acts by itself: leave process_group out")
         allowed_s = seconds(deadline_s)
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
-            wrong = ReshardError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
+            wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
             allowed_s = DEADLINE_S
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []

@@ -333,7 +333,7 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     if strict:
         lines += _listed("Missing key", missing)  # torch's words, as far as they go
         lines += _listed("Unexpected key", unexpected, live)
-    lines += _listed("misfit", faults)
+    lines += _listed("Mismatched", faults)
     if strict and (missing or unexpected):
         lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):

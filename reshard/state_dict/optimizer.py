@@ -331,7 +331,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         for one, key in match.foreign:
             kind = type(live.optimizers[one.optimizer]).__name__
             lines.append(f"  Unexpected key: state {key!r} of {one.name}, which {kind} does not use")
-    lines += [f"  misfit: {fault}" for fault in faults]
+    lines += [f"  Mismatched: {fault}" for fault in faults]
     if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "

@@ -296,7 +296,7 @@ class Tier:
         """Collective: who is where, which is asked once."""
         ranks = tuple(group.ranks)
         is_new = self._known is None or self._known[1] != ranks
-        if group.merge(is_new, any, "whether the hosts are known") or not self._known:
+        if group.merge(is_new, any, "the exchange of hosts") or not self._known:
             self._known = meet(self.settings.folder, self.settings.host, group), ranks
             self._incarnation = None
         return self._known[0]

@@ -263,7 +263,7 @@ class CheckpointManager:
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
         )
-        said = group.merge(mine, _Vote.join, "whether to save")
+        said = group.merge(mine, _Vote.join, "the decision to save")
         if said.steps[0] != said.steps[1]:
             low, high = said.steps
             group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
@@ -433,7 +433,7 @@ class CheckpointManager:
             error, problem = caught, str(caught)
         except Exception as caught:  # the others wait to hear of it
             error = caught
-        said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "what is damaged")
+        said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
         if error is not None and not said:
             raise error
         return found if found is not None and not said else said

@@ -88,7 +88,7 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     if looks_like_torch_file(head):
         value, _ = _pickles(source, 0, 1, allow)
         return TorchFile(source, value[0], partial(_nowhere, source))
-    raise FormatError(f"{source.label}: it begins with {head[:8]!r}, which no file of torch.save does")
+    raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
 
 
 def _nowhere(source: Source, ref: TensorRef) -> Extent:

@@ -254,7 +254,7 @@ def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
     assert "rows are dim 0, columns are dim 1;" in said
     assert "│ 0-1 │ 2-3 │ 4-5 │" in said
     assert "│ 0-5 │" in say("inspect", tmp_path / "c", "--map", "one").out
-    assert "no tensor but a plain value" in say("inspect", tmp_path / "c", "--map", "step").err
+    assert "is a plain value, not a tensor, in" in say("inspect", tmp_path / "c", "--map", "step").err
     assert "did you mean 'one'?" in say("inspect", tmp_path / "c", "--map", "onw").err
 
 
