@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
+from planners.units import format_bytes
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
@@ -44,17 +45,16 @@ MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConvertReport(WrittenReport, CheckedReport):
     """What a conversion did. Only `phases` differs between ranks."""
 
     source: str
     target: str
     files: tuple[str, ...]
-    """Number of files with tensors."""
+    """Files with tensors."""
     resumed: tuple[str, ...]
-    """Number of files that an interrupted conversion had finished. Their checksums were compared.
-    """
+    """Files that an interrupted conversion had finished. Their checksums were compared."""
     left_out: tuple[str, ...]
     """Keys of the source that the format cannot store. With `normalized`, also values that have no
     canonical name and are not plain data, such as per-rank values and averages of the model."""
@@ -65,6 +65,13 @@ class ConvertReport(WrittenReport, CheckedReport):
     def seconds(self) -> float:  # type: ignore[override]  # as the first release had it
         """Duration of the call on this rank. `phases` has its parts."""
         return self.phases.seconds
+
+    def __repr__(self) -> str:
+        """One line."""
+        odd = [f"{len(self.left_out)} left out"] if self.left_out else []
+        odd += [f"unchecked: {self.unchecked}"] if self.unchecked else []
+        head = f"{self.tensors} tensors, {format_bytes(self.total_bytes)} from {self.source!r} to {self.target!r}"
+        return f"ConvertReport({', '.join([head, self.format, *odd])})"
 
 
 @renamed(deadline_s="timeout")

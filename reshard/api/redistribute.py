@@ -148,6 +148,10 @@ class Prepared:
         """Which target is made of what."""
         return self._steps.pairing
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Prepared({len(self.pairing.transfers)} tensors in {sum(part.rounds for part in self.rounds)} rounds)"
+
     def run(self) -> TransferReport:
         """Collective: move everything, once more.
 

@@ -39,7 +39,7 @@ _log = logging.getLogger("reshard")
 _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport(Tabled):
     """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saves the step anywhere."""
 
@@ -47,13 +47,20 @@ class StepReport(Tabled):
     storage: str
     """Why the step is saved to storage; empty if it is not."""
     memory: str
-    """Why it is kept in memory; empty if it is not."""
+    """Why it is saved to memory; empty if it is not."""
     preempted: str
     """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
     no request."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
+
+    def __repr__(self) -> str:
+        """One line."""
+        did = [f"saved to storage: {self.storage}"] if self.storage else []
+        did += [f"saved to memory: {self.memory}"] if self.memory else []
+        did += [f"preempted: {self.preempted}"] if self.preempted else []
+        return f"StepReport(step {self.step}, {', '.join(did) or 'not due'})"
 
 
 @dataclass(frozen=True, repr=False)
