@@ -99,7 +99,11 @@ class Report(Tabled):
         return f"Report({self.subject!r}, {self.tensors} tensors, {self.verdict}{first})"
 
     def __str__(self) -> str:
-        head = f"{self.subject}: {self.tensors} tensors, {self.verdict}"
-        is_told = self.covered is None or not (self.findings or self.covers)
-        covered = [] if is_told else [f"  covered: {self.covered}"]
-        return "\n".join([head, *covered, *(f"  {finding}" for finding in self.findings)])
+        covered = [f"  covered: {self.covered}"] if self.covered and (self.findings or self.covers) else []
+        return "\n".join(
+            [
+                f"{self.subject}: {self.tensors} tensors, {self.verdict}",
+                *covered,
+                *(f"  {finding}" for finding in self.findings),
+            ]
+        )

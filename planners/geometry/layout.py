@@ -85,11 +85,10 @@ Intervals = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One local tensor: for each dim, the global intervals that its local dim is made of, in order.
+    """One local tensor: for each dim, the global intervals of its local dim, in order.
 
-    `flat_start` is set where the local tensor is 1-D, a piece of the row-major flattening: this part is then the
-    `numel` elements from `flat_start` of that 1-D tensor, seen with the shape of the part.
-    """
+    `flat_start` is set if the local tensor is 1-D, a piece of the row-major flattening. Then this part is the `numel`
+    elements from `flat_start` of that 1-D tensor, viewed with its shape."""
 
     dims: tuple[Intervals, ...]
     flat_start: int | None = None
@@ -682,9 +681,8 @@ class StateLayout(Mapping[str, TensorLayout]):
             out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(self._tensors[fqn]))
         return out
 
-    def uncut_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of more than one rank that shard no tensor, each with the names of the tensors replicated
-        over it."""
+    def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
+        """Return the axes that shard no tensor, each with the names of the tensors that are replicated over it."""
         copied: dict[str, list[str]] = {}
         cutting: set[str] = set()
         for fqn, layout in self._tensors.items():
@@ -695,6 +693,8 @@ class StateLayout(Mapping[str, TensorLayout]):
                 else:
                     cutting.update(name.split("."))  # axes that act as one
         return {name: tuple(fqns) for name, fqns in copied.items() if not cutting.issuperset(name.split("."))}
+
+    uncut_axes = unsharded_axes  # its old name
 
     def rank_bytes(self) -> Ints:
         """Return the bytes that each rank holds, without listing tensors one by one."""

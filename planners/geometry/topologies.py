@@ -214,7 +214,7 @@ class Topology:
             )
         return StateLayout(tensors, self.mesh.world_size)
 
-    def uncut_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
+    def unsharded_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
         """Return the axes that some rule shards over and that shard no tensor of `layout`, which this topology made.
         Each comes with the names of the tensors that are replicated over it because no such rule matches them.
 
@@ -230,7 +230,9 @@ class Topology:
             if len(groups) == len(rule.placements) and not isinstance(placement, Replicate)
             for name in group
         }
-        return {axis: fqns for axis, fqns in layout.uncut_axes().items() if not meant.isdisjoint(axis.split("."))}
+        return {axis: fqns for axis, fqns in layout.unsharded_axes().items() if not meant.isdisjoint(axis.split("."))}
+
+    uncut_axes = unsharded_axes  # its old name
 
     def _place(self, spec: TensorSpec, rule: Rule, at: Mapping[str, int]) -> TensorLayout:
         key = (rule, tuple(at.items()), not spec.shape)

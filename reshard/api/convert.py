@@ -68,10 +68,9 @@ class ConvertReport(WrittenReport, CheckedReport):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = [f"{len(self.left_out)} left out"] if self.left_out else []
-        odd += [f"unchecked: {self.unchecked}"] if self.unchecked else []
+        odd = f", {len(self.left_out)} left out" if self.left_out else ""
         head = f"{self.tensors} tensors, {format_bytes(self.total_bytes)} from {self.source!r} to {self.target!r}"
-        return f"ConvertReport({', '.join([head, self.format, *odd])})"
+        return f"ConvertReport({head}, {self.format}{odd})"
 
 
 @renamed(deadline_s="timeout")

@@ -150,7 +150,7 @@ class Prepared:
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Prepared({len(self.pairing.transfers)} tensors in {sum(part.rounds for part in self.rounds)} rounds)"
+        return f"Prepared({len(self.pairing.transfers)} tensors)"
 
     def run(self) -> TransferReport:
         """Collective: move everything, once more.

@@ -53,7 +53,7 @@ def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tup
         layout = Topology(topology.mesh, tuple(made), topology.homes, topology.even).layout(saved.specs)
     except PlanError:
         return []
-    return [] if axis in layout.uncut_axes() else made
+    return [] if axis in layout.unsharded_axes() else made
 
 
 def _rule(topology: Topology, pattern: str, placement: Placement, axis: str) -> Rule:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planners.units import format_bytes as size
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
@@ -126,13 +128,6 @@ def counted(number: int, what: str) -> str:
     """`"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
     many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{number} {what if number == 1 else many}"
-
-
-def size(nbytes: float) -> str:
-    """A size for people."""
-    from planners.reports.text import format_bytes
-
-    return format_bytes(nbytes)
 
 
 def short(value: Any, most: int = 60) -> str:

@@ -311,4 +311,4 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     assert repr(converted) == f"ConvertReport(1 tensors, 16 B from {place}, safetensors, 1 left out)"
     assert repr(idle) == "StepReport(step 1, not due)"
     assert repr(due) == "StepReport(step 2, saved to storage: every 2 steps)"
-    assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensors in 0 rounds)"
+    assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensors)"

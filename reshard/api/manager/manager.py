@@ -57,10 +57,9 @@ class StepReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        did = [f"saved to storage: {self.storage}"] if self.storage else []
-        did += [f"saved to memory: {self.memory}"] if self.memory else []
-        did += [f"preempted: {self.preempted}"] if self.preempted else []
-        return f"StepReport(step {self.step}, {', '.join(did) or 'not due'})"
+        did = {"saved to storage": self.storage, "saved to memory": self.memory, "preempted": self.preempted}
+        words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
+        return f"StepReport(step {self.step}, {words or 'not due'})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +103,7 @@ class CheckpointManager:
         keep: which steps to retain in storage.
         memory: also save steps to the memory of hosts, see docs/elastic.md.
         memory_every: when to do so; required with `memory`.
-        whole_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
+        full_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
             saves are full.
         background: save while the job trains: at most one save to storage and one to memory are in progress. The next
             call raises their errors.
@@ -121,7 +120,7 @@ class CheckpointManager:
     is not writable.
     """
 
-    @renamed(deadline_s="timeout")
+    @renamed(deadline_s="timeout", whole_every="full_every")
     @with_options(SaveOptions)
     def __init__(
         self,
@@ -131,7 +130,7 @@ class CheckpointManager:
         keep: Keep = _KEEP_ALL,
         memory: Tier | None = None,
         memory_every: Every | None = None,
-        whole_every: int = 1,
+        full_every: int = 1,
         background: bool = True,
         bytes_per_s: float = 256 << 20,
         preemption: Preemption = _ON_SIGTERM,
@@ -144,7 +143,7 @@ class CheckpointManager:
         self._process_group, self._timeout = process_group, timeout
         self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
         self._memory, self._memory_every = memory, memory_every
-        self._whole_every, self._background, self._ask_every = whole_every, background, ask_every
+        self._full_every, self._background, self._ask_every = full_every, background, ask_every
         self._bytes_per_s = bytes_per_s
         self._options, self._claim, self._ledger = options, None, Ledger(self.root)
         group = self._group()
@@ -155,7 +154,7 @@ class CheckpointManager:
                 every,
                 keep,
                 memory_every,
-                whole_every,
+                full_every,
                 background,
                 ask_every,
                 bytes_per_s,
@@ -180,8 +179,8 @@ class CheckpointManager:
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
-        if odd := {"base": "whole_every", "overwrite": "a step of its own"}.keys() & options.keys():
-            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see whole_every and step")
+        if odd := {"base": "full_every", "overwrite": "a step of its own"}.keys() & options.keys():
+            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see full_every and step")
         options_of("CheckpointManager", SaveOptions, options)
         wanted = {
             "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),
@@ -195,7 +194,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{name} must be {words}, got {its!r}")
         if (self._memory is None) != (self._memory_every is None):
             raise CheckpointError("pass every= for saves to storage, and memory_every= if you pass memory=")
-        for name in ("whole_every", "ask_every"):
+        for name in ("full_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
                 raise CheckpointError(f"{name} must be an integer >= 1, got {its!r}")
@@ -316,9 +315,9 @@ class CheckpointManager:
 
     def _is_based(self) -> bool:
         """On the first rank: whether the next save reuses what an earlier one has."""
-        if self._whole_every == 1:
+        if self._full_every == 1:
             return False
-        return self._ledger.saves_since_whole() + 1 < self._whole_every and bool(self._ledger.current())
+        return self._ledger.saves_since_whole() + 1 < self._full_every and bool(self._ledger.current())
 
     def _follow(self, pending: PendingSave) -> None:
         """On the first rank: its save is over when older steps are gone."""

@@ -141,9 +141,8 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
 
     assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
     assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
-    assert told["tensors"]["model.layers.0.w"]["layout"] == {
-        "cuts": [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
-    }
+    shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
+    assert told["tensors"]["model.layers.0.w"]["layout"] == {"shards": shards, "cuts": shards}  # its old name
     native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
     assert native == {"mesh": [{"name": "world", "size": 1}], "ranks": None, "placements": ["R"]}
 
