@@ -49,8 +49,8 @@ class Coverage:
 
     def __str__(self) -> str:
         return (
-            f"structure{', by checksum' if self.metadata_checked else ''}; {self.read_bytes} of {self.total_bytes} "
-            f"bytes of values read, {self.checked_bytes} verified"
+            f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
+            f"{self.total_bytes} bytes of values read, {self.checked_bytes} verified"
             + (f"; {self.leaves_open}" if self.leaves_open else "")
         )
 
@@ -80,17 +80,15 @@ class Report(Tabled):
     def verdict(self) -> str:
         """The result in a few words: what was verified, or the number of findings."""
         if self.findings:
-            return f"{len(self.findings)} findings"
-        return f"right: {covers}" if (covers := self.covers or str(self.covered or "")) else "right"
+            return f"{len(self.findings)} finding{'s' * (len(self.findings) > 1)}"
+        return f"ok: {covers}" if (covers := self.covers or str(self.covered or "")) else "ok"
 
     def raise_if_failed(self) -> None:
         """Raise ProofError with all findings, if there are any."""
         if self.findings:
             first = self.findings[0]
             lines = "\n".join(f"  {finding}" for finding in self.findings[:50])
-            raise ProofError(
-                f"{self.subject} is wrong in {len(self.findings)} places:\n{lines}", fqn=first.fqn, rank=first.rank
-            )
+            raise ProofError(f"{self.subject}: {self.verdict}:\n{lines}", fqn=first.fqn, rank=first.rank)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -101,7 +99,11 @@ class Report(Tabled):
         return f"Report({self.subject!r}, {self.tensors} tensors, {self.verdict}{first})"
 
     def __str__(self) -> str:
-        head = f"{self.subject}: {self.tensors} tensors, {self.verdict}"
-        is_told = self.covered is None or not (self.findings or self.covers)
-        covered = [] if is_told else [f"  covered: {self.covered}"]
-        return "\n".join([head, *covered, *(f"  {finding}" for finding in self.findings)])
+        covered = [f"  covered: {self.covered}"] if self.covered and (self.findings or self.covers) else []
+        return "\n".join(
+            [
+                f"{self.subject}: {self.tensors} tensors, {self.verdict}",
+                *covered,
+                *(f"  {finding}" for finding in self.findings),
+            ]
+        )

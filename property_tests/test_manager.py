@@ -38,13 +38,13 @@ everies = st.one_of(
 class Managed(RuleBasedStateMachine):
     """`there` is the whole model: step -> metrics of what is in storage."""
 
-    @initialize(every=everies, keep=keeps, whole_every=st.integers(1, 3), background=st.booleans())
-    def begin(self, every: Every, keep: Keep, whole_every: int, background: bool) -> None:
+    @initialize(every=everies, keep=keeps, full_every=st.integers(1, 3), background=st.booleans())
+    def begin(self, every: Every, keep: Keep, full_every: int, background: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.options: dict[str, Any] = {
             "every": every,
             "keep": keep,
-            "whole_every": whole_every,
+            "full_every": full_every,
             "background": background,
         }
         self.there: dict[int, dict[str, float]] = {}

@@ -17,9 +17,13 @@ DOCS = ROOT / "docs"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
     *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "tests").glob("*.md")),
 ]
 TEST_FILES = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("property_tests/test_*.py")]
-TEXTS = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+TEXTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tests").glob("*.md"))]
+}
 TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
 """Which has names below `reshard` that are no Python."""
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
@@ -46,17 +50,17 @@ def rows(page: str) -> list[str]:
     ("page", "file", "function"), sorted({(name, *test) for name, page in TEXTS.items() for test in functions(page)})
 )
 def test_every_test_that_is_named_exists(page: str, file: str, function: str) -> None:
-    assert len(defining(file, function)) == 1, f"docs/{page} names {file}::{function}"
+    assert len(defining(file, function)) == 1, f"{page} names {file}::{function}"
 
 
 def test_every_complaint_has_its_test() -> None:
-    assert len(rows(TEXTS["pains.md"])) > 40
-    assert [row for row in rows(TEXTS["pains.md"]) if not functions(row)] == []
+    assert len(rows(TEXTS["tests/complaints.md"])) > 40
+    assert [row for row in rows(TEXTS["tests/complaints.md"]) if not functions(row)] == []
 
 
 def test_every_edge_case_names_its_tests() -> None:
     """A row either says what happens and names tests, or says nothing and that it is open."""
-    found = rows(TEXTS["edge-cases.md"])
+    found = rows(TEXTS["tests/edge-cases.md"])
     assert len(found) >= 19
     assert [row for row in found if bool(functions(row)) == row.endswith("| | open |")] == []
 

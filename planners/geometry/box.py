@@ -227,7 +227,7 @@ def arrange(array: npt.NDArray[Any], dims: Dims) -> npt.NDArray[Any]:
     return turned.reshape([1 if d is None else array.shape[d] for d in dims])
 
 
-# `Window`: where the elements of a box lie in a file, and in which runs of bytes they are read.
+# `Window`: where the elements of a box are in a file, and in which runs of bytes they are read.
 #
 # A stored tensor is a set of pairs (box of the tensor, window of a file). A window is an origin and
 # a stride in bytes for each dim, so a sub-box, a transposition, a slice of a stack and a flat piece
@@ -333,7 +333,7 @@ class Window:
                 d, inner = order[level], reach[level + 1]
                 n, stride = self.sizes[d], self.strides[d]
                 touched, whole = range(n), range(0)
-                if stride:  # else all lie together, and none of them is whole
+                if stride:  # else all elements are at the same offset, and none is complete
                     touched = range(
                         max(0, -(-(start - inner - offset) // stride)), min(n, -(-(stop - offset) // stride))
                     )

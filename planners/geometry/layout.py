@@ -85,11 +85,10 @@ Intervals = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One local tensor: for each dim, the global intervals that its local dim is made of, in order.
+    """One local tensor: for each dim, the global intervals of its local dim, in order.
 
-    `flat_start` is set where the local tensor is 1-D, a piece of the row-major flattening: this part is then the
-    `numel` elements from `flat_start` of that 1-D tensor, seen with the shape of the part.
-    """
+    `flat_start` is set if the local tensor is 1-D, a piece of the row-major flattening. Then this part is the `numel`
+    elements from `flat_start` of that 1-D tensor, viewed with its shape."""
 
     dims: tuple[Intervals, ...]
     flat_start: int | None = None
@@ -421,7 +420,7 @@ class FlatForm(_ListedForm):
 
 
 Form = ProductForm | BoxesForm | FlatForm
-"""What a layout's form can say once the shape is known. Hashable, and equal forms place alike."""
+"""What a layout's form knows once the shape is known. Hashable; equal forms place tensors in the same way."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
@@ -440,7 +439,7 @@ def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     return least if world_size is None else world_size
 
 
-# Layouts: which rank holds which elements of a tensor, and of a whole state.
+# Layouts: which rank holds which elements of a tensor, and of all tensors of a state.
 #
 # A `TensorLayout` has one of three forms. `ProductForm` is the usual one: a mesh and one placement
 # per axis. The other two hold what is no product: explicit boxes, and flat ranges over the row-
@@ -613,7 +612,7 @@ class TensorLayout:
 
 
 def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
-    """Raises PlanError for a rank outside a job of so many."""
+    """Raises PlanError for a rank that is not below `world_size`."""
     if not 0 <= rank < world_size:
         raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
 
@@ -682,9 +681,8 @@ class StateLayout(Mapping[str, TensorLayout]):
             out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(self._tensors[fqn]))
         return out
 
-    def uncut_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of more than one rank that shard no tensor, each with the names of the tensors replicated
-        over it."""
+    def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
+        """Return the axes that shard no tensor, each with the names of the tensors that are replicated over it."""
         copied: dict[str, list[str]] = {}
         cutting: set[str] = set()
         for fqn, layout in self._tensors.items():
@@ -695,6 +693,8 @@ class StateLayout(Mapping[str, TensorLayout]):
                 else:
                     cutting.update(name.split("."))  # axes that act as one
         return {name: tuple(fqns) for name, fqns in copied.items() if not cutting.issuperset(name.split("."))}
+
+    uncut_axes = unsharded_axes  # its old name
 
     def rank_bytes(self) -> Ints:
         """Return the bytes that each rank holds, without listing tensors one by one."""
@@ -727,7 +727,7 @@ class StateLayout(Mapping[str, TensorLayout]):
         return f"StateLayout({len(self)} tensors, {self.nbytes} bytes, world_size={self.world_size})"
 
 
-# Meshes and layouts as plain data: also parts of a checkpoint's manifest, and of what ranks tell one another.
+# Meshes and layouts as plain data: for checkpoint manifests and for messages between ranks.
 
 
 @dataclass(frozen=True, slots=True)

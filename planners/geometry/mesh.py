@@ -183,10 +183,10 @@ def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-# How one mesh axis places a tensor: cut along a dim, or copied.
+# How one mesh axis places a tensor: it shards a dim, or replicates.
 #
 # The three basic placements mean what DTensor means by them, and have its short text form: `S(0)`,
-# `_S(0, 2)`, `R`. `BlockShard` is ours: a dim made of blocks, each cut on its own.
+# `_S(0, 2)`, `R`. `BlockShard` is ours: a dim made of blocks, each of which is sharded on its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def _wrapped(text: str) -> bool:
     return False
 
 
-# The 1-D algebra: which intervals of one dim each coordinate of the cutting mesh axes owns.
+# The 1-D algebra: which intervals of one dim each coordinate of the sharding mesh axes owns.
 #
 # Everything about a product layout is asked here, one dim at a time. An `Ownership` is a table of
 # intervals, grouped by owner, in the owner's local order:
@@ -330,7 +330,7 @@ class Ownership:
     """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
 
     No interval is empty, and no two neighbours in local order touch. Owners are numbered row-major over
-    the axes that cut the dim, in mesh order; an uncut dim has the one owner 0.
+    the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
     """
 
     size: int
@@ -392,9 +392,9 @@ class Ownership:
 
 
 def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
-    """The ownership of a dim of `size` elements that `cuts`, pairs (placement, axis size), cut from left to right.
+    """The ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size), applied from left to right.
 
-    Raises PlanError for blocks that do not add up to the dim, or that come after another cut.
+    Raises PlanError for blocks that do not add up to the dim, or that come after another placement.
     """
     return _ownership(int(size), cuts)
 
@@ -414,7 +414,7 @@ def _ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
 
 
 def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
-    """Cut points in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j of owner c is
+    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j of owner c is
     `[bounds[c, j, k], bounds[c, j, k + 1])`."""
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
@@ -442,7 +442,7 @@ def _cut(own: Ownership, bounds: Ints) -> Ownership:
     base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims laid one behind another
     ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
     begins = bounds[:, :, :-1] + base[:-1, None, None]
-    # cut the intervals, laid out the same way, at every bound
+    # split the intervals, in the same order, at every boundary
     position = own.local_starts + base[own.owner_of]
     edges = distinct(np.concatenate((begins.reshape(-1), ends.reshape(-1), position, base[-1:])))
     left, right = edges[:-1], edges[1:]
@@ -552,7 +552,7 @@ class SegmentRow(NamedTuple):
 
 
 def overlap(saved: Ownership, wanted: Ownership) -> Segments:
-    """Merge the cuts of two ownerships of the same dim. Elements that one side lacks appear in no row.
+    """Merge the boundaries of two ownerships of the same dim. Elements that one side lacks appear in no row.
 
     Cost: the intervals of both sides, sorted once.
     """

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     tensor: int = 0
     """Which of the saved tensors, if the wanted one is a view of several."""
     dims: Dims | None = None
-    """How the dims of `source` lie in `target`; None: in the same order."""
+    """The order of the dims of `source` in `target`; None: the same order."""
 
 
 class FilledSlot(NamedTuple):
@@ -75,7 +75,7 @@ class Overlap(ABC):
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """All pieces of `rank`, by its local tensors. Raises CoverageError at a hole, with the saved region."""
+        """All pieces of `rank`, by its local tensors. Raises CoverageError, with the region, for unsaved elements."""
 
     @property
     def product(self) -> ProductOverlap | None:
@@ -151,7 +151,7 @@ Found = tuple[int, Box, Box]
 
 
 class Sweep:
-    """Boxes sorted along the dim that they cut most, to find quickly those that meet a given one."""
+    """Boxes sorted along the dim that they divide most, to quickly find those that overlap a given one."""
 
     def __init__(self, chunks: Iterable[tuple[int, Box]]) -> None:
         """`chunks` gives (owner, box); empty boxes are left out."""
@@ -186,8 +186,8 @@ class Sweep:
                 yield owner, chunk, common
 
     def covering(self, box: Box, prefer: Container[int] = ()) -> list[Found]:
-        """Chunks that cover `box` exactly once, what they have in common with it cut down where they overlap: the first
-        one keeps an element, those of the owners `prefer` before all others. Raises CoverageError at a hole."""
+        """Chunks that together cover `box` exactly once, cropped where they overlap: the first
+        one keeps an element; those of the owners `prefer` come first. Raises CoverageError for a missing region."""
         found = sorted(self.meeting(box), key=lambda row: row[0] not in prefer)
         pieces = [common for _, _, common in found]
         if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:
@@ -272,7 +272,7 @@ class Fault:
 def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
     """None if every element of `region` (disjoint boxes) is in exactly one of `boxes` and no other element is.
 
-    Volumes are not compared: a gap and an overlap of equal size are found. The cuts of all boxes make
+    Volumes are not compared, so a gap and an overlap of equal size are both found. The boundaries of all boxes make
     a grid whose cells are counted; grids that are too large are halved along their longest axis.
     """
     wanted = [box for box in region if not box.is_empty]

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# How a tensor is cut and where it lives are asked apart. A *rule* says how: a glob of names, and
+# How a tensor is sharded and where it is placed are two questions. A *rule* says how: a glob of names, and
 # one placement per mesh axis. A *home* says where: a glob of names, and coordinates that some axes
 # are fixed at, so that the tensor lives on the submesh of the others (a pipeline stage, an expert's
 # group).
@@ -214,7 +214,7 @@ class Topology:
             )
         return StateLayout(tensors, self.mesh.world_size)
 
-    def uncut_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
+    def unsharded_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
         """Return the axes that some rule shards over and that shard no tensor of `layout`, which this topology made.
         Each comes with the names of the tensors that are replicated over it because no such rule matches them.
 
@@ -230,7 +230,9 @@ class Topology:
             if len(groups) == len(rule.placements) and not isinstance(placement, Replicate)
             for name in group
         }
-        return {axis: fqns for axis, fqns in layout.uncut_axes().items() if not meant.isdisjoint(axis.split("."))}
+        return {axis: fqns for axis, fqns in layout.unsharded_axes().items() if not meant.isdisjoint(axis.split("."))}
+
+    uncut_axes = unsharded_axes  # its old name
 
     def _place(self, spec: TensorSpec, rule: Rule, at: Mapping[str, int]) -> TensorLayout:
         key = (rule, tuple(at.items()), not spec.shape)
@@ -341,8 +343,8 @@ def literal_segments(pattern: str) -> tuple[str, ...]:
 
 # Topologies of the usual kinds of training, as live ranks really hold their tensors.
 #
-# Wherever two axes cut one dim, the order of the cuts matters in uneven cases. FSDP2 cuts what
-# tensor parallelism has left, and expert parallelism deals the experts before FSDP cuts them: `tp`
+# If two axes shard one dim, their order matters for uneven sizes. FSDP2 shards what
+# tensor parallelism has left, and expert parallelism distributes the experts before FSDP shards them: `tp`
 # and `ep` come before `dp`.
 
 
@@ -528,7 +530,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
     return preset(*(size for name in sorted(sizes) for size in numbers[name]))
 
 
-# Flat buffers: tensors laid one behind another, cut into ranges without regard to where one tensor
+# Flat buffers: tensors one after another, divided into ranges that ignore where one tensor
 # ends.
 #
 # FSDP1's flat parameters and ZeRO's partitions are such. Each tensor then has on each rank a range

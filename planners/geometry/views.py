@@ -50,7 +50,7 @@ class Patch:
         return _carried(box, self.source, self.target, self.back)
 
     def crop(self, box: Box) -> Patch:
-        """What is within `box`, in the same coordinates. `box` lies within `target`."""
+        """The part within `box`, in the same coordinates. `target` contains `box`."""
         return replace(self, target=box, source=self.to_source(box))
 
     def move(self, by: Sequence[int]) -> Patch:
@@ -85,7 +85,7 @@ class Fill:
     value: float = 0
 
     def crop(self, box: Box) -> Fill:
-        """What is within `box`, which lies within `target`."""
+        """The part within `box`, which `target` contains."""
         return Fill(box, self.value)
 
     def move(self, by: Sequence[int]) -> Fill:
@@ -99,7 +99,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class ViewGeometry:
-    """A view without names. Equal ones map alike; the hash is computed once, since there may be many patches."""
+    """A view without names. Equal ones map in the same way. The hash is computed once, since patches can be many."""
 
     shape: tuple[int, ...]
     source_shapes: tuple[tuple[int, ...], ...]
@@ -169,8 +169,8 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
     )
 
 
-# `View`: a tensor put together from boxes of other tensors; renaming, cutting, joining, turning,
-# padding.
+# `View`: a tensor composed of boxes of other tensors: renamed, split, joined, transposed,
+# padded.
 #
 # A view is a set of patches. Each says that a box of the target is a box of a source, with its dims
 # in another order, new dims of size 1 or dims of size 1 left out. A fill says that a box of the
@@ -180,7 +180,7 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
 #     fused = concat("wqkv", [q, k, v])
 #     inverse([fused])            # wq, wk and wv as views of wqkv
 #
-# A plan goes through views down to bytes: nobody ever holds the whole tensors.
+# A plan translates views to bytes: no rank ever holds the full tensors.
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class View:
     """Boxes that have a constant value."""
 
     def __post_init__(self) -> None:
-        """Raises PlanError where a part lies outside its tensor or the parts do not add up to the target."""
+        """Raises PlanError if a part is outside its tensor, or if the parts do not add up to the target."""
         spec = self.spec
         for source in self.sources:
             if source.dtype != spec.dtype:
@@ -643,7 +643,7 @@ class Pulled:
 def pull_back(view: ViewGeometry, wanted: Form) -> tuple[Pulled, ...]:
     """What the ranks that want the target of `view` placed as `wanted` need of its sources.
 
-    Each wanted element that is no constant lies in exactly one region. A source of which a rank wants an element twice
+    Each wanted element that is not a constant is in one region. A source of which a rank wants an element twice
     (heads of keys that are repeated) comes up once for each time.
     """
     turned = _turned(view, wanted)

@@ -6,8 +6,8 @@ host wrote is also on the next k of its ring.
     ring 0   a -> b -> a          k = 1: nothing is lost unless a and b are, or two of c, d, e that are neighbours
     ring 1   c -> d -> e -> c
 
-So more than k hosts may be lost, too, as long as they are in different rings; copies dealt to all hosts alike would
-share each byte between other pairs, and then any k + 1 lost hosts lose something. Hosts with much go together with
+So more than k hosts may be lost, if they are in different rings. If copies were spread over all hosts, every pair
+of hosts would share some bytes, and any k + 1 lost hosts would lose something. Hosts with much go together with
 hosts that have little, since each keeps what its neighbours wrote.
 """
 

@@ -221,13 +221,13 @@ def _estimate_transfers(plan: TransferPlan, cluster: Cluster) -> Estimate:
 
 
 def _latency_s(requests: Ints, cluster: Cluster) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Requests go out in waves of as many as may be under way."""
+    """Requests go out in waves of at most `requests_in_flight`."""
     waves = -(-requests // cluster.requests_in_flight)
     return np.asarray(waves * cluster.request_latency_s, dtype=np.float64)
 
 
 def _control_s(verb: str, ranks: int, cluster: Cluster) -> float:
-    """What the store takes to answer all ranks; one rank asks nobody."""
+    """The time that the store takes to answer all ranks. One rank does not ask."""
     rate = cluster.store_questions_per_s
     return 0.0 if rate is None or ranks < 2 else ranks * _QUESTIONS[verb] / rate
 

@@ -396,7 +396,7 @@ def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
 
 # How many items and read requests a load plan has for every rank, counted without listing them.
 #
-# A chunk lies row-major in one file. An item's elements are runs of bytes in it, and gaps of up to
+# A chunk is stored row-major in one file. An item's elements are runs of bytes in it, and gaps of up to
 # a limit between runs are read along with them. Per dim, segments of equal extent in chunks of
 # equal extent need the same, so a product plan is counted by kinds of segments, of which there are
 # a handful:
@@ -442,7 +442,7 @@ def _count_items(plan: LoadPlan, items: Sequence[ReadItem], max_gap_bytes: int) 
 
 
 def _reads(piece: Box, chunk: Sequence[int], itemsize: int, max_gap_bytes: int) -> ByteRuns:
-    """The reads of a box of a chunk that lies in row-major order, as whoever reads makes them."""
+    """The reads of a box of a chunk that is stored row-major, as the reader makes them."""
     return Window.row_major(0, chunk, itemsize).crop(piece).runs().joined(max_gap_bytes)
 
 

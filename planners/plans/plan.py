@@ -88,7 +88,7 @@ class Provable(Protocol):
 
 def verify(subject: object) -> Report:
     """Prove that a layout or plan is correct, or report what is wrong with it. `covers` of the report says what was
-    proved. The proof does not say that a layout is the intended one: `Topology.uncut_axes` lists axes that shard
+    proved. The proof does not say that a layout is the intended one: `Topology.unsharded_axes` lists axes that shard
     nothing.
 
     A layout is correct if its regions cover every tensor, each element once per group of replicas. A load plan is

@@ -22,7 +22,7 @@ __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"
 
 
 # A *source* is a distinct region of the layout before, numbered from 0, with the ranks that hold
-# it. A receiver is a rank of the layout after. Both kinds of intersection answer alike; the product
+# it. A receiver is a rank of the layout after. Both kinds of intersection have the same methods; the product
 # kind, which is made of the same overlap as loads are, does so without listing ranks.
 
 
@@ -70,7 +70,7 @@ class Holders:
         return self.source_of << 32 | self.ranks
 
     def between(self, sources: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-        """Where in `ranks` those holders of each source begin and end that lie in first <= rank < last."""
+        """Where in `ranks` the holders of each source with first <= rank < last begin and end."""
         base = np.asarray(sources, dtype=np.int64) << 32
         return (
             np.asarray(np.searchsorted(self._keys, base | first), dtype=np.int64),
@@ -256,7 +256,7 @@ class SweepIntersection:
     overlap = None
 
     def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
-        """Raises CoverageError (with rank and region) where nobody holds what a receiver needs."""
+        """Raises CoverageError (with rank and region) if no rank holds what a receiver needs."""
         # ranks are replicas of one source if the same box is at the same place of the same local tensor
         found = grouped(
             ((box, index, local), rank)
@@ -343,7 +343,7 @@ def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Inters
 
 _BLOCK_ENTRIES = 1 << 20
 _DENSE_RANKS = 4096
-"""For so many ranks traffic is summed in a table of all pairs."""
+"""Up to this number of ranks, traffic is summed in a table of all pairs."""
 
 
 class Traffic(NamedTuple):
@@ -356,7 +356,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairGroup:
-    """Tensors of equal shape and item sizes, placed alike before and alike after."""
+    """Tensors of equal shape and item sizes, with the same layouts before and after."""
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
@@ -579,6 +579,6 @@ def _sum(blocks: list[Traffic]) -> Traffic:
 
 def _first_turn(tensor: int, waiting: int, holding: int) -> int:
     """At which holder the dealing of a tensor starts, if each tensor is dealt to `waiting` receivers by `holding`
-    holders. It goes on where the last tensor stopped, and moves by one after each full circle, so that a receiver
+    holders. It continues where the last tensor stopped, and moves by one after each full circle, so that a receiver
     gets tensors from all holders: after `holding` tensors, from each once."""
     return tensor * waiting + tensor // (holding // math.gcd(holding, waiting))

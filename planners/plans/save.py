@@ -24,7 +24,7 @@ __all__ = [
 
 
 DIVIDE_ABOVE_BYTES = 8 << 20
-"""Chunks of at least so many bytes may be divided among the ranks that hold them."""
+"""Chunks of at least this many bytes may be divided among the ranks that hold them."""
 
 
 class WriteItem(NamedTuple):
@@ -180,7 +180,7 @@ def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
 
 
 def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
-    """The loads that count: a rank's own, and by how much the mean of its host lies above that of the idlest host."""
+    """The loads that count: a rank's own, plus the mean of its host minus that of the least busy host."""
     if ranks_per_host is None:
         return loads
     hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
@@ -193,7 +193,7 @@ def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
 #
 # Tensors of one geometry have the same chunks with the same holders. Each chunk of all of them is
 # one long strip of units, laid tensor behind tensor; a unit is a whole chunk, or one row of a large
-# one. The holders of the chunk, least loaded first, cut the strip among them so that their loads
+# one. The holders of the chunk, least loaded first, divide the strip among them so that their loads
 # become level:
 #
 #     loads before   #### ## #            3 tensors     |---a---|---b---|---c---|
@@ -328,7 +328,7 @@ class Assignment:
             at, entry = stop, entry + 1
 
     def near(self, box: Box) -> tuple[int, ...]:
-        """The chunks that share an element with `box`. Remembered, since tensors of one geometry are asked alike."""
+        """The chunks that share an element with `box`. Cached, since tensors of one geometry ask the same."""
         found = self._near.get(box)
         if found is None:
             found = self._near[box] = tuple(self.chunks.meeting(box))
@@ -411,7 +411,7 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
     holders = np.arange(1, loads.shape[1] + 1, dtype=np.int64)
     below = np.cumsum(loads, axis=1)
     filled = total[:, None] + below
-    active = np.maximum((filled // holders > loads).sum(axis=1), 1)[:, None]  # only so many lie below the level
+    active = np.maximum((filled // holders > loads).sum(axis=1), 1)[:, None]  # the holders below the level
     level, rest = np.divmod(np.take_along_axis(filled, active - 1, axis=1), active)
     poured = holders * level + holders * rest // active - below  # into the first holders together
     ends = (2 * poured + unit_bytes[:, None]) // (2 * unit_bytes[:, None])
@@ -421,7 +421,7 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
 # Proof of save plans: every element of every tensor is written once, by a rank that holds it.
 #
 # Plans that are derived are proved geometry by geometry: the chunks tile the tensor, every entry's
-# rank holds its chunk, and the entries of a chunk cut its strip of units from the first to the
+# rank holds its chunk, and the entries of a chunk divide its strip of units from the first to the
 # last. No rank's items are listed.
 
 

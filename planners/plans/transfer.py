@@ -588,7 +588,7 @@ class ReadOncePlan:
     shares: SavePlan
 
     def own_boxes(self, rank: int) -> Mapping[str, tuple[OwnBox, ...]]:
-        """Where in the local tensors of `rank` its parts of `readers` lie."""
+        """Where in the local tensors of `rank` its parts of `readers` are."""
         items = self.shares.items(rank) if rank < self.shares.world_size else ()
         found = grouped((item.fqn, OwnBox(item.part, item.source)) for item in items)
         return {fqn: tuple(boxes) for fqn, boxes in found.items()}

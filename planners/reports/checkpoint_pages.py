@@ -95,8 +95,8 @@ class Shown:
 
 
 def checkpoint_page(shown: Shown) -> str:
-    """The checkpoint as an HTML page: its tree, lazily, so that it may have 200,000 tensors; how each lies on its mesh,
-    drawn; values, where they were given; files, and the steps of its run."""
+    """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000 tensors; pictures of
+    layouts; values, if given; files; and the steps of its run."""
     tree, lie = _Tree(), shown.layout.described(shown.layout, _lies)
     pictures = _Pictures(shown.layout)
     for name in shown.layout:
@@ -125,7 +125,7 @@ def difference_page(
     """What differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
-        measures: of the tensors that both have, with one shape; those that are alike have no elements that differ.
+        measures: of the tensors that both have with one shape. Equal tensors have no elements that differ.
         findings: what else differs, or cannot be compared: name, and in words.
         read: what was compared, in words.
     """
@@ -198,7 +198,7 @@ class _Tree:
         self._root: dict[str, Any] = {}
 
     def add(self, name: str, paths: Mapping[str, Sequence[str]], leaf: tuple[str, str, int, int]) -> None:
-        """A tensor or value: in words, how it lies, its bytes, the number of its picture."""
+        """A tensor or value: its layout in words, its bytes, and the number of its picture."""
         parts = [part for key in paths.get(name, (name,)) for part in key.split(".")]
         parts[_MAX_LEVELS:] = [".".join(parts[_MAX_LEVELS:])] if len(parts) > _MAX_LEVELS else []
         at = self._root
@@ -233,7 +233,7 @@ class _Tree:
 
 
 class _Pictures:
-    """A picture for each way in which tensors of one shape lie, as many as there is room for."""
+    """A picture for each layout of tensors of one shape, up to a limit."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
@@ -265,7 +265,7 @@ def _lies(layout: TensorLayout) -> str:
 
 
 def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
-    """Bytes by dtype and by how tensors lie, as bars."""
+    """Bytes by dtype and by layout, as bars."""
     out = []
     kinds = {name: (layout[name].spec.dtype, lie[name]) for name in layout}
     for place, title in enumerate(("By dtype", "By layout")):

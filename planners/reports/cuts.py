@@ -1,4 +1,4 @@
-"""A map of a tensor's cuts for terminals, exact at every cut that it shows; and who holds what."""
+"""A text map of a tensor's shards for terminals, exact at every boundary that it shows; and which ranks hold what."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Owners", "draw_cuts", "edges"]
 
 _MAX_ROWS = 12
 _LABEL = 18
-"""Characters for the ranks of a cell; more are told as `0, 8, ...`."""
+"""Characters for the ranks of a cell; longer lists are shortened to `0, 8, ...`."""
 
 
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
-    """The tensor as a grid: rows and columns are the first two dims that are cut (or the first two), with the indices
-    at which cells begin; a cell names the ranks that hold it. Of many cuts the first ones and the last one are shown.
+    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first two), with the indices
+    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first and the last are drawn.
 
     `width` is that of the terminal, in characters.
     """
@@ -90,17 +90,17 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans.append([rank])
     texts = ["-".join(map(str, span)) for span in spans]
     if len(", ".join(texts)) <= _LABEL:
-        return ", ".join(texts) or "nobody"
+        return ", ".join(texts) or "no rank"
     fitting = [n for n, size in enumerate(itertools.accumulate(len(text) + 2 for text in texts)) if size <= _LABEL - 3]
     return ", ".join([*texts[: len(fitting) or 1], "..."])
 
 
-# Who holds what of a tensor, for those who draw it: the cuts of each dim, and the ranks that hold
+# Which ranks hold what of a tensor, for drawings: the boundaries in each dim, and the ranks that hold
 # an element.
 
 
 def edges(layout: TensorLayout, dim: int) -> list[int]:
-    """Where `dim` is cut, its two ends included."""
+    """The shard boundaries of `dim`, including its two ends."""
     ends = {0, layout.spec.shape[dim]}
     if layout.product is not None:
         own = layout.product.dims[dim]
@@ -128,7 +128,7 @@ class Owners:
         return 1 if self._product is None else len(self._product.replica_positions)
 
     def at(self, index: Sequence[int]) -> list[int]:
-        """The ranks that hold the element at an index in global coordinates; none for a hole."""
+        """The ranks that hold the element at an index in global coordinates; none in a missing region."""
         if self._product is None:
             here = Box(index, (1,) * len(index))
             return [rank for rank, box in self._chunks if box.contains(here)]

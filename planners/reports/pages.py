@@ -35,7 +35,7 @@ _MAX_ROWS = 400
 
 @dataclass(frozen=True)
 class _Story:
-    """What the page tells of a plan, whatever kind of plan it is."""
+    """What the page says about a plan of any kind."""
 
     title: str
     figures: list[tuple[str, str]]
@@ -103,7 +103,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
     """What the proof of this plan says."""
     report = verify(plan)
     if report.ok:
-        return f'<p class="verdict">Proved {escape(report.verdict)}.</p>'
+        return f'<p class="verdict">Proved right: {escape(report.covers)}.</p>'
     listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
     more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
     return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
@@ -256,7 +256,7 @@ def _every(sides: Iterable[StateLayout]) -> Sequence[str]:
     return list(dict.fromkeys(fqn for side in sides for fqn in side))
 
 
-# The pictures on a plan's page, as SVG text: a tensor's cuts, a traffic matrix, bars. Each is of
+# The pictures on a plan's page, as SVG text: a tensor's shards, a traffic matrix, bars. Each is of
 # bounded size.
 
 
@@ -271,7 +271,7 @@ _RAMP = ((46, 74, 140), (33, 128, 141), (56, 138, 92), (146, 132, 32), (192, 104
 
 
 def rank_color(rank: int, world_size: int) -> str:
-    """The color of a rank in all pictures of a page: neighbours look alike."""
+    """The color of a rank in all pictures of a page. Neighbors have similar colors."""
     at = rank / max(world_size - 1, 1) * (len(_RAMP) - 1)
     i = min(int(at), len(_RAMP) - 2)
     red, green, blue = (round(a + (b - a) * (at - i)) for a, b in zip(_RAMP[i], _RAMP[i + 1]))
@@ -279,7 +279,7 @@ def rank_color(rank: int, world_size: int) -> str:
 
 
 class _DrawnAxis(NamedTuple):
-    """How a dim is shown: at these edges. `exact` if every cut of the layout is one of them."""
+    """How a dim is shown: at these edges. `exact` if every shard boundary of the layout is one of them."""
 
     edges: list[int]
     exact: bool
@@ -292,7 +292,7 @@ def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
         return f'<p class="empty">{escape(caption)}: the tensor of shape {shape} has no elements.</p>'
     seen = shape[-1:] if len(shape) == 1 else shape[:2]
     axes = [_axis(layout, d, size) for d, size in enumerate(seen)]
-    if math.prod(len(axis.edges) for axis in axes) > 2 * _MAX_EXACT_CELLS * 16:  # both dims are cut often
+    if math.prod(len(axis.edges) for axis in axes) > 2 * _MAX_EXACT_CELLS * 16:  # both dims have many shards
         axes = [_sampled(axis, size, 40) for axis, size in zip(axes, seen)]
     rows = axes[0] if len(axes) == 2 else _DrawnAxis([0, 1], True)
     columns = axes[-1] if axes else _DrawnAxis([0, 1], True)
@@ -357,7 +357,8 @@ def _span(edges: list[int], i: int, length: float) -> tuple[float, float]:
 def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: int, label: bool) -> str:
     if not ranks:
         return (
-            f'<rect class="hole" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>no rank</title></rect>'
+            f'<rect class="missing" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}">'
+            "<title>no rank</title></rect>"
         )
     color = rank_color(ranks[0], world_size)
     words = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4:,} more" if len(ranks) > 4 else "")
@@ -423,7 +424,7 @@ def _units(unit: str, index: int, each: int) -> str:
 
 
 def _round_numbers(end: int, most: int) -> Iterator[int]:
-    """0 and further round numbers below `end`: at most about so many, in steps of 1, 2 or 5 times a power of ten."""
+    """0 and further round numbers below `end`: about `most` at most, in steps of 1, 2, or 5 times a power of ten."""
     step = next(s for s in _steps(10) if end / s <= max(most, 1))
     yield from range(0, end, step)
 
@@ -522,7 +523,7 @@ figcaption small { display: block; font-weight: 400; color: var(--soft); font-si
 svg { display: block; width: 100%; height: auto; }
 .pair rect { stroke: var(--card); stroke-width: 1; }
 .pair .fine rect { stroke: none; shape-rendering: crispEdges; }
-.pair rect.hole { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
+.pair rect.missing { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
 .pair text { fill: #fff; font-size: 12px; font-weight: 600; text-anchor: middle; dominant-baseline: central;
   pointer-events: none; }
 .matrix rect { fill: var(--accent); }
@@ -569,7 +570,7 @@ PAGE = """<!doctype html>
 <h1>{{title}}</h1>
 {{between}}{{verdict}}
 <dl>{{figures}}</dl>
-<section aria-labelledby="cuts"><h2 id="cuts">Layouts of the largest tensors</h2>
+<section aria-labelledby="layouts"><h2 id="layouts">Layouts of the largest tensors</h2>
 <p>The color of a region shows the lowest rank that holds it. Neighboring ranks have similar colors. A rank has the same
 color on both sides.</p>
 {{tensors}}</section>

@@ -270,7 +270,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Ranks whose bytes lie in `low <= bytes <= high`."""
+    """Ranks with `low <= bytes <= high`."""
 
     low: int
     high: int
@@ -289,8 +289,10 @@ class PlanStats:
     rank_bytes: Ints
     items: Ints | None
     """Number of items of each rank; None for save plans, where it depends on how chunks are divided."""
-    uncut_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `StateLayout.uncut_axes`: of the target layout, or of the layout that is saved."""
+    unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """See `StateLayout.unsharded_axes`: of the target layout, or of the layout that is saved."""
+
+    uncut_axes = property(lambda self: self.unsharded_axes)  # its old name
 
     @property
     def total_bytes(self) -> int:
@@ -332,7 +334,7 @@ class PlanStats:
         lines = [
             *(
                 f"axis {axis!r} shards no tensor: {len(fqns)} are replicated over it"
-                for axis, fqns in self.uncut_axes.items()
+                for axis, fqns in self.unsharded_axes.items()
             ),
             f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",
             (
@@ -356,6 +358,6 @@ def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
-    uncut = list(plan.sides.values())[-1].uncut_axes()
+    uncut = list(plan.sides.values())[-1].unsharded_axes()
     sizes, items = plan.rank_bytes(), plan.item_counts()
     return PlanStats(plan.kind, len(plan.names), plan.geometries(), plan.world_size, sizes, items, uncut)

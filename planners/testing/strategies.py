@@ -73,7 +73,7 @@ def placements(ndim: int) -> st.SearchStrategy[Placement]:
 
 @st.composite
 def block_placements(draw: st.DrawFn, shape: tuple[int, ...], axes: int) -> tuple[Placement, ...]:
-    """One placement per axis, the first cut of a dim being block-wise now and then."""
+    """One placement per axis. The first placement that shards a dim is sometimes block-wise."""
     out: list[Placement] = [draw(placements(len(shape))) for _ in range(axes)]
     seen: set[int] = set()
     for i, placement in enumerate(out):
@@ -89,7 +89,7 @@ def block_placements(draw: st.DrawFn, shape: tuple[int, ...], axes: int) -> tupl
 
 @st.composite
 def product_layouts(draw: st.DrawFn, spec: TensorSpec, blocks: bool = False, max_ranks: int = 24) -> TensorLayout:
-    """Mesh and placements; with `blocks`, block-wise cuts too."""
+    """Mesh and placements; with `blocks`, also block-wise shards."""
     mesh = draw(meshes(max_ranks=max_ranks))
     if blocks:
         return TensorLayout(spec, mesh, draw(block_placements(spec.shape, mesh.ndim)))
@@ -106,7 +106,7 @@ def flat_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
 
 @st.composite
 def box_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
-    """Irregular boxes that tile the tensor: the whole, cut again and again, dealt to up to 6 ranks."""
+    """Irregular boxes that tile the tensor: the full box, split repeatedly and dealt to up to 6 ranks."""
     pieces = [Box.full(spec.shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = pieces.pop(draw(st.integers(0, len(pieces) - 1)))

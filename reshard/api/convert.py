@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
+from planners.units import format_bytes
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
@@ -44,17 +45,16 @@ MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConvertReport(WrittenReport, CheckedReport):
     """What a conversion did. Only `phases` differs between ranks."""
 
     source: str
     target: str
     files: tuple[str, ...]
-    """Number of files with tensors."""
+    """Files with tensors."""
     resumed: tuple[str, ...]
-    """Number of files that an interrupted conversion had finished. Their checksums were compared.
-    """
+    """Files that an interrupted conversion had finished. Their checksums were compared."""
     left_out: tuple[str, ...]
     """Keys of the source that the format cannot store. With `normalized`, also values that have no
     canonical name and are not plain data, such as per-rank values and averages of the model."""
@@ -65,6 +65,12 @@ class ConvertReport(WrittenReport, CheckedReport):
     def seconds(self) -> float:  # type: ignore[override]  # as the first release had it
         """Duration of the call on this rank. `phases` has its parts."""
         return self.phases.seconds
+
+    def __repr__(self) -> str:
+        """One line."""
+        odd = f", {len(self.left_out)} left out" if self.left_out else ""
+        head = f"{self.tensors} tensors, {format_bytes(self.total_bytes)} from {self.source!r} to {self.target!r}"
+        return f"ConvertReport({head}, {self.format}{odd})"
 
 
 @renamed(deadline_s="timeout")
@@ -195,8 +201,8 @@ def _run(
     resume: bool,
     progress: bool,
 ) -> tuple[FormatWriter, tuple[str, ...], int]:
-    """Write all files and publish; what was written, the files that an earlier try had finished, and of how many bytes
-    nobody knows whether they are what was saved."""
+    """Write all files and publish them. Return what was written, the files that an earlier try had finished, and the
+    number of bytes that were not verified."""
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
@@ -211,7 +217,7 @@ def _run(
         journal.holder = group.share(journal.holder, kind=WriterLease)
         writer = job.writer(state, job_id)
         with writer.claimed(storage) if group.rank == 0 else nullcontext():
-            group.barrier()  # nobody writes before there is a claim
+            group.barrier()  # no rank writes before there is a claim
             with engine(executor, workers) as hands:
                 resumed = _write(job, writer, journal, group, state.contents.checking, hands, progress)
             unchecked = 0
@@ -272,7 +278,7 @@ def _write(
         here = FileTasks(writer, journal, checking, on_bytes=step.advance, last=next(reversed(nbytes), ""))
         run_tasks(work, nbytes, executor, on_done, here=here, on_stop=journal.give_up)
     flags = [file.name in kept for file in writer.files]
-    heard = unpack_flags(group.merge(pack_flags(flags), either, "files that were finished"), len(flags))
+    heard = unpack_flags(group.merge(pack_flags(flags), either, "the exchange of finished files"), len(flags))
     return tuple(sorted(file.name for file, is_finished in zip(writer.files, heard) if is_finished))
 
 

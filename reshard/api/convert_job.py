@@ -233,7 +233,7 @@ def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> d
 
 
 _ASK_S = 2.0
-"""So often a task under way asks whether it is still wanted."""
+"""Interval at which a running task asks whether it is still wanted."""
 
 
 def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
@@ -249,7 +249,7 @@ def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
 
 @dataclass(frozen=True)
 class ConvertWork:
-    """A conversion under way, whose tasks are the names of its files."""
+    """A conversion in progress. Its tasks are the names of its files."""
 
     job: ConvertJob
     job_id: str
@@ -297,7 +297,7 @@ class FileTasks:
         try:
             self._journal.check()
         except StorageError:
-            if not self._journal.is_continued():  # nobody would look for it
+            if not self._journal.is_continued():  # no process would look for it
                 self._journal.storage.delete(done.name)
             raise
         self._journal.add(name, done)
@@ -398,7 +398,7 @@ class Journal:
             )
 
     def is_continued(self) -> bool:
-        """Whether somebody is at this job, if not who was."""
+        """Whether another process works on this job, if not the one that did."""
         found = self._claim()
         return found is not None and not found.has_left
 
@@ -406,18 +406,18 @@ class Journal:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
     def give_up(self) -> None:
-        """Whoever writes for this job is to stop, and anybody may continue it."""
+        """Processes that write for this job must stop, and any process may continue it."""
         if self._lease is not None:
             self._lease.give_up()
 
     def leave(self) -> None:
-        """Nobody writes any more: the job is done, or may be continued or removed by whoever comes."""
+        """No process writes any more: the job is done, or any process may continue or remove it."""
         if self._lease is not None:
             self._lease.stop()
 
     def tidy(self) -> None:
-        """After a failure, when nobody writes any more: files that are whole stay for the next try, and nothing else.
-        Of a job that has finished none nothing stays."""
+        """After a failure, when no process writes any more: complete files stay for the next try, and nothing else.
+        If the job has finished no file, nothing stays."""
         self.give_up()
         names = self.storage.list()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
@@ -523,7 +523,7 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> list[str]:
-    """The files that are told by their names to be the job's, and that no checkpoint holds."""
+    """The files whose names say that they are the job's, and that no checkpoint uses."""
     staged, items = temporary_name("", job_id), f"_{job_id}_"
     found = [name for name in names if name.endswith(staged)]
     distcp = [name for name in names if items in name and name.endswith(".distcp")]
@@ -538,7 +538,7 @@ def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> lis
 
 
 def _remove_records(storage: Storage, names: Iterable[str], folder: str) -> None:
-    """The claim and the id last, so that a removal cut short is taken up again."""
+    """The claim and the id last, so that an interrupted removal is continued."""
     mine = [name for name in names if name.startswith(f"{folder}/")]
     for name in sorted(mine, key=lambda name: (name.endswith(f"/{_HEAD}"), name.endswith(f"/{_CLAIM}"))):
         storage.delete(name)

@@ -200,7 +200,7 @@ def holdings(
 def _summed(
     given: StateLayout, held: Mapping[str, Sequence[tuple[Any, Part]]], rank: int, key: Key
 ) -> Sequence[Partial]:
-    """Of all parts of all tensors, in order: what lies on devices is computed there, and waited for once."""
+    """Of all parts of all tensors, in order. Those on devices are computed there and waited for once."""
     fqn = ""
 
     def parts() -> Iterator[tuple[Any, Part, Sequence[int]]]:
@@ -234,7 +234,7 @@ def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tupl
 
 
 def _holders(layout: TensorLayout, rank: int, world_size: int) -> int:
-    """How many ranks hold what this rank holds; 0 where others may, of whom this layout does not tell."""
+    """How many ranks hold what this rank holds; 0 if others may, which this layout does not say."""
     form = layout.form
     if not isinstance(form, ProductForm) or form.mesh.size != world_size or rank not in form.mesh:
         return 0

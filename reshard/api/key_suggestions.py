@@ -59,9 +59,9 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
 
 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
-    """Names that are alike without the segments of wrappers, wherever they are."""
+    """Names that are equal without the segments of wrappers, wherever these are."""
     plain = {_unwrapped(name): name for name in names}
-    # a key that is there under its own name is missing as a tensor, or as none: that is told of it
+    # a key that exists under its own name is missing as a tensor, or as a value: another error says so
     found = {key: name for key in keys if (name := plain.get(_unwrapped(key), key)) != key}
     if not _are_most(found, keys):
         return None
@@ -183,7 +183,7 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
-    """Keys that differ in numbers only as one line; of too many such patterns, those that begin alike."""
+    """Keys that differ only in numbers as one line; if there are too many patterns, by their common beginnings."""
     patterns: dict[tuple[str, str], list[str]] = {}
     for key, where in keys.items():
         patterns.setdefault((re.sub(r"(?<![A-Za-z])\d+(?![A-Za-z])", "*", key), where), []).append(key)

@@ -455,7 +455,7 @@ def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose extents overlap share an element, as far as that can be told without much work."""
+    """Whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
     if a.is_contiguous() and b.is_contiguous():
         return True
     if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):

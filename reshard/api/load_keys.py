@@ -112,7 +112,7 @@ class LoadOptions:
         return self.read_once or "host"
 
     def shared(self) -> dict[str, object]:
-        """What all ranks must choose alike."""
+        """The options that must be equal on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
 
 
@@ -430,7 +430,7 @@ class Truth(NamedTuple):
 
 
 class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks tell the others about their matches."""
+    """What each rank sends about its matches."""
 
     used: dict[bytes, bytes]
     """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
@@ -440,7 +440,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     fits: bool
     """Whether no rank misses anything, or has anything that is mismatched."""
     ambiguous: bool
-    """Whether the placements of some tensor do not tell how it is cut."""
+    """Whether the placements of some tensor allow several layouts."""
 
     @staticmethod
     def join(votes: list[_MismatchVote]) -> _MismatchVote:
@@ -535,13 +535,13 @@ class Mismatches:
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
-    """Collective: what fits on no rank, and what does not fit on some. Targets of which one rank alone cannot tell how
-    they are cut know it from now on.
+    """Collective: what fits on no rank, and what does not fit on some. Targets whose layout one rank alone cannot
+    determine know it from now on.
 
     A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
 
-    Raises CheckpointError, alike on every rank, if ranks have opened different saves at one path; LayoutError if not
-    even all ranks together can tell how a tensor is cut.
+    Raises CheckpointError, on every rank, if ranks have opened different saves at one path; LayoutError if not
+    even all ranks together can determine the layout of a tensor.
     """
     if group.world_size == 1:
         here = list(group.ranks)
@@ -554,7 +554,7 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     ambiguous = {key: tensors[key] for key in match.tensors if tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
-    said, mates = group.merge_within(mine, _MismatchVote.join, "what fits", socket.gethostname())
+    said, mates = group.merge_within(mine, _MismatchVote.join, "the comparison of keys", socket.gethostname())
     _refuse_different_saves(said.saves, group)
     if said.ambiguous:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))

@@ -148,6 +148,10 @@ class Prepared:
         """Which target is made of what."""
         return self._steps.pairing
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Prepared({len(self.pairing.transfers)} tensors)"
+
     def run(self) -> TransferReport:
         """Collective: move everything, once more.
 
@@ -185,7 +189,7 @@ class Prepared:
             self._bind()
         values = self._values.gather(group) if self._values else {}
         if self._first:
-            group.barrier()  # nobody writes before everybody is ready to
+            group.barrier()  # no rank writes before all are ready
         self._first = False
         with torch.no_grad(), Waiter(group, self._device, seconds(self._options["timeout"])) as waiter:
             self._moving = True
@@ -208,7 +212,7 @@ class Prepared:
             slot.fill_(value)
 
     def _settle_differences(self, group: Group, waiter: Waiter) -> None:
-        """Collective: whoever does not hold what its senders hold gets everything, and then must."""
+        """Collective: a rank that does not hold what its senders hold gets everything, and then must hold it."""
         exchanges = [exchange for exchange in self._exchanges if isinstance(exchange, DeltaExchange)]
         for may_repeat in (True, False):
             sent = sum(exchange.sent_bytes for exchange in exchanges)
@@ -291,7 +295,7 @@ class Prepared:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
 
     def _places(self) -> list[int]:
-        """Where all local tensors are: equal as long as nobody gave a tensor other memory."""
+        """Where all local tensors are: equal as long as no tensor got other memory."""
         return [tensor.data_ptr() for tensor in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -476,7 +480,7 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
     """What this rank's sources add to the fingerprint of a target."""
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
-    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that it is named by somebody
+    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that some rank names it
     for number, source in enumerate(view.sources):
         patches = [patch for patch in view.patches if patch.tensor == number]
         for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):

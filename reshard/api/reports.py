@@ -119,8 +119,8 @@ class HostsReport(TimedReport):
 
 
 _SKEW_NS = 50_000_000
-"""Clocks of hosts that are further apart than this are set by the moment at which the ranks had met: by less, meeting
-tells no better than the clocks."""
+"""Clocks of hosts that are further apart than this are set by the moment at which the ranks met. For smaller
+differences, the clocks are as good as the meeting."""
 
 
 class _RankPhases(msgspec.Struct):

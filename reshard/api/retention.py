@@ -160,7 +160,7 @@ def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
         path = path_below(folder, place)
         try:
             created = read_manifest(open_storage(path)).created_unix_s
-            open_checkpoint(path_below(path, MANIFEST))  # whatever else lies there
+            open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
         except CheckpointError:
             with suppress(CheckpointNotFoundError):  # removed meanwhile
                 inner = open_storage(path)

@@ -156,7 +156,7 @@ class PendingSave:
             raise TimeoutError(f"the save is still in progress after {timeout} s") from None
         finally:
             if self._future.done():
-                forget_background_save(self._future)  # whoever asked knows: the next save need not tell it again
+                forget_background_save(self._future)  # the caller knows the result: the next save need not report it
 
     def done(self) -> bool:
         """Return True if the save has ended, successfully or not."""
@@ -181,7 +181,7 @@ def async_save(
     The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
     separate stream, after the pending work of the current stream, and the call waits for these copies. Tensors on the
     host are copied there. The next save reuses the memory. With `stage="device"`, tensors on a device are copied on the
-    device if it has room, and the call does not wait. Each rank may choose its own `stage`.
+    device if it has enough memory, and the call does not wait. Each rank may choose its own `stage`.
 
     At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
     error of an earlier save on all ranks, unless all of them have called its `result()`. Saves to the same path run one
@@ -197,7 +197,7 @@ def async_save(
             if not may_wait:
                 raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
             check_stage(stage)
-            for save in earlier:  # told in the phase: a rank that has asked for the result itself must not go on alone
+            for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
                 save.result()
             chosen = options_of("async_save", SaveOptions, options)
             to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
@@ -234,9 +234,9 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
 ) -> tuple[SaveJob, ToWrite]:
-    """Agree on what there is and who writes what, and stage what this rank writes. Writes nothing.
+    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes nothing.
 
-    The ranks meet for the last time when all of them have staged theirs: what fails on one by then fails on all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
     """
     storage = open_storage(path)
     first_word = partial(_first_word, storage, path, options)
@@ -288,7 +288,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         with phase("claim"):
             if group.rank == 0:
                 commit.claim(job.storage, generation.save_id)
-            group.barrier()  # nobody writes before there is a claim
+            group.barrier()  # no rank writes before there is a claim
             if group.rank:
                 commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
@@ -364,12 +364,12 @@ def _clear(job: SaveJob, cause: BaseException) -> None:
 #
 # A plan is a function of what each rank says of its holdings, names, types, shapes and placements,
 # and of a few options. A rank takes up what it has kept only if it would say the very same again,
-# and tells the others a digest of what all ranks had said. So where all tell one digest, all of
+# and sends the others a digest of what all ranks had said. If all send the same digest, all of
 # them hold what they held when it was planned. Values are compared each time.
 
 
 KEPT = 4
-"""So many plans a process keeps: of the states that a job saves in turn."""
+"""The number of plans that a process keeps, for states that a job saves in turn."""
 _lock = threading.Lock()
 _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
 """The latest last."""
@@ -415,7 +415,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     pool: DistinctValues
     """Digests of descriptions of what they hold; of nothing where that is known."""
     values: ValueDigests | None
-    """Of values that others may have, too; None where any rank has no plan to tell which."""
+    """Of values that others may have, too; None if any rank has no plan that says which."""
     first: FirstWord | None
     """Of the first rank, if it has a plan."""
 
@@ -494,9 +494,9 @@ def agreed_plan(
     stage: _Staging | None = None,
     first_word: Callable[[GlobalState], FirstWord] | None = None,
 ) -> AgreedPlan:
-    """Collective: the plan of a save before that was alike, or one that is made now.
+    """Collective: the plan of an earlier save of the same state, or a new one.
 
-    The ranks meet for the last time when all of them have staged: what fails on one by then fails on all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
 
     Args:
         stage: what this rank writes, while it is on its way to the others.
@@ -557,7 +557,7 @@ def meet_before_save(
         first: on the first rank, where it has a plan.
         before: of the meeting before, after which all have planned anew: what was said there is not said again.
 
-    Raises, alike on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
+    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """
     table: DigestTable | None = None
     if kept is not None and group.world_size > 1:
@@ -576,7 +576,7 @@ def meet_before_save(
         None if table is None else table.told(),
         first,
     )
-    said = group.merge(mine, _SaveVote.join, "what is saved")
+    said = group.merge(mine, _SaveVote.join, "the exchange of what to save")
     if not said.call and before is None:
         group.same_options("save", options.shared())
     if kept is None or not said.kept:
@@ -586,19 +586,19 @@ def meet_before_save(
     return Agreement(replace(kept.census, objects=of_all), said.first, said.pool)
 
 
-# Saves in the background: each on a thread of its own, awaited at exit, and told of where nobody
-# asks for its result.
+# Saves in the background: each on a thread of its own, awaited at exit. Failures are logged if no
+# caller asks for the result.
 #
-# Joining a thread at exit comes too late for a save: by then no pool of threads takes work any
-# more, those that the save needs included. So what still runs is awaited before they close, by the
+# Joining a thread at exit is too late for a save: thread pools no longer accept work then,
+# including those that the save needs. So saves that still run are awaited before pools close, by the
 # same private name as the pools' own closing.
 
 
 T = TypeVar("T")
 
 _saves: dict[Future[Any], str | None] = {}
-"""The oldest first, and where each goes. Those without a place count no longer than they run; the others until somebody
-has asked for their result: an error must not be lost."""
+"""The oldest first, with their paths. Those without a path count only while they run; the others until a caller
+has asked for the result: an error must not be lost."""
 
 
 def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:
@@ -620,7 +620,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
         else:
             future.set_result(result)
 
-    thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the phase under way
+    thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the current phase
     thread.start()
     _saves[future] = place
     if place is None:
@@ -629,7 +629,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
 
 
 def forget_background_save(future: Future[Any]) -> None:
-    """Somebody knows how it ended: nobody else need be told."""
+    """A caller knows the result: it need not be reported again."""
     _saves.pop(future, None)
 
 
@@ -640,7 +640,7 @@ def await_place(place: str) -> None:
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
-    """Wait until one more save may go on; those that have ended, and of which nobody knows yet how."""
+    """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
     counted = [future for future, place in list(_saves.items()) if place is not None]
     while sum(not future.done() for future in counted) >= max_in_flight:
         next(future for future in counted if not future.done()).exception()
@@ -685,7 +685,7 @@ class SaveReport(WrittenReport):
         """One line, with the first names of what is tied or each rank's own."""
         head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
-        odd += [f"{format_bytes(self.bytes_reused)} as they were"] if self.base is not None else []
+        odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
             more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
             odd.append(f"passed over: {self.passed_over[0]}{more}")

@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's view of a save: what there is, who writes what, where to. It keeps no tensor of the user's alive."""
+    """One rank's view of a save: the state, which rank writes what, and where. It keeps no user tensor alive."""
 
     group: Group
     storage: Storage
@@ -136,7 +136,7 @@ def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[En
 
 
 def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """The local tensors as the agreed layout counts them: as many as the tensor has, or one for each of its boxes."""
+    """The local tensors as the agreed layout counts them: those of the tensor, or one for each of its boxes."""
     local, fqn = tensor.local, tensor.key
     if any(t.device.type == "meta" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
@@ -236,18 +236,18 @@ def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]
     return (Written() if written is None else Written(written.record, ranks=written.ranks)), 0
 
 
-# What one rank writes, on its way from where it is to the file: as it lies, or as a copy that
-# nobody else changes.
+# What one rank writes, on its way from where it is to the file: in place, or as a copy that
+# only this save uses.
 
 
 Stage = Literal["host", "device"]
-"""Where an `async_save` copies what lies on devices: into pinned memory of the host, or on the device itself."""
+"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device itself."""
 
 _log = logging.getLogger("reshard")
 _host = HostMemory()
 _common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
-"""For what lies on the host already: to touch new memory takes several times as long as to copy into old, a third of
-that where numpy asked for huge pages."""
+"""For tensors that are on the host already. Touching new memory takes several times as long as copying into old,
+or a third of that if numpy asked for huge pages."""
 _LARGE_BYTES = 64 << 10
 
 
@@ -272,7 +272,7 @@ class ToWrite:
 
     @classmethod
     def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
-        """As it lies, from now on: what the calling thread's streams were asked before is done by then."""
+        """In place, from now on: work that was queued on the calling thread's streams is done when this returns."""
         devices = {entry.tensor.device for entry in entries}
         return cls(entries, CopyStreams(devices), CopyStreams(devices))
 
@@ -304,8 +304,8 @@ def check_stage(stage: str) -> None:
 def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
     """Copies of `entries`: the caller may change its tensors once this returns.
 
-    What lies on a device is copied to the host beside the caller's stream, and waited for; or, by "device", where it
-    is, by the caller's stream itself, for which nobody waits. Where there is no room for that, the host takes it.
+    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by "device", copied where
+    they are, by the caller's stream itself, without waiting. If there is no space for that, the host is used.
     """
     if stage == "device":
         try:
@@ -377,7 +377,7 @@ class Choice(NamedTuple):
 
 
 _MOST_PASSED_OVER = 8
-"""So many are told."""
+"""The number that messages list."""
 
 
 def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
@@ -423,7 +423,7 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
 
 
 def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:
-    """Tensors that are cut otherwise by now, or whose blocks have no digests: their fingerprints can tell whether all
+    """Tensors whose sharding changed, or whose blocks have no digests: fingerprints can show whether all
     of one is what it was."""
     old = base.facts.plan.layout
     return [
@@ -517,7 +517,7 @@ def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
 
 
 def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
-    """The ranks with which this one writes a file. Collective, as is what they tell one another."""
+    """The ranks with which this one writes a file. Collective, and so is the exchange between them."""
     here = machine() or f"rank {group.job_rank}"
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}
@@ -598,5 +598,5 @@ class SaveOptions:
         return None if self.select is None else tuple(self.select)
 
     def shared(self) -> dict[str, object]:
-        """What all ranks must choose alike."""
+        """The options that must be equal on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}

@@ -54,7 +54,7 @@ TRIES = 4
 IN_FLIGHT = 256
 """How many tasks an executor has at a time that does not say how many workers there are."""
 STOP_S = 10.0
-"""How long tasks under way are waited for when the work is given up."""
+"""How long running tasks are waited for when the work is given up."""
 _PROBE_S = 0.2
 _VERSION = "reshard.native.release:__version__"
 
@@ -155,11 +155,11 @@ def run_tasks(
     here: Callable[[T], R] | None = None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do all tasks, by the executor or, without one, one after another in this process; tell `on_done` of each.
+    """Run all tasks, by the executor or, without one, one after another in this process. Call `on_done` for each.
 
     Args:
         work: None where there is no executor, and something that does a task `here`, in this process.
-        on_stop: called when the work is given up, before tasks under way are waited for.
+        on_stop: called when the work is given up, before running tasks are waited for.
 
     Raises what a task raises, and CheckpointError if the executor does not do them.
     """
@@ -448,7 +448,7 @@ class _QuietProcess(SpawnProcess):
     """A process that does not run the program's main module again, which may lack a guard, or be none that can be."""
 
     def start(self) -> None:
-        """As always, but that nobody knows a main module meanwhile."""
+        """As usual, but without a visible main module meanwhile."""
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             super().start()

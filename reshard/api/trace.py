@@ -124,7 +124,7 @@ class _Trace:
         return StateLayout(dict(join_layouts(parties)), self._world_size)
 
     def _settle(self, rank: int) -> None:
-        """Run more ranks, where what this one has may lie in several ways: until what they have leaves one."""
+        """Run more ranks if what this one has allows several layouts, until one is left."""
         mine = self.run(rank)
         forms = list(map(form_from_json, mine.forms))
         for fqn, tensor in mine.tensors.items():

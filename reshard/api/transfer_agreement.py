@@ -40,7 +40,7 @@ class TensorTransfer:
     target: str
     source: str
     before: TensorLayout
-    """How the source lies; the dtype is that in which elements cross."""
+    """The layout of the source; the dtype is the one that is sent."""
     after: TensorLayout
     """Which of its elements are wanted, and where."""
     turn: Dims | None = None
@@ -105,7 +105,7 @@ class TensorMatches:
 
 
 class _Pairer:
-    """The pairing under way."""
+    """The pairing in progress."""
 
     def __init__(self, out: TensorMatches, views: dict[str, View], mapping: dict[str, str], allow_cast: bool) -> None:
         self.out, self.before, self.after = out, out.before, out.after
@@ -292,7 +292,7 @@ def complete(given: TransferOptions) -> TransferOptions:
 
 
 def shared(options: TransferOptions) -> dict[str, object]:
-    """What all ranks must choose alike."""
+    """The options that must be equal on all ranks."""
     mapping = options["mapping"] if isinstance(options["mapping"], StateMapping) else sorted(options["mapping"].items())
     views = sorted((view.spec.fqn, view) for view in options["views"])
     rest = {name: value for name, value in options.items() if name not in _OWN}
@@ -300,7 +300,7 @@ def shared(options: TransferOptions) -> dict[str, object]:
 
 
 def digest_of(options: TransferOptions) -> str:
-    """Equal where all that the ranks must choose alike is equal."""
+    """Equal if all options are equal that must be equal on all ranks."""
     return hashlib.sha256(repr(shared(options)).encode()).hexdigest()
 
 
@@ -310,7 +310,7 @@ class TransferSide:
 
     state: Targets
     layouts: Mapping[str, TensorLayout]
-    """Of plain local tensors that do not say themselves how they lie."""
+    """Of plain local tensors that do not carry their own layout."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
@@ -351,14 +351,14 @@ class _TransferDescription(msgspec.Struct, frozen=True):
     devices: list[str]
     """Kinds of device that this rank can send from, the preferred one first."""
     on_device: bool
-    """Whether a tensor of its source lies elsewhere than in the memory of the CPU."""
+    """Whether a tensor of its source is not in CPU memory."""
     onto_device: bool
     """Whether one of its target does."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after they have told one another. The same on every rank."""
+    """What all ranks know after the exchange. The same on every rank."""
 
     key: bytes
     """Equal whenever everything else is equal."""
@@ -369,7 +369,7 @@ class Agreed:
     tied: Mapping[str, str]
     device: str
     on_device: bool
-    """Whether a tensor of any source lies elsewhere than in the memory of the CPU."""
+    """Whether a tensor of any source is not in CPU memory."""
     onto_device: bool
     """Whether one of any target does."""
 
@@ -403,7 +403,7 @@ def agree(
 ) -> Agreed:
     """Collective: what all ranks hold and want, by digests.
 
-    Raises LayoutError, alike on every rank: ranks disagree about a layout or an option, or have no
+    Raises LayoutError, on every rank: ranks disagree about a layout or an option, or have no
     part at all.
     """
     group.same_options("redistribute", shared(options))
@@ -491,7 +491,7 @@ class Values:
         """Collective: the values of this rank's targets, out of all that the ranks hold now.
         Changes nothing.
 
-        Raises KeyMismatchError, alike on every rank, for a value that differs between ranks.
+        Raises KeyMismatchError, on every rank, for a value that differs between ranks.
         """
         held = self._held()
         merged = agree_on_values({}, held, group, {}, check_replicas=True)
@@ -526,10 +526,10 @@ class Values:
 
 
 def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, on_device: bool) -> None:
-    """Collective: compare digests of what several ranks hold alike. `before`: the layout of all
-    sources of the job; `on_device`: whether any of them lies on a device.
+    """Collective: compare digests of replicas. `before`: the layout of all
+    sources of the job; `on_device`: whether any of them is on a device.
 
-    Raises KeyMismatchError, alike on every rank, where they differ.
+    Raises KeyMismatchError, on every rank, if they differ.
     """
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}

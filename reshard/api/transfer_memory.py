@@ -1,4 +1,4 @@
-"""The steps of a transfer, proved and cut into rounds; and the local tensors that they move."""
+"""The steps of a transfer, proved and divided into rounds; and the local tensors that they move."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Steps:
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
-    """Transfer -> where the local tensors that the plans speak of lie in those that the transfer
-    wants; not for transfers of which the plans speak as a whole."""
+    """Transfer -> where the local tensors of the plans are in those that the transfer
+    wants; not for transfers whose plans use the complete local tensors."""
     repeats: tuple[tuple[str, str, Repeat], ...]
     """(transfer, transfer, what this rank copies from the one to the other), when all has been moved."""
     bytes_between_groups: int
@@ -85,7 +85,7 @@ def plan_steps(
 
 
 def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
-    """A step between receivers, which pass on what they hold as it lies, in the dtype of the target."""
+    """A step between receivers, which pass on what they hold unchanged, in the dtype of the target."""
 
     def lying(state: StateLayout) -> StateLayout:
         tensors = {}

@@ -292,7 +292,7 @@ def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_F
 
 
 def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor does not have its saved fingerprint; False also where nobody can tell with little work."""
+    """Whether a tensor does not have its saved fingerprint; False also if checking would take much work."""
     tensor, wanted = checkpoint[name], (checkpoint.fingerprints or {}).get(name)
     if wanted is None or tensor.nbytes > SHARE_BYTES:
         return False
@@ -553,7 +553,7 @@ class _Difference:
         return self + _Difference(0, None, "", largest, float(distance.square().sum()), float(size.square().sum()), odd)
 
     def measure(self, elements: int) -> Measure:
-        """By how much they differ, of so many elements."""
+        """By how much they differ, for this number of elements."""
         from planners.reports.checkpoint_pages import Measure
 
         ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
@@ -740,7 +740,7 @@ def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
     rtol, atol, is_measured = how
     total = _Difference()
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
-    for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more room
+    for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
         box = part.shift(within.offsets)
         pieces = _slice(x, box), _slice(y, box)
         if not (rtol or atol or is_measured) and _same_bytes(*pieces):

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _BATCH = "number of the batch"
 """A value beside the weights, so that each rank has a part of each batch, as a transfer asks."""
 _TRANSFER_BYTES = 64 << 20
-"""Small buckets are transferred together, at least as many as this: each transfer has a fixed cost."""
+"""Small buckets are transferred together up to this size: each transfer has a fixed cost."""
 
 
 class WeightPlace(NamedTuple):

@@ -254,7 +254,7 @@ def in_a_pipeline() -> Iterator[None]:
         yield
     finally:
         try:
-            sys.stdout.flush()  # while a broken pipe can still be told from an error
+            sys.stdout.flush()  # while a broken pipe still differs from an error
         finally:
             sys.stdout, sys.stderr = before
 

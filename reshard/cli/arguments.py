@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Arguments and options that several commands take alike.
+# Arguments and options that several commands share.
 
 
 NAMING_KEYS = (
@@ -159,7 +159,7 @@ class Sides(NamedTuple):
     @property
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
         """Axes for which the topology has a rule that shards, and along which it shards none of these tensors."""
-        return {} if self.topology is None or self.made is None else self.topology.uncut_axes(self.made)
+        return {} if self.topology is None or self.made is None else self.topology.unsharded_axes(self.made)
 
 
 def both_sides(
@@ -395,7 +395,7 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
     """The word, which must be one of those known. Raises UsageError."""
     names = list(known)
     if word not in names:
-        raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names) or ':'} Known are {', '.join(names)}")
+        raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names)}. Known: {', '.join(names)}")
     return word
 
 
@@ -405,8 +405,9 @@ def dtype_name(word: str) -> str:
 
     name = word.lower().removeprefix("torch.")
     if (name := _DTYPES.get(name, name)) not in ITEM_SIZES:
-        near = did_you_mean(name, [*ITEM_SIZES, *_DTYPES])
-        raise UsageError(f"there is no dtype {word!r}{near or ':'} Known are {', '.join(ITEM_SIZES)}")
+        raise UsageError(
+            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *_DTYPES])}. Known: {', '.join(ITEM_SIZES)}"
+        )
     return name
 
 

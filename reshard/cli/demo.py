@@ -55,7 +55,7 @@ def _bars(screen: Console) -> Progress:
 
 
 class _Listener:
-    """Shows what the ranks tell: a bar for each job where somebody looks, and now and then a line where nobody does."""
+    """Shows what the ranks report: a bar for each job in a terminal, and otherwise a line now and then."""
 
     def __init__(self, bars: Progress, screen: Console, steps: int) -> None:
         self.bars, self.screen, self.steps = bars, screen, steps

@@ -36,7 +36,7 @@ __all__ = ["BEFORE", "Change", "Plans", "RankResult", "Result", "tell_story"]
 
 @dataclass(frozen=True)
 class Ways:
-    """How many ways data and tensors are cut."""
+    """How many ways data and tensors are sharded."""
 
     fsdp: int
     tp: int
@@ -60,7 +60,7 @@ AFTER = (Ways(fsdp=3, tp=1), Ways(fsdp=1, tp=2))
 MAX_OVER_READ = 1.05
 
 Hear = Callable[[str, Any], None]
-"""Gets the name of the job that is running and what its rank 0 tells."""
+"""Gets the name of the job that is running and what its rank 0 reports."""
 Show = Callable[["Plans"], None]
 """Gets the plans as soon as they are made."""
 
@@ -214,7 +214,7 @@ def _change(ways: Ways, plans: Plans, began: RankResult, resumed: list[RankResul
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank tells at the end of a job."""
+    """What a rank reports at the end of a job."""
 
     report: Any
     """Of its save or its load."""
@@ -243,7 +243,7 @@ def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult
 
 
 def _told(tell: Tell, training: Training, report: Any, steps: int) -> RankResult:
-    """Gather and judge what there is, train on, and judge again."""
+    """Gather and compare, train on, and compare again."""
     tell("gathering")
     digests, judged = _digests(training.state()), training.judge()
     training.train(steps)
@@ -251,7 +251,7 @@ def _told(tell: Tell, training: Training, report: Any, steps: int) -> RankResult
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of every whole tensor on rank 0, gathered by torch's own means one at a time."""
+    """SHA-256 of every full tensor on rank 0, gathered by torch's own means one at a time."""
     out = {}
     for path, tensor in leaves_of(state).items():
         if not isinstance(tensor, torch.Tensor):
@@ -264,7 +264,7 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     return out
 
 
-# Several processes on this machine that talk over gloo, and what the first of them tells while they work.
+# Several processes on this machine that talk over gloo, and what the first of them reports while they work.
 
 
 Tell = Callable[[Any], None]
@@ -272,7 +272,7 @@ Tell = Callable[[Any], None]
 
 
 def _run(job: Callable[..., Any], ways: Ways, steps: int, path: str, hear: Hear) -> list[Any]:
-    """Call a job on its ranks; `hear` gets what the first of them tells. Results by rank.
+    """Call a job on its ranks; `hear` gets what the first of them reports. Results by rank.
 
     Raises ReshardError if a rank fails or dies, with its traceback as a note; the others are ended.
     """
@@ -308,7 +308,7 @@ def _run(job: Callable[..., Any], ways: Ways, steps: int, path: str, hear: Hear)
 
 
 _LOOK_S = 0.05
-"""Between two looks at what was told."""
+"""Interval at which reports are read."""
 
 
 def _first_words(failure: ProcessExitedException | ProcessRaisedException) -> str:
@@ -322,7 +322,7 @@ def _first_words(failure: ProcessExitedException | ProcessRaisedException) -> st
 def _rank(rank: int, world_size: int, port: int, told: Any, ended: Any, job: Callable[..., Any], args: Any) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as above
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process, and one tells of it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process, and one reports it
     torch.set_num_threads(1)
     # two remarks on speed and on in-place edits that this model does not do; they would tear the progress bars
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -154,8 +154,10 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
 
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
-        what = "no tensor but a plain value" if name in checkpoint.objects else "not in it"
-        raise KeyMismatchError(f"{name!r} is {what}, in {checkpoint.url}{did_you_mean(name, list(checkpoint)[:5000])}")
+        raise KeyMismatchError(
+            f"{name!r} is {'a plain value, not a tensor,' if name in checkpoint.objects else 'not'} in {checkpoint.url}"
+            f"{did_you_mean(name, list(checkpoint)[:5000])}"
+        )
     from planners.geometry.words import in_both_forms, short_form
 
     screen, layout = show.console(), checkpoint.layout[name]
@@ -224,7 +226,8 @@ def _print(
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
-    """`mesh` and `placements` where they were saved; else `cuts`, whose product the chunks are; else `chunks`."""
+    """`mesh` and `placements` if they were saved; else `shards`, the sizes along each dim whose product the chunks are;
+    else `chunks`. `cuts` is the old name of `shards`."""
     from planners.geometry.words import chunk_sizes
 
     if (mesh := layout.mesh) is not None:
@@ -235,9 +238,9 @@ def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
             "ranks": ranks,
             "placements": [str(placement) for placement in layout.placements or ()],
         }
-    cuts = chunk_sizes(layout)
-    if cuts is not None:
-        return {"cuts": [{"dim": dim, "sizes": list(sizes)} for dim, sizes in cuts]}
+    if (sizes_of := chunk_sizes(layout)) is not None:
+        shards = [{"dim": dim, "sizes": list(sizes)} for dim, sizes in sizes_of]
+        return {"shards": shards, "cuts": shards}
     return {"chunks": [{"offsets": list(box.offsets), "sizes": list(box.sizes)} for _, box in layout.chunks()]}
 
 

@@ -115,8 +115,10 @@ def _seconds(made: LoadPlan, cluster: Cluster) -> float:
 
 
 def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None) -> dict[str, Any]:
+    axes = {axis: list(fqns) for axis, fqns in made.wanted.unsharded_axes().items()}
     return {
-        "uncut_axes": {axis: list(fqns) for axis, fqns in made.wanted.uncut_axes().items()},
+        "unsharded_axes": axes,
+        "uncut_axes": axes,  # its old name
         "tensors": len(made.wanted),
         "saved_world_size": made.saved.world_size,
         "world_size": made.world_size,
@@ -140,7 +142,7 @@ def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[st
     from reshard.cli.rules import as_options, example_rules, recorded_rules
 
     screen = console()
-    for item in sides.wanted.uncut_axes().items():
+    for item in sides.wanted.unsharded_axes().items():
         if item[0] not in unsharded:
             print_text(screen, _unsharded_text(item), "note")
     for item in unsharded.items():
@@ -200,7 +202,7 @@ def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, 
     )
     screen.print()
     if report.ok:
-        print_text(screen, f"proved {report.verdict}", style="green")
+        print_text(screen, f"proved right: {report.covers}", style="green")
     for finding in report.findings[:20]:
         print_text(screen, str(finding), "wrong", "red")
     for file in files:

@@ -53,7 +53,7 @@ def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tup
         layout = Topology(topology.mesh, tuple(made), topology.homes, topology.even).layout(saved.specs)
     except PlanError:
         return []
-    return [] if axis in layout.uncut_axes() else made
+    return [] if axis in layout.unsharded_axes() else made
 
 
 def _rule(topology: Topology, pattern: str, placement: Placement, axis: str) -> Rule:
@@ -75,7 +75,7 @@ def _plain(rule: Rule, topology: Topology) -> Rule:
 
 
 def _globs(dims: Mapping[str, Placement]) -> Iterator[tuple[str, Placement]]:
-    """The shortest globs that match no tensor with another placement; what none can tell apart is left out."""
+    """The shortest globs that match no tensor with another placement; tensors that none can separate are left out."""
     kinds: dict[str, set[Placement]] = {}
     for fqn, placement in dims.items():
         kinds.setdefault(_kind(fqn), set()).add(placement)

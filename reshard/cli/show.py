@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planners.units import format_bytes as size
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
@@ -61,13 +63,13 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
 
 
 def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Each row a sign and what there is to say of it, in two columns; wrapped as `print_text` does."""
+    """Each row a sign and its text, in two columns; wrapped as `print_text` does."""
     for line in columns(list(rows), screen.width if screen.is_terminal else sys.maxsize):
         screen.print(line, markup=False, soft_wrap=True)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little room
+    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little width
     have a line of their own."""
     indent = min(max((len(sign) for sign, _ in rows), default=0) + 4, max(width // 2, 4))
     for sign, text in rows:
@@ -128,15 +130,8 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else many}"
 
 
-def size(nbytes: float) -> str:
-    """A size for people."""
-    from planners.reports.text import format_bytes
-
-    return format_bytes(nbytes)
-
-
 def short(value: Any, most: int = 60) -> str:
-    """The repr of a value, cut to `most` characters."""
+    """The repr of a value, shortened to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -166,7 +161,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrintedLeaf:
-    """What there is to say of one name."""
+    """What is printed for one name."""
 
     text: str
     nbytes: int = 0
@@ -227,7 +222,7 @@ class Branch:
 
 
 def fold(branch: Branch) -> list[tuple[str, int, Branch | PrintedLeaf]]:
-    """The children as (name, how many, one of them): runs of numbered children that are alike become one, `0-31`."""
+    """The children as (name, how many, one of them): runs of numbered children that are equal become one, `0-31`."""
     out: list[tuple[str, int, Branch | PrintedLeaf]] = []
     run: list[str] = []
 

@@ -257,7 +257,7 @@ class DefaultSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return a write item for everything that this rank holds."""
         items: list[TorchWriteItem] = []
-        alike: dict[Any, TensorWriteData] = {}  # one for all tensors that are cut alike: it is pickled once
+        same: dict[Any, TensorWriteData] = {}  # one for all tensors with the same sharding: it is pickled once
         for fqn, value in self.state_dict.items():
             if is_checkpointable(value):
                 items += self._own_items(fqn, value)
@@ -270,10 +270,10 @@ class DefaultSavePlanner(SavePlanner):
                 index, tensor, shape = region.index(fqn), region.tensor, shape_of(value)
                 self._regions[index] = tensor
                 key = region.box, shape, tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.is_pinned()
-                if key not in alike:
+                if key not in same:
                     properties = TensorProperties.create_from_tensor(tensor)
-                    alike[key] = TensorWriteData(chunk_of(region.box), properties, torch.Size(shape))
-                items.append(TorchWriteItem(index=index, type=kind, tensor_data=alike[key]))
+                    same[key] = TensorWriteData(chunk_of(region.box), properties, torch.Size(shape))
+                items.append(TorchWriteItem(index=index, type=kind, tensor_data=same[key]))
         return SavePlan(items, planner_data=self.mappings)
 
     def _own_items(self, fqn: str, value: Any) -> Iterator[TorchWriteItem]:

@@ -155,7 +155,7 @@ class FileSystemWriter(StorageWriter):
             )
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
-        # a name of its own for every attempt, also where nobody calls `reset` between them
+        # a name of its own for every attempt, also if `reset` is not called between them
         mark = f"{uuid.uuid4().hex[:12]}_" if self._old else ""
         first = self.rank if self._each_for_itself else 0
         return [dataclasses.replace(p, storage_data=f"__{rank}_{mark}") for rank, p in enumerate(plans, first)]

@@ -36,7 +36,7 @@ __all__ = ["BLOCK", "DeltaExchange"]
 # receiver that does not have the digest afterwards has not got the run.
 #
 # What is compared is bits in the dtype that crosses: of the target itself, where it has that
-# dtype. A target of a larger one does not tell what came, so the receiver keeps that beside it,
+# dtype. A larger target does not show what arrived, so the receiver keeps that beside it,
 # and converts all of it anew in each run.
 
 
@@ -46,7 +46,7 @@ _POSITION_BYTES = 2
 _ALL = -1
 """In place of a block's count: all of it comes."""
 _LEAST_GAIN = 2
-"""So many times fewer bytes must the differences of a block be than all of it, to be worth taking apart."""
+"""The differences of a block must have this many times fewer bytes than the block, to be worth sending apart."""
 TOGETHER_BYTES = 64 << 20
 """So much is compared at once: what is known of it meanwhile takes as much memory again."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -79,14 +79,14 @@ class _ChangedPiece:
         return min(self.dtype.itemsize, 8)
 
     def words(self) -> torch.Tensor:
-        """As they are now, where they are, in row-major order; where they lie so, in their own memory."""
+        """As they are now, in row-major order; in their own memory if they have that order."""
         there = self.elements.to(self.dtype).resolve_conj().resolve_neg()
         return raw_bytes(raw_elements(there).contiguous()).view(_WORDS[self.dtype.itemsize])
 
 
 def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
-    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes alike where the words
-    are, and which are waited for once; or, where no rank has any on a device, faster."""
+    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes in the same way where
+    the words are, and which are waited for once; or, if no rank has any on a device, by a faster hash."""
     if not on_device:
         return [int(xxhash.xxh3_64_intdigest(one.numpy().data)) >> 1 for one in words]
     found = partials((one, None, None) for one in words)
@@ -231,7 +231,7 @@ class DeltaExchange(Exchange):
     """
 
     def __init__(self, *args: Any, on_device: bool, **kwargs: Any) -> None:
-        """`on_device`: whether a tensor of any rank lies elsewhere than on the CPU."""
+        """`on_device`: whether a tensor of any rank is not on the CPU."""
         self._on_device = on_device
         super().__init__(*args, **kwargs)
 
@@ -287,7 +287,7 @@ class DeltaExchange(Exchange):
         return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)
 
     def move(self, group: Group, waiter: Waiter, *, again: bool = False) -> None:
-        """Move what changed. Whether that ended well is in `wrong`; `keep` must be told what became of it.
+        """Move what changed. `wrong` says whether that ended well; call `keep` with the outcome.
 
         `again`: in the same run, whose bytes it adds to.
         """
@@ -311,7 +311,7 @@ class DeltaExchange(Exchange):
             self._run_copies(iter(self._copies), group)
 
     def _compare(self, group: Group) -> None:
-        """What changed, and digests of what there is. Of some pieces together, each device is waited for once."""
+        """What changed, and digests of the pieces. Each device is waited for once per group of pieces."""
         for together in batches(self._sent.values(), lambda piece: piece.nbytes, TOGETHER_BYTES):
             old, new = ([piece for piece in together if (piece.last is None) == is_new] for is_new in (False, True))
             for piece in new:
@@ -349,7 +349,7 @@ class DeltaExchange(Exchange):
                 at += 1 + blocks
 
     def _tell(self, waiter: Waiter, to: dict[int, list[int]], sizes: dict[int, int]) -> dict[int, list[int]]:
-        """Give numbers to some ranks, and get so many from others."""
+        """Send numbers to some ranks, and receive from others the number of them that `sizes` gives."""
         given = {peer: torch.tensor(numbers, device=self._device) for peer, numbers in to.items()}
         found = {p: torch.empty(size, dtype=torch.int64, device=self._device) for p, size in sizes.items()}
         ops = [self._op(dist.isend, numbers, peer) for peer, numbers in given.items()]

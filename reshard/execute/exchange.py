@@ -33,9 +33,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Large pieces that lie in one run of memory travel from where they are to where they go; all
-# others are packed, those of a message one behind another, into a buffer that is made once. Two
-# rounds are under way at a time:
+# Large pieces that are one run of memory are sent from where they are to where they go. All
+# others are packed, those of a message one after another, into a buffer that is made once. Two
+# rounds are in flight at a time:
 #
 #     round 0   pack, post ........... unpack
 #     round 1              pack, post ........... unpack
@@ -48,9 +48,9 @@ Parts = Callable[[str], Sequence[torch.Tensor]]
 """The local tensors of a name, one for each part of its layout, in the coordinates of the plan's items."""
 
 LARGE_BYTES = 256 << 10
-"""A piece of at least so many bytes is a message of its own, and need not be packed."""
+"""A piece of at least this many bytes is a message of its own, and need not be packed."""
 DEPTH = 2
-"""Rounds under way at a time."""
+"""Rounds in flight at a time."""
 _ALIGN_BYTES = 16
 TAG = 0x52_53
 
@@ -93,7 +93,7 @@ class RankWork:
 
 
 def round_bytes(budget_bytes: int) -> int:
-    """The bytes in flight of one round, such that the buffers of all rounds under way are within the budget."""
+    """The bytes in flight of one round, such that the buffers of all rounds in flight are within the budget."""
     each = budget_bytes // DEPTH
     return each - each // LARGE_BYTES * _ALIGN_BYTES
 
@@ -120,7 +120,7 @@ class _Round(NamedTuple):
     packs: list[tuple[torch.Tensor, torch.Tensor]]
     """(to, from), before it is posted."""
     host_packs: list[tuple[torch.Tensor, torch.Tensor]]
-    """Of these, what the host does itself, into memory that devices have done with by then."""
+    """Of these, what the host does itself, into memory that devices no longer use at that time."""
     ops: list[dist.P2POp]
     unpacks: list[tuple[torch.Tensor, torch.Tensor]]
     """(to, from), when it has arrived."""
@@ -168,8 +168,8 @@ class Exchange:
         Args:
             pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
 
-        Raises what fails here, or the failure of another rank; targets are undefined then, and so is what the process
-        group still has under way: make a new one.
+        Raises what fails here, or the failure of another rank. Then targets are undefined, and so is what the process
+        group still has in flight: make a new one.
         """
         self._pace = pace
         with Waiter(group, self._device, deadline_s) as waiter:
@@ -177,7 +177,7 @@ class Exchange:
             waiter.settle([self._device, *self._elsewhere])
 
     def move(self, group: Group, waiter: Waiter) -> None:
-        """The same as part of something longer, which has its own waiter: on a device the work may be under way yet.
+        """The same as part of a longer operation, which has its own waiter: on a device, work may still be in progress.
 
         On devices whose streams the backend keeps to, nothing is waited for between the rounds. Where messages are
         packed on the host, and tensors are not there, the host waits once a round.
@@ -287,7 +287,7 @@ class Exchange:
         return self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
 
     def _straight(self, item: TransferItem, elements: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of elements that can travel as they lie in memory."""
+        """The bytes of elements that can be sent directly from memory."""
         if elements.device != self._device or elements.is_conj() or elements.is_neg() or not elements.is_contiguous():
             return None
         if elements.dtype != self._wires.get(item.fqn, elements.dtype):
@@ -317,7 +317,7 @@ class Exchange:
 def go_through(
     steps: Iterable[T], waiter: Waiter, begin: Callable[[T], list[dist.P2POp]], end: Callable[[T], None]
 ) -> None:
-    """Step by step, with `DEPTH` of them under way at a time: what `begin` gives is posted, and `end` comes when all of
+    """Step by step, with `DEPTH` of them in flight at a time: the result of `begin` is posted, and `end` is called when
     it has arrived."""
     under_way: deque[tuple[T, list[dist.P2POp], list[Any]]] = deque()
 
@@ -372,7 +372,7 @@ _DEVICE_LOOK_S = 0.0005
 _VERDICT_S = 5.0
 """After a lost connection: how long to wait for news of which rank is the cause."""
 _DRAIN_S = 1.0
-"""After a failure: how long messages that are under way may still arrive."""
+"""After a failure: how long messages in flight may still arrive."""
 
 
 class Waiter:
@@ -514,7 +514,7 @@ def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
 
 
 BUDGET_BYTES = 256 << 20
-"""For messages under way."""
+"""For messages in flight."""
 
 
 class SharedReading:
@@ -528,7 +528,7 @@ class SharedReading:
     def agree(cls, tensors: Mapping[str, LiveTensor], group: Group) -> SharedReading:
         """Collective: by what all ranks want. `tensors`: targets of this rank that are to be read, by key.
 
-        Raises LayoutError, alike on every rank, where ranks disagree about a tensor. The plan is proved.
+        Raises LayoutError, on every rank, if ranks disagree about a tensor. The plan is proved.
         """
         plan = plan_read_once(join_layouts(group.distinct_answers(describe(tensors))))
         verify(plan.transfers).raise_if_failed()
@@ -547,9 +547,9 @@ class SharedReading:
     ) -> int:
         """Collective: give the others what they want, once all have read. Returns the bytes that this rank got.
 
-        If a rank has failed, nothing is sent: a message that nobody takes would be taken for one of the next load.
+        If a rank has failed, nothing is sent: a message that no rank receives would be taken for one of the next load.
 
-        `local`: the local tensors of a key, on the CPU or not; what was read lies in them.
+        `local`: the local tensors of a key, on the CPU or not, which contain what was read.
         """
         rounds = schedule(self.plan.transfers, max_inflight_bytes=round_bytes(BUDGET_BYTES))
         exchange = Exchange(

@@ -90,7 +90,7 @@ class Fetch:
         self.done.extra, self.done.unchecked = plan.extra_bytes, plan.unchecked_bytes
 
     def settle(self) -> None:
-        """Collective: nobody writes before everybody is sure."""
+        """Collective: no rank writes before all ranks are sure."""
         if self._machine is None:
             self.group.barrier()
             return
@@ -122,7 +122,7 @@ class Fetch:
         )
 
     def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
-        """Copy what lies in storages that have no view of their bytes, as far as it pays; gives what is left."""
+        """Copy from storages that have no view of their bytes, where it pays; return the other copies."""
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):
             return copies

@@ -31,7 +31,7 @@ _LOTS_A_THREAD = 8
 
 
 class _TargetPiece(NamedTuple):
-    """Bytes [start, stop) of a file, and the target that they lie in."""
+    """Bytes [start, stop) of a file, and the target that they belong to."""
 
     copy: Copy
     source: FileSource
@@ -144,7 +144,7 @@ def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
 
 
 def _list(pieces: Sequence[_TargetPiece], open_files: ExitStack) -> WorkList:
-    """Read a piece, compare it, and go on."""
+    """The steps: read a piece, compare it, continue with the next."""
     memory, digests, entries = Memory(), [np.zeros(0, np.uint64)], []
     regions: dict[int, int] = {}
     files: dict[FileSource, tuple[int | None, int]] = {}

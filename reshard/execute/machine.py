@@ -97,7 +97,7 @@ class MachineReading:
 
     @classmethod
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> MachineReading:
-        """Collective: who reads which segments for all ranks of this machine, found alike by each of them.
+        """Collective: which rank reads which segments for all ranks of this machine. Each rank computes the same.
 
         It may be that each reads for itself, where sharing would not pay or is not possible here; and it counts only
         once it is confirmed.
@@ -109,7 +109,7 @@ class MachineReading:
         shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
         touched = footprint_of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
-        # packed, since all ranks of the job get it, and most numbers are alike
+        # compressed, since all ranks of the job get it, and most numbers are equal
         offer = _Offer(zlib.compress(msgspec.msgpack.encode(touched), 1), cost, own.address)
         # who knows no machine of its own is alone in one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
@@ -156,8 +156,8 @@ class MachineReading:
 
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
-        and whether a rank of any machine cannot, which all ranks are told alike."""
-        if not group.merge(self.refused, any, "whether all ranks can read for one another"):
+        and whether a rank of any machine cannot, which all ranks learn."""
+        if not group.merge(self.refused, any, "the agreement to share reads"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
         mine = any(group.exchange_within(machine, self.refused).values())
@@ -410,7 +410,7 @@ class _MachineRun:
         kinds[: last - first, -1] = Kind.POST
         of[: last - first, -1, 0], of[: last - first, -1, 1] = memory.counter(TAKEN, self._place)
         of[: last - first, -1, 2] = turn + 1
-        if is_end:  # nobody leaves before everybody is through
+        if is_end:  # no rank leaves before all are done
             kinds[-1, 0], of[-1, 0, :5] = Kind.WAIT, (*memory.counter(TAKEN, 0), last, ranks, memory.step)
         used = np.flatnonzero(kinds >= 0)
         entries = np.zeros(len(used), ENTRY)
@@ -548,8 +548,8 @@ class _MachineRun:
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
-    """How many slots this rank shares with the others of its machine, and of how many bytes: as many as there had
-    better be requests to where it reads, or as half of its memory holds; none if that is for fewer than two."""
+    """The number and size of the slots that this rank shares with the others of its machine: one for each request that
+    storage should have in flight, or as many fit in half of its memory; none if that is fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
     nbytes = max((piece_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
     slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)
@@ -574,7 +574,7 @@ FILLED, TAKEN = 0, 1
 _COUNTER_STEP = 64
 """Bytes from one counter to the next: what one rank writes often shares no cache line with what another does."""
 _COUNTER_BYTES = 1 << 20
-"""Room for the counters of 8,192 ranks; what is not written to takes no memory."""
+"""Space for the counters of 8,192 ranks. Pages that are not written take no memory."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -671,7 +671,7 @@ class MachineMemory:
         return int(self._taken.min())
 
     def look(self, awaited: tuple[int, int] | None) -> None:
-        """Whether to go on. `awaited`: the counter that this rank waits for.
+        """Whether to continue. `awaited`: the counter that this rank waits for.
 
         Raises the failure of another rank, or DeadlineError.
         """

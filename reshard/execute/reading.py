@@ -54,8 +54,8 @@ class Workspace:
 
     @classmethod
     def of(cls, memory_budget_bytes: int | None, threads: int | None, sharers: int = 1) -> Workspace:
-        """At most `memory_budget_bytes` for all threads together, whose number is the user's choice, or as many as
-        this process has processors where `sharers` processes share them.
+        """At most `memory_budget_bytes` for all threads together. `threads` None: the processors of
+        this process, divided by the `sharers` processes that share them.
 
         Raises CheckpointError for a budget that is too small to work in, or a number of threads below 1.
         """
@@ -84,7 +84,7 @@ class ByteCounts:
     read: int = 0
     """Of elements, from the data files."""
     extra: int = 0
-    """Read though nobody asked for them: only to check what was asked for, or since they lie between."""
+    """Bytes read in addition: to check what was requested, or because they are between requested bytes."""
     unchecked: int = 0
     """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
     compute read, which count for themselves."""
@@ -230,9 +230,9 @@ def on_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: s
 
 
 def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | Staged]]:
-    """The copy, cut along its longest dim, again and again, until its pieces are small enough.
+    """The copy, split along its longest dim, repeatedly, until its pieces are small enough.
 
-    What needs no memory beside its target is cut only so that threads share it.
+    Copies that need no memory beside their target are split only so that threads share them.
     """
     window, out = copy.place.window, copy.out
     limit = out.limit(piece_bytes) if isinstance(out, Staged) else 2 * MAX_BUFFER_BYTES
@@ -334,7 +334,7 @@ Range = tuple[int, int]
 Table = npt.NDArray[np.int64]
 
 _LOT_BLOCKS = 256
-"""So many are compared before somebody looks whether another rank has failed."""
+"""The number of blocks that are compared between two checks whether another rank has failed."""
 
 
 @dataclass
@@ -342,7 +342,7 @@ class Elsewhere:
     """What of a file other ranks compare, and what this one compares for others."""
 
     by_others: Sequence[Range] = ()
-    """Bytes of which each block that lies within is compared by another rank, or while it is read for all: in order."""
+    """Bytes whose blocks are compared by another rank, or while they are read for all ranks: in order."""
     for_others: Sequence[Range] = ()
 
 
@@ -353,14 +353,14 @@ class ComparePlan:
     blocks: dict[FileSource, npt.NDArray[np.int64]] = field(default_factory=dict)
     """(n, 2), in order."""
     extra_bytes: int = 0
-    """Bytes of these that nobody asked for."""
+    """Bytes of these that were not requested."""
     unchecked_bytes: int = 0
-    """Bytes that were asked for and that nobody compares."""
+    """Bytes that were requested and that no rank compares."""
 
 
 def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSource, Elsewhere]) -> ComparePlan:
-    """All blocks that are touched, if that is within `may_check`; else as many as it allows, those first of which the
-    least is read for nothing else."""
+    """All blocks that are touched, if that is within `may_check`; else as many blocks as it allows, in the order of the
+    extra bytes that they need."""
     plan = ComparePlan()
     chosen: list[tuple[FileSource, Table, Table]] = []
     total = 0
@@ -417,7 +417,7 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], 
 
 
 def within_ranges(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
-    """Whether each of some blocks, (n, 2), lies within one of some ranges, which are in order and apart."""
+    """Whether each of some blocks, (n, 2), is within one of some ranges, which are in order and disjoint."""
     if not len(blocks) or not ranges:
         return np.zeros(len(blocks), np.bool_)
     bounds = np.array(ranges, np.int64)

@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Files are cut into segments of equal size. A rank says how many bytes of each its reading
+# Files are divided into segments of equal size. A rank says how many bytes of each its reading
 # touches, in the grain in which the storage gives them: who wants one column of every row
 # touches every page. From what all ranks of the machine say, each finds the same answer:
 #
@@ -44,8 +44,8 @@ __all__ = [
 
 
 LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20
-"""Multiples of the block of checksums: whoever reads a segment can check it. Small ones are dealt evenly where there
-is little to read; of large ones fewer are cut, copied and waited for. An object store is asked for more at once."""
+"""Multiples of the block of checksums, so that the reader of a segment can check it. Small ones spread few bytes
+evenly; large ones cost less to plan, copy, and wait for. An object store is asked for more at once."""
 LARGE_FILE_BYTES = 64 << 20
 """Files of at least this size have large segments."""
 CACHED_BYTES = 512 << 10
@@ -67,8 +67,8 @@ def segment_bytes(source: FileSource) -> int:
 
 
 def piece_bytes(source: FileSource) -> int:
-    """So much of a segment is read, compared and taken at once: what stays in a cache where compiled loops do it, and
-    cutting costs nothing; else all of it."""
+    """The number of bytes of a segment that are read, compared, and copied at once: what stays in a cache if compiled
+    loops do it, since splitting is free then; otherwise all of it."""
     size, blocks = segment_bytes(source), source.checksums
     whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
     is_small = source.view() is not None and whole_blocks and compiled() is not None
@@ -135,7 +135,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
 
     A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
-    together they touch all of it, whoever reads it. Those that touch it take turns.
+    together they touch all of it, whichever of them reads it. Those that touch it take turns.
 
     Args:
         ranks: those of one machine, in an order that all of them know.
@@ -248,7 +248,7 @@ def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list
             yield first + number, [SegmentPart(part, copy.out[index], copy) for index, part in parts]
 
 
-@lru_cache(maxsize=1024)  # tensors of the same shape that lie alike in their segments are cut alike
+@lru_cache(maxsize=1024)  # tensors of the same shape and position in their segments are split in the same way
 def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
     """For each segment of `size` bytes: the indices of the elements of a window that begin in it, and their window,
     counted from the start of the segment."""
@@ -294,14 +294,14 @@ def compare_segment(source: FileSource, start: int, data: memoryview, check: Che
 
 
 def has_whole_blocks(source: FileSource) -> bool:
-    """Whether the checksums of a file are those of blocks of which each lies within one segment."""
+    """Whether the checksums of a file are of blocks that are each within one segment."""
     blocks = source.checksums
     return isinstance(blocks, BlockChecksums) and segment_bytes(source) % blocks.block_bytes == 0
 
 
 def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
-    """Of parts of segments that were read from files without a view: those that nobody compared with checksums. Who has
-    a view has counted them before."""
+    """Of parts of segments that were read from files without a view: the bytes that were not compared with checksums.
+    Files with a view have counted them before."""
     return sum(
         part.window.nbytes
         for part in parts
@@ -332,13 +332,13 @@ def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int)
 # Reading from storages that are far away, which give no view of their bytes: by segments, each byte
 # asked for once.
 #
-# Many requests are under way at a time. Where bytes can be had again for nothing, from a mapped
+# Many requests are in flight at a time. If bytes can be read again for free, from a mapped
 # file, checking comes first, and nothing is written of what is damaged; from an object store that
 # would cost a second transfer of everything.
 
 
 _MAX_READ_SHARE = 1.5
-"""A stretch is read as a whole if it has at most so many bytes for each one that is wanted of it."""
+"""A stretch is read in one request if it has at most this many bytes for each requested one."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class RemoteReading:
-    """What is read by segments, and the rest: what lies in storages with views, or is strewn too widely."""
+    """What is read by segments, and the rest: data of storages with views, or scattered too widely."""
 
     stretches: list[_Stretch]
     rest: list[Copy]
@@ -400,7 +400,7 @@ class RemoteReading:
         """Read, check and copy everything.
 
         Args:
-            requests: under way at a time, each with memory of its own.
+            requests: in flight at a time, each with memory of its own.
             request_bytes: the most that one asks for.
             piece_bytes: memory for what is staged on its way to another dtype or device.
             on_bytes: called with the bytes that were copied out of each request, on any thread.

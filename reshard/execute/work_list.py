@@ -1,6 +1,6 @@
 """A finished list of reads, comparisons, copies and waits, and what runs it: a compiled loop, or the same in numpy.
 
-Whoever makes a list has planned and proved all of it. An entry names memory by its region, and a place within it:
+The code that makes a list has planned and proved all of it. An entry names memory by its region, and a place within it:
 
     READ     bytes of a file into memory
     COMPARE  blocks of memory with their digests
@@ -362,7 +362,7 @@ class NumpyRun:
 
 
 def _take(target: _Landing, data: memoryview, start: int, nbytes: int) -> int:
-    """Copy what of a target's elements, whose first one lies at `start` of `data`, begins in its first `nbytes`."""
+    """Copy the elements of a target, whose first one is at `start` of `data`, that begin in its first `nbytes`."""
     copied = 0
     for index, sizes, offset in _beginning(target.sizes, target.strides, target.itemsize, start, nbytes):
         part = Window(start + offset, sizes, target.strides, target.itemsize)
@@ -371,12 +371,12 @@ def _take(target: _Landing, data: memoryview, start: int, nbytes: int) -> int:
     return copied
 
 
-@lru_cache(maxsize=4096)  # tensors of the same shape that lie alike in their stretches are cut alike
+@lru_cache(maxsize=4096)  # tensors of the same shape and position in their stretches are split in the same way
 def _beginning(
     sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, start: int, nbytes: int
 ) -> list[tuple[Any, tuple[int, ...], int]]:
     """The elements of a window from byte 0 on that begin in `nbytes` bytes from `-start`: their index, their sizes, and
-    where the first of them lies in the window."""
+    where the first of them is in the window."""
     boxes = Window(0, sizes, strides, itemsize).within(-start, nbytes - start)
     # the dots make it a view, also of a 0-d array
     return [((*box.slices, ...), box.sizes, sum(map(mul, box.offsets, strides))) for box in boxes]
@@ -387,7 +387,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _sleep_until_changed(address: int, seen: int, most_s: float) -> None:
-    """Until somebody wakes who waits for a counter, unless it is another than was seen; or earlier."""
+    """Until a waker changes a counter from the value that was seen, or earlier."""
     if _FUTEX is None:
         time.sleep(min(_SLEEP_S, most_s))
         return

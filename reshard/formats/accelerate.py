@@ -44,7 +44,7 @@ _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Whether there are weights and something beside them, folders of FSDP, or files of each rank; or all but the
-    weights, so that their loss can be told."""
+    weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
     if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
         return True

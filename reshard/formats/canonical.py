@@ -38,7 +38,7 @@ class Canonical:
     state: dict[str, dict[str, Value]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: padding that could not be cut, lists that are incomplete ..."""
+    """What a reader should know: padding that could not be removed, lists that are incomplete ..."""
 
     def add_model(self, fqn: str, tensor: StoredTensor, source: str) -> None:
         """Raises NormalizationError if another tensor has the name already."""

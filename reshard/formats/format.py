@@ -1,4 +1,4 @@
-"""What a format is: how its files are told and read, what its names mean, and how it is written."""
+"""What a format is: how its files are recognized and read, what its names mean, and how it is written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Format:
-    """A format. What a program does not need before it reads, normalizes or writes, is imported by then."""
+    """A format. Its reader, canonical names, and writer are imported when they are first needed."""
 
     name: str
     checksums: str
@@ -64,7 +64,7 @@ class Format:
     """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises FormatError or
     CorruptCheckpointError, naming the file."""
     is_composite: bool = False
-    """Whether it is made of files of other formats and something that tells them apart: the first such format that
+    """Whether it is made of files of other formats and something that identifies it: the first such format that
     fits is taken. Of all others, two that fit are a mixture."""
     holds_dcp: bool = False
     """Whether it is made of a DCP checkpoint: any other composite format beside one is a mixture."""
@@ -73,8 +73,8 @@ class Format:
     claim: Callable[[Contents], Contents | None] | None = None
     """What another format opened and is this one's, as this one knows it; None for all else."""
     beside: Callable[[Contents], Iterable[str]] | None = None
-    """Keys of what is neither a part of a model nor of an optimizer. None where their names tell."""
+    """Keys of what is neither a part of a model nor of an optimizer. None if their names say so."""
     names_ranks: bool = False
-    """Whether only the name of a rank's file tells apart what stands beside model and optimizer."""
+    """Whether only the name of a rank's file identifies what is beside model and optimizer."""
     writing: Callable[[], Writing] | None = None
     """None where it is read only."""

@@ -49,7 +49,7 @@ from reshard.stored.views import assemble, narrow, unflatten
 __all__ = ["FLAT", "FORMAT", "cut_flat", "numbered"]
 
 
-# The inside of flat parameters: where each parameter lies in one.
+# The inside of flat parameters: where each parameter is in one.
 
 
 _ALIGNMENT_BYTES = 16
@@ -59,7 +59,7 @@ FLAT = "_flat_param"
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter lies in a flat one: its first element, and its shape."""
+    """Where each parameter is in a flat one: its first element, and its shape."""
 
     params: dict[str, tuple[int, tuple[int, ...]]]
 
@@ -225,7 +225,7 @@ def open(files: Files) -> Contents:
     return contents_of("fsdp1", opened, Fsdp1Facts(sections))
 
 
-# Canonical names: flat parameters and their optimizer states, cut up again.
+# Canonical names: flat parameters and their optimizer states, split again.
 #
 #     use_orig_params=False: one flat tensor per wrapped module, the same for its states     flat: [p0 p0 p0 | p1 p1 -]
 #     use_orig_params=True:  a 1-D piece of each parameter, empty on ranks that hold none    rank 0 ......... rank 1 ..

@@ -1,4 +1,4 @@
-"""Normalizes states whose parts are tensors with names: all formats but those that cut parameters up themselves."""
+"""Normalizes states whose parts are tensors with names: all formats but those that shard parameters themselves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:
-    """The tensors of a model; flat parameters of FSDP1 are cut into those that are inside."""
+    """The tensors of a model; flat parameters of FSDP1 are split into those that are inside."""
     tensors = [(name, leaf.value()) for name, leaf in leaves]
     flat_names = [name for name, _ in tensors if name.endswith(FLAT)]
     if flat_names:
@@ -121,7 +121,7 @@ _FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
 
 
 def _split_fused(result: Canonical, hints: Hints) -> None:
-    """Cut states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints say the heads.
+    """Split states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints give the heads.
 
     Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
     """

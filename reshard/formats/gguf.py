@@ -273,7 +273,7 @@ class DequantizedSource(Source):
         return self.source, self.start, self._numel, self.block.name
 
 
-# The header of a GGUF file: what is known of the model, and which tensor lies where.
+# The header of a GGUF file: what is known of the model, and where each tensor is.
 #
 # "GGUF" version u32, tensors u64, values u64      numbers are little-endian name, kind u32, value
 # for each value; text has its length in front, u64 name, dims u32, sizes u64..., type u32, at u64
@@ -350,7 +350,7 @@ class _Cursor:
         return self._data[at - self._start : stop - self._start]
 
     def skip(self, length: int) -> None:
-        """Go on behind so many bytes. Raises CorruptCheckpointError if there are fewer."""
+        """Skip this many bytes. Raises CorruptCheckpointError if there are fewer."""
         self.source.check(self.at, self.at + length)
         self.at += length
 
@@ -378,7 +378,7 @@ def read_header(source: Source) -> GgufHeader:
     """Read and check the header of a file.
 
     Raises:
-        CorruptCheckpointError: the file is cut short, or tensors overlap, leave holes or lie outside it.
+        CorruptCheckpointError: the file is truncated, or tensors overlap, leave gaps, or are outside it.
         FormatError: an unknown version, byte order or type.
     """
     cursor = _Cursor(source)
@@ -545,7 +545,7 @@ def open(files: Files) -> Contents:
     """The model in the only file, or in all that are numbered.
 
     Raises:
-        CorruptCheckpointError: a file is missing, cut short or damaged.
+        CorruptCheckpointError: a file is missing, truncated, or damaged.
         FormatError: several files that are not of one model, or of an unknown version, byte order or type.
     """
     storage, names = files.storage, files.listed

@@ -4,7 +4,7 @@ model_config.yaml              the settings
 model_weights.ckpt             a state dict of torch.save
 model_weights/                 or a checkpoint of Megatron-core; `weights/` beside `context/` in NeMo 2
 
-An archive is an uncompressed tar, in which everything is read where it lies.
+An archive is an uncompressed tar, which is read in place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         FormatError: several archives, one that is compressed, or weights in the parts of several ranks.
-        CorruptCheckpointError: an archive is cut short, or what it holds is.
+        CorruptCheckpointError: an archive is truncated, or a file in it is.
     """
     storage, names = files.storage, files.listed
     archives = sorted(n for n in names if "/" not in n and n.endswith(".nemo"))

@@ -127,8 +127,8 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
 def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -> Contents:
     """`canonical`, made of `source`, with the plain objects that stood beside model and optimizer.
 
-    What is no plain data there, such as the averages of another model, is added to `left_out`. So is what only the name
-    of a rank's file tells apart, which no program asks for by that name, unless it is `for_framework`, in its format.
+    Values that are not plain data, such as the averages of another model, are added to `left_out`. So are values that
+    only the name of a rank's file identifies, since no program requests them by name; not if it is `for_framework`.
     """
     format = find_format(source.format)
     named = for_framework or format is None or not format.names_ranks

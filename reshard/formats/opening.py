@@ -39,7 +39,7 @@ _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
 
 _MARKERS = (MANIFEST, ".metadata")
-"""The path of such a file is that of the checkpoint which it is of, whatever else lies beside it."""
+"""The path of such a file is that of its checkpoint, whatever other files are there."""
 
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
@@ -57,7 +57,7 @@ class _Run(NamedTuple):
     steps: list[RunStep]
     """The oldest first; none where the folder is a checkpoint by itself."""
     beside: list[str]
-    """Files of checkpoints that lie beside them."""
+    """Files of checkpoints that are beside them."""
 
     def not_opened(self, path: str | os.PathLike[str]) -> list[str]:
         """What to say of the latter."""
@@ -189,7 +189,7 @@ def _open_step(
     if passed:
         why = "; ".join((*passed, *run.not_opened(path)))
         raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
-    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps at all"
+    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps"
     raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: it has {known}")
 
 
@@ -349,8 +349,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
 def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
     kinds = " and ".join(format.name for format in fitting)
     return FormatError(
-        f"{url} is a mixture: its files look like {kinds}; open the one that you mean by the path of its file, or "
-        "move the others elsewhere"
+        f"{url} contains files of several formats: {kinds}. Open one of them by the path of its file, or move the "
+        "others elsewhere"
     )
 
 
@@ -371,9 +371,9 @@ def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
 #     run/checkpoints/epoch=0-step=10.ckpt  last.ckpt      Lightning, as files or folders
 #
 # Names are all that is looked at: those in the folder, in its one folder of checkpoints, and in
-# those of its steps. So a folder of ten thousand others is told at once from a checkpoint.
+# those of its steps. So a folder of ten thousand others is distinguished at once from a checkpoint.
 #
-# What a folder is, by what lies at its top and is called as files of a checkpoint are:
+# What a folder is, by the files at its top that have names of checkpoint files:
 #
 #     steps, and                                        verdict
 #     nothing                                           a run
@@ -400,15 +400,15 @@ _OWNED = re.compile(
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
 """Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may
-be anything that somebody keeps beside a run."""
+be anything that a user keeps beside a run."""
 
 _MOST_FOLDERS = 256
-"""So many folders are looked into where the top shows nothing."""
+"""The number of folders that are searched if the top shows nothing."""
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """A checkpoint of a run, as its name tells it."""
+    """A checkpoint of a run, as its name says."""
 
     step: int | None
     """None for Lightning's `last.ckpt`, which is the newest whatever its step."""
@@ -472,7 +472,7 @@ def marks_in(look: Look) -> list[str]:
 
 
 def owned_by(marks: Iterable[str]) -> list[str]:
-    """Those of them which say that there is a checkpoint right there, whatever lies beside it."""
+    """Those of them which say that there is a checkpoint right there, whatever other files are there."""
     return [name for name in marks if _OWNED.fullmatch(name)]
 
 

@@ -181,7 +181,7 @@ def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
 
 
 def _cells(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes of a regular grid, those at the edge cut short."""
+    """The boxes of a regular grid; those at the edge are smaller."""
     if not shape:
         yield Box((), ())
         return
@@ -219,7 +219,7 @@ _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
 def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """Orbax: a tree of whole JAX arrays. The model has the dotted names of what lies under `params`; optimizers of
+    """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`; optimizers of
     optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
 
     A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.

@@ -98,7 +98,7 @@ def open(files: Files) -> Contents:
 
 
 def with_others(contents: Contents, files: Files, sections: list[Section]) -> Contents:
-    """The contents, with a warning that names the files which lie beside those of the sections."""
+    """The contents, with a warning that names the files beside those of the sections."""
     opened = {file for section in sections for file in section.files.values()}
     others = [n for n in files.listed if n not in opened and n.endswith(_OTHERS)]
     return replace(contents, warnings=(f"not opened: {', '.join(sorted(others)[:5])}",) if others else ())
@@ -238,7 +238,7 @@ def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Extent:
 def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, TensorLayout]:
     """The layout of every rank's part: what its placements mean, by the shapes of all parts.
 
-    Raises FormatError where torch itself cannot have cut so, or where the shapes do not tell.
+    Raises FormatError if torch itself cannot have sharded so, or if the shapes do not show how.
     """
     alike: dict[TensorLayout, list[int]] = {}
     for rank, part in parts.items():

@@ -30,7 +30,7 @@ __all__ = [
 
 
 # The index says which file holds which tensor, and is not believed: the files' headers must agree.
-# DCP's shards say the offset of each chunk but no global shapes, which are inferred; a hole shows
+# DCP's shards say the offset of each chunk but no global shapes, which are inferred; a missing region shows
 # when a tensor is read or checked.
 
 
@@ -65,7 +65,7 @@ def open(files: Files) -> Contents:
     if len(indexes) > 1:
         raise FormatError(f"{storage.url} has {len(indexes)} indexes: {', '.join(indexes)}; open one by its path")
     if indexes and len(names) == 1:
-        files = files.some(storage.list())  # opened by the path of the index: the files lie beside it
+        files = files.some(storage.list())  # opened by the path of the index: the files are beside it
     if indexes:
         return _open_indexed(files, indexes[0])
     found = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))

@@ -106,7 +106,7 @@ class Sections:
 
     models: dict[str, list[tuple[str, StoredLeaf]]]
     """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by what stands before the
-    names of each to tell them apart, such as "model." and "model_1."."""
+    names of each to separate them, such as "model." and "model_1."."""
     optimizers: list[tuple[str, Tree]]
     """Each behind the key of its model."""
 
@@ -236,7 +236,7 @@ def _is_other(key: Any, value: Any) -> bool:
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:
-    """Whether the whole state is an optimizer's."""
+    """Whether the state is an optimizer's and nothing else."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
     return is_flat(tree)

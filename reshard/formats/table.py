@@ -81,6 +81,8 @@ def writing_of(name: str) -> Writing:
     """How a format is written. Raises FormatError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
-        near = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
-        raise FormatError(f"cannot write the format {name!r}{near} Known formats: {', '.join(WRITTEN)}")
+        known = [*WRITTEN, *ALSO_CALLED]
+        raise FormatError(
+            f"cannot write the format {name!r}{did_you_mean(str(name), known)}. Known: {', '.join(known)}"
+        )
     return found.writing()

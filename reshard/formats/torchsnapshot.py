@@ -6,8 +6,8 @@ sharded/model/weight_0_0       boxes of sharded tensors
 0/progress/steps               what is rank 0's own
 batched/<id>                   small tensors one behind the other
 
-The manifest is JSON, or YAML where an early version wrote it. What several ranks have under one name and nobody
-declared to be replicated is each rank's own (`Contents.per_rank`).
+The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one name and that
+were not declared as replicated are per-rank values (`Contents.per_rank`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Snapshot:
         rank = min(entries)
         first = entries[rank]
         if kinds <= _CONTAINERS:
-            # what is below tells of others
+            # what is below implies the others
             if not first.get("keys"):
                 self.out.containers[path] = "list" if first["type"] == "list" else "dict"
             return

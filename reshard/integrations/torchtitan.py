@@ -124,7 +124,7 @@ class ManagerOptions(TitanManager.Config):
     """torchtitan's options, and options for `reshard.CheckpointManager`."""
 
     options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-    """Options for `reshard.CheckpointManager`, such as `{"whole_every": 10}`. They override
+    """Options for `reshard.CheckpointManager`, such as `{"full_every": 10}`. They override
     torchtitan's.
     """
 

@@ -1,1 +1,1 @@
-"""What a live state is: nested containers, tensors of every kind, and where their elements lie."""
+"""What a live state is: nested containers, tensors of every kind, and which elements they hold."""

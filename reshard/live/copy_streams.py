@@ -41,7 +41,7 @@ class StreamEvent(Protocol):
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """New memory of the host, as bytes, that devices copy from and to while the host goes on.
+    """New memory of the host, as bytes, that devices copy from and to while the host continues.
 
     Where the system gives no such memory it is common memory: copies are right, and slower, and a
     warning is logged.
@@ -130,7 +130,7 @@ class CopyStreams:
 
     Before other threads touch tensors: a thread starts on the default stream, and where the caller
     is on another one, neither waits for the other. A save would read values that are still being
-    computed, a load would write what a kernel under way overwrites. So devices without lanes are
+    computed, and a load would write what a running kernel overwrites. So devices without lanes are
     waited for here.
     """
 
@@ -300,7 +300,7 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
     """The elements of all tensors, each in row-major order, one tensor behind another; a piece
     holds until the next one is asked for.
 
-    With at most `stage_bytes` of copies where they do not lie so in the memory of the CPU. Larger
+    With at most `stage_bytes` of copies for elements that are not in this order in CPU memory. Larger
     elements come before smaller ones, so that all are aligned.
     """
     on_lanes = sum(tensor.nbytes for tensor in tensors if lanes[tensor.device] is not None)
@@ -328,7 +328,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype of what lies on the host as it is to be written and is so small that the call would
+    """The dtype of a tensor that is on the host in the order in which it is written, and so small that the call would
     cost more than the copy; None for others. Of these dtypes torch joins all."""
     small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -346,7 +346,7 @@ def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
 
 
 def _in_pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
-    """The tensor cut into rows, and rows of rows, of at most so many bytes or one element."""
+    """The tensor split into rows, and rows of rows, of at most this many bytes or one element."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return
@@ -379,7 +379,7 @@ class _Ring:
         self._under_way: deque[_DownloadSlot] = deque()
 
     def add(self, piece: torch.Tensor, lane: CopyStream) -> Iterator[memoryview]:
-        """Ask for a piece; gives what has come before it and must be taken to make room."""
+        """Request a piece. Yields earlier pieces, which you must consume to free their slots."""
         slot = self._filling
         if slot is not None and (slot.lane is not lane or slot.used + piece.nbytes > self.slot_bytes):
             self._close(slot)
@@ -436,13 +436,13 @@ class HostMemory:
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:
-        """`make` gives new memory of so many bytes."""
+        """`make` allocates memory of a given number of bytes."""
         self._make = make
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Room for each of so many bytes, one behind another within blocks; and the blocks, to be
+        """Memory for each of these sizes, one after another within blocks; and the blocks, to be
         given back."""
         rooms: list[torch.Tensor] = []
         blocks: list[torch.Tensor] = []
@@ -465,7 +465,7 @@ class HostMemory:
         return self._make(nbytes)
 
     def give(self, blocks: Iterable[torch.Tensor]) -> None:
-        """Back, when nobody uses them any more."""
+        """Return blocks that are no longer used."""
         with self._lock:
             self._free.extend(blocks)
 
@@ -490,7 +490,7 @@ def batches(
 
 
 def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors on devices with lanes, each in its room on the host. They are there when
+    """Copies of tensors on devices with lanes, each in its memory on the host. They are there when
     the lanes are: wait for those. Larger elements come before smaller ones, so that all are
     aligned."""
     found = []
@@ -506,8 +506,8 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[t
 
 
 def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
-    """Each on the host, in common memory: a copy of what lies on a device, and itself what lies
-    here already.
+    """Each on the host, in common memory: a copy of a tensor on a device, or the tensor itself if it is on the host
+    already.
 
     One piece of pinned memory is filled by the device while another is emptied here; then they
     change places, for all tensors together. Strided tensors, lazily conjugated ones and subclasses

@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's ZeRO-3 has cut up: told by what it leaves on them, made whole by its own context."""
+"""Parameters that DeepSpeed's ZeRO-3 has sharded: recognized by its attributes, gathered by its own context."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ __all__ = [
 # parameter like any other.
 
 
-HOW_TO_SAVE = (
-    "save by the engine's own save_checkpoint, which reshard opens, normalizes and converts as it does its own"
-)
+HOW_TO_SAVE = "save with DeepSpeed's engine.save_checkpoint; reshard opens, normalizes, and converts the result"
 """What to do about state that only DeepSpeed can put together."""
 
 HOW_TO_GET = (

@@ -38,7 +38,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return BY_NAME[name]
     except (KeyError, TypeError):
-        why = f"torch {torch.__version__} has no such dtype" if name in ITEM_SIZES else "no such dtype is known"
+        why = f"torch {torch.__version__} does not have it" if name in ITEM_SIZES else "write a torch dtype by name"
         raise FormatError(f"unknown dtype {name!r}: {why}") from None
 
 
@@ -68,7 +68,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def row_major_bytes(array: Array) -> memoryview:
-    """The elements in row-major order; a copy only where they do not lie so already."""
+    """The elements in row-major order; a copy only if they have another order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

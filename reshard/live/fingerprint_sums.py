@@ -28,8 +28,8 @@ __all__ = [
 
 
 # Sums over this field do not depend on their order, which is what lets every rank add up its own
-# part. The numbers come from SHAKE-256, so they can be had for any index at once, and whoever does
-# not know the key cannot tell them from dice.
+# part. The numbers come from SHAKE-256, so any index can be computed directly, and without
+# the key they look like random ones.
 
 
 PRIME = 2**48 - 59
@@ -86,8 +86,8 @@ class Key:
 
 
 PUBLIC = Key()
-"""The key that everybody shares: finds accidents. Whoever may tamper with data must not know the
-key."""
+"""The key that everyone shares: finds accidents. To detect tampering, use a key that is
+secret."""
 
 
 def multiply(a: Residues, b: Residues) -> Residues:
@@ -184,7 +184,7 @@ class Axis:
         return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
 
     def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
-        """The axis in pieces `(start, stop, axes)`: whole blocks become two axes, what lies between
+        """The axis in pieces `(start, stop, axes)`: complete blocks become two axes, the rest
         stays one."""
         if self.part != "index":
             return [(0, self.size, (self,))]
@@ -228,7 +228,7 @@ class Matrix(NamedTuple):
 
 
 MAX_COLUMNS = 2048
-"""Of a matrix, whose sums stay exact for so many."""
+"""Columns of a matrix for which sums stay exact."""
 _MAX_ROWS = 1 << 14
 _NARROW = 256  # fewer columns than this do not keep the matrix product busy
 THIN = 32
@@ -275,7 +275,7 @@ def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
 
 
 def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
-    """Cut axes into tiles of at most `limit` places, each one run of the row-major order, in that
+    """Split axes into tiles of at most `limit` places, each one run of the row-major order, in that
     order."""
     first, product = _whole_axes(sizes, limit)
     whole = [(0, size) for size in sizes[first:]]
@@ -305,7 +305,7 @@ def cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
 # where c runs over some of the last axes taken together, and r over the others. The inner sums are
 # one float64 matrix product per digit of `columns`, and float64 is exact here: |word| <= 2^31,
 # |digit| <= 2^11 and at most 2^11 columns keep every partial sum within 2^53, whatever the order in
-# which the library adds. So is the outer one: the sums are cut in halves of 27 bits, and 2^26 *
+# which the library adds. So is the outer one: the sums are split in halves of 27 bits, and 2^26 *
 # 2^11 * 2^16 rows = 2^53.
 
 
@@ -347,7 +347,7 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
 
 
 def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
-    """`fold` of each of many small tensors that lie alike; int32 on the CPU, (tensors, words in
+    """`fold` of each of many small tensors of one layout; int32 on the CPU, (tensors, words in
     row-major order).
 
     All axes are columns here, so that one product sums up all of them: for small ones the calls are
@@ -497,7 +497,7 @@ def kernel() -> Kernel | None:
 
 
 def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:
-    """Sums that add up to that over the words: where they lie, on torch's threads, if each row is a
+    """Sums that add up to that over the words: in place, on torch's threads, if each row is a
     run of memory; else of copies."""
     columns = table(key, matrix.column_axes, matrix.columns)
     numbers = _row_numbers(key, matrix.row_axes, matrix.rows)

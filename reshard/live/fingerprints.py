@@ -52,7 +52,7 @@ _BATCH_WORDS = 1 << 16
 @dataclass(frozen=True)
 class Partial:
     """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives
-    the whole tensor's.
+    the sum of the full tensor.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
@@ -133,7 +133,7 @@ def partials(
     parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
 ) -> list[Partial]:
     """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
-    waited for once; small tensors of the host that lie alike are summed up together."""
+    waited for once; small tensors of the host with one layout are summed up together."""
     given = list(parts)
     together: dict[tuple[object, ...], list[int]] = {}
     for i, (tensor, positions, shape) in enumerate(given):
@@ -154,7 +154,7 @@ def partials(
 
 
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
-    """What small tensors have in common that can be seen as whole words, and are summed up alike;
+    """What small tensors have in common that can be viewed as complete words and summed up together;
     None for others."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return None
@@ -190,7 +190,7 @@ def _small_partials(
 
 
 class _Begun(NamedTuple):
-    """One fingerprint under way: what is known of it, and what a device has been asked."""
+    """One fingerprint in progress: what is known of it, and what a device was asked."""
 
     sums: Sums
     terms: list[Term]
@@ -239,14 +239,14 @@ class Fingerprinter:
         self.partial = Partial()
 
     def add(self, tensor: torch.Tensor, positions: Positions = None) -> None:
-        """Add what lies at these positions. Raises as `partial` does, and LayoutError for another
+        """Add the elements at these positions. Raises as `partial` does, and LayoutError for another
         dtype."""
         if tensor.dtype != self.dtype:
             raise LayoutError(f"a part of dtype {tensor.dtype} does not belong to a tensor of dtype {self.dtype}")
         self.partial += partial(tensor, positions, self.shape, key=self.key)
 
     def add_bytes(self, data: bytes | bytearray | memoryview, box: Box) -> None:
-        """Add a box whose elements lie row-major in `data`. Raises LayoutError if their lengths
+        """Add a box whose elements are row-major in `data`. Raises LayoutError if their lengths
         differ."""
         if memoryview(data).nbytes != box.numel * self.dtype.itemsize:
             raise LayoutError(
@@ -262,17 +262,17 @@ class Fingerprinter:
         return self.partial.digest(self.dtype, self.shape, key=self.key)
 
 
-# Tensors as 32-bit words, whatever their dtype: the bits of the last dim in rows, cut every four
+# Tensors as 32-bit words, whatever their dtype: the bits of the last dim in rows, split every four
 # bytes.
 #
-# A word has one place in the global tensor, so parts that cut through a word fill their missing
+# A word has one place in the global tensor, so parts that split a word fill their missing
 # bytes with zeros: the signed value of a word is the sum of what its bytes are worth, so that the
 # parts add up to the whole word.
 
 
 Positions = Box | Part | Sequence[Box] | Sequence[Sequence[tuple[int, int]]] | None
-"""Where a local tensor lies: nowhere special (it is whole), a box, boxes in local order, or per dim
-its intervals."""
+"""Where a local tensor is in the full one: None (it is full), a box, boxes in local order, or the intervals
+per dim."""
 
 _COPY_WORDS = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16}
@@ -369,7 +369,7 @@ def _check(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> None:
         for start, stop in sorted(i for i in intervals if i[0] != i[1]):
             if not reached <= start < stop <= size:
                 raise LayoutError(
-                    f"the intervals {intervals[:8]} of dim {d} must be disjoint and lie within 0 to {size}, "
+                    f"the intervals {intervals[:8]} of dim {d} must be disjoint and within 0 to {size}, "
                     f"but [{start}, {stop}) does not"
                 )
             reached = stop
@@ -426,7 +426,7 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
 
 def _viewable(tensor: torch.Tensor, per_word: int) -> bool:
-    """Whether torch can see the memory as int32 where it lies."""
+    """Whether torch can view the memory as int32 in place."""
     if tensor.is_conj() or tensor.is_neg():
         return False  # the memory holds something else than the values
     if tensor.itemsize == _WORD_BYTES:

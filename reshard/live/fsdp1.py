@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters: which original parameters are in them, where, and how each is cut. A border module."""
+"""FSDP1's flat parameters: which parameters they contain, where, and how each is sharded. Private names of torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FlatPiece:
         return low, min(max((position + 1) * self.shard_numel - self.start, 0), self.numel)
 
     def local_slice(self) -> slice:
-        """Where this rank's range lies in its shard of the flat parameter."""
+        """Where this rank's range is in its shard of the flat parameter."""
         position = dist.get_rank(self.group)
         low, high = self.range_of(position)
         at = self.start + low - (position * self.shard_numel if self.sharded else 0)
@@ -121,7 +121,7 @@ class FlatPiece:
 
 def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
     """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that
-    lie in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
+    are in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
     own."""
     found: dict[int, list[tuple[str, FlatPiece]]] = {}
     handle = unit.__dict__.get("_handle")
@@ -167,19 +167,19 @@ def _add_unit(handle: Any, mesh: Any, found: dict[int, list[tuple[str, FlatPiece
         found.setdefault(id(info.module), []).append((info.param_name, first))
 
 
-# How FSDP1's flat parameters cut an original parameter, and the sharded tensor that says so. A
-# border module.
+# How FSDP1's flat parameters shard an original parameter, and the sharded tensor that says so.
+# Uses private names of torch.
 #
 # Each rank holds a range of the parameter's row-major flattening, which may begin and end within
 # rows:
 #
-#     4 x 3 on two ranks, as it lies     rank 0: 0 1 2 / 3 4      rank 1: 5 / 6 7 8 / 9 10 11
-#     as torch.chunk cuts                rank 0: 0 1 2 / 3 4 5    rank 1: 6 7 8 / 9 10 11
+#     4 x 3 on two ranks, as FSDP1 has it    rank 0: 0 1 2 / 3 4      rank 1: 5 / 6 7 8 / 9 10 11
+#     as torch.chunk splits it               rank 0: 0 1 2 / 3 4 5    rank 1: 6 7 8 / 9 10 11
 #
 # torch's own state dicts of FSDP1 have the second, always, and what reads them relies on it: it
 # takes the first shard of a rank for its chunk of rows, without a look at where the shard says it
-# is. So whatever lies as chunks is given as torch gives it, and whatever does not is a
-# `CutAcrossRows`, which lets nobody take its shards for chunks.
+# is. So a tensor in chunks is given as torch gives it, and any other is a
+# `CutAcrossRows`, whose shards cannot be taken for chunks.
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class FlatCut:
         return next(axis for axis in axes if sorted(dist.get_process_group_ranks(self.mesh.get_group(axis))) == ranks)
 
     def chunks(self) -> FlatCut:
-        """The same tensor on the same ranks, as `torch.chunk` along dim 0 cuts it."""
+        """The same tensor on the same ranks, as `torch.chunk` along dim 0 splits it."""
         rows, per_row = self.shape[0], prod(self.shape[1:])
         step = -(-rows // len(self.ranges)) * per_row
         ends = [min(i * step, rows * per_row) for i in range(len(self.ranges) + 1)]
@@ -222,8 +222,8 @@ class FlatCut:
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
         """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it
-        shares; nothing is sent, since every rank can tell what the others hold. A DTensor or
-        ShardedTensor if it lies in chunks."""
+        shares; nothing is sent, since every rank can compute what the others hold. A DTensor or
+        ShardedTensor if its shards are chunks."""
         return self.chunk(local) if self.is_chunks else _across_rows(self, local)
 
     def chunk(self, local: torch.Tensor) -> torch.Tensor:
@@ -238,13 +238,13 @@ class FlatCut:
 
 
 def cut_of(tensor: Any) -> tuple[FlatCut, torch.Tensor] | None:
-    """How a `CutAcrossRows` is cut, and this rank's range of it; None for any other tensor."""
+    """How a `CutAcrossRows` is sharded, and this rank's range of it; None for any other tensor."""
     cut = getattr(type(tensor), "_is_cut_across_rows", False)
     return (tensor.flat_cut, tensor.flat_local) if cut else None
 
 
 def remade_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unfilled memory for a tensor of another dtype that lies as `tensor` does, sharded or not."""
+    """Unfilled memory for a tensor of another dtype with the layout of `tensor`, sharded or not."""
     found = cut_of(tensor)
     if found is None:
         return torch.empty_like(tensor, dtype=dtype)
@@ -307,8 +307,8 @@ def _device_of(rank: int, local: torch.Tensor) -> str:
     return f"{kind}:{rank % count}" if count else kind
 
 
-# Optimizer state of flat parameters: cut into the state of the original parameters, and laid
-# together again.
+# Optimizer state of flat parameters: split into the state of the original parameters, and joined
+# again.
 #
 # A flat parameter has one state for all that it consists of: 1-D tensors of the shard's length, and
 # scalars that all of them share.

@@ -1,4 +1,4 @@
-"""A ShardedTensor that is not cut between rows, as FSDP1's flat parameters lie: nobody can take it for one that is."""
+"""A ShardedTensor that is not split between rows, as FSDP1 shards: it cannot be taken for one that is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CutAcrossRows(ShardedTensor):
     of each rank for its chunk of rows: it gets an error.
 
     Attributes:
-        flat_cut: how it is cut, a `FlatCut`.
+        flat_cut: how it is sharded, a `FlatCut`.
         flat_local: this rank's range, 1-D; the shards are views of it.
     """
 
@@ -74,7 +74,7 @@ class CutAcrossRows(ShardedTensor):
         return made
 
     def local_shards(self) -> Any:
-        """A list that nobody can take a shard from: what asks for one takes it for a chunk of
+        """A list that refuses to give a shard: callers would take it for a chunk of
         rows."""
         return _NoChunks(self)
 

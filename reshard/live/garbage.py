@@ -13,7 +13,7 @@ __all__ = ["gc_paused"]
 def gc_paused() -> Iterator[None]:
     """Collection stands still: it would go through all containers again and again while there come
     to be more, which for 100,000 tensors costs more than all else. As a decorator, so that the
-    function's own are gone when it goes on.
+    function's own are freed when it continues.
 
     For what ends soon, or makes no circles: whatever runs beside it in the process is not collected
     either. Long work collects only what is young between its parts, by `gc.collect(1)`, as `run_tasks`

@@ -1,7 +1,7 @@
 """State that an optimizer does not have yet: places for it are made by what a checkpoint says that there is.
 
 A fresh optimizer has no state, and nothing is stepped to make some, so its state dict has no place to load into. What
-it has is the parameters: where the checkpoint has state of theirs, that lies where they lie. State that was saved as
+it has is the parameters: state of a parameter in the checkpoint gets the parameter's layout. State that was saved as
 one tensor under several keys gets one place for all of them.
 
     LazyOptimizerState({}, {"w": parameter})  ->  within `materialize`, {"w": {"exp_avg": tensor like w, "step": None}}
@@ -262,7 +262,7 @@ def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 
 def _lies_like(known: Any, like: Any) -> bool:
-    """Whether a tensor lies where a parameter does; whole, where there is none to lie like."""
+    """Whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
     both = is_dtensor(known) and is_dtensor(like)
@@ -369,7 +369,7 @@ def _same_path(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return tuple(map(str, a)) == tuple(map(str, b))
 
 
-# The forms in which the state of an optimizer is saved: told apart by their keys, and the flat one
+# The forms in which the state of an optimizer is saved: recognized by their keys, and the flat one
 # written and read.
 #
 #     nested  {"state": {"w": {"exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}

@@ -36,7 +36,7 @@ def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     Inverse of `decode_plain`.
 
     Args:
-        tensor_bytes: plain tensors of together at most so many bytes are taken for plain data, too.
+        tensor_bytes: plain tensors of together at most this many bytes count as plain data, too.
 
     Raises FormatError, naming the type, for anything else: only plain data is ever stored; or for a
     nest of more than 100 levels, so that whatever is stored can be read by any program.

@@ -23,12 +23,12 @@ __all__ = ["Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "
 # What the class says beside its tensors is code, and stays with the target: a load fills the inner tensors of a target
 # of the same kind in place. Where an optimizer has no state yet, one is made by what was registered for the class.
 #
-# Inside a DTensor, a part of the local tensor's shape is cut as that is. Of other parts somebody has to say how they
-# follow the tensor, see `register_tensor_class`: then one rank's part is known as a part of the whole's, which has the
-# same elements under any cut that leaves blocks whole.
+# Inside a DTensor, a part of the local tensor's shape is sharded as the tensor is. For other parts, you register how
+# they follow the tensor, see `register_tensor_class`. Then one rank's part is a part of the full one, which has the
+# same elements under any sharding that leaves blocks complete.
 #
-#     [768, 512] in blocks of 256 elements, cut by rows    ->    scales [768, 2], cut by rows
-#     [768, 64]  in blocks of 256 elements, cut by rows    ->    scales [192], cut where four rows end
+#     [768, 512] in blocks of 256 elements, sharded by rows    ->    scales [768, 2], sharded by rows
+#     [768, 64]  in blocks of 256 elements, sharded by rows    ->    scales [192], split where four rows end
 
 
 Follows = Literal["flat", "dims", "whole"]
@@ -108,7 +108,7 @@ def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     and their attribute.
 
     Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's
-    local tensor of which nothing says how it is cut, or that a cut leaves half a block of.
+    local tensor that has no registered layout, or whose blocks the sharding splits.
     """
     leaves = {path: settled(value) for path, value in leaves.items()}
     made_of = {path: names for path, value in leaves.items() if (names := inner_names(value))}
@@ -127,7 +127,7 @@ def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
 
 
 def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
-    """An inner tensor; of a DTensor, cut as that is."""
+    """An inner tensor; of a DTensor, sharded as that is."""
     local = holder(value)
     part: torch.Tensor = getattr(local, name)
     known = _registered.get(class_name(local))
@@ -168,8 +168,8 @@ def _block_of(numel: int, parts: int, of: str) -> int:
 
 
 def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) -> list[int]:
-    """The shape of a part with one element for each `block` elements of the flattening, seen such that it is cut where
-    the tensor is: of `shape`, a cut of `whole`."""
+    """The shape of a part with one element for each `block` elements of the flattening, viewed such that it is sharded
+    as the tensor is: of `shape`, a shard of `whole`."""
     if not whole:
         return []
     # the last dim that whole blocks can end along
@@ -187,15 +187,15 @@ def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) 
 
 
 def _rows_of_blocks(whole: Sequence[int], dim: int, block: int) -> int:
-    """So many rows of a dim are whole blocks."""
+    """The number of rows of a dim that are complete blocks."""
     return block // math.gcd(block, math.prod(whole[dim + 1 :]))
 
 
 def _placed(
     part: torch.Tensor, shape: Sequence[int], outer: torch.Tensor, whole: Sequence[int], uncut: Collection[int] = ()
 ) -> torch.Tensor:
-    """`part`, seen with `shape`; in a DTensor cut as `outer` is, a part of one of shape `whole`, alike along the dims
-    `uncut`."""
+    """`part`, viewed with `shape`; in a DTensor sharded as `outer` is, a part of one of shape `whole`, equal along
+    the dims `uncut`."""
     seen = part.detach().view(tuple(shape))
     if not is_dtensor(outer):
         return seen
@@ -241,7 +241,7 @@ def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Te
     """Unfilled state of the class of this name, placed like its parameter; None where the class is not registered with
     a way to make it, or the program has not imported it.
 
-    Raises LayoutError where the parameter is cut through a block.
+    Raises LayoutError if the sharding splits a block.
     """
     module, _, attribute = name.rpartition(".")
     known, cls = _registered.get(name), getattr(sys.modules.get(module), attribute, None)

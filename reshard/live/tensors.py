@@ -1,4 +1,4 @@
-"""What a Tensor, DTensor or ShardedTensor is: its layout, its local tensors, what its placements mean. A border."""
+"""Layouts, local tensors, and placements of Tensors, DTensors, and ShardedTensors. Private names of torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def is_tensor(value: object) -> bool:
 
 
 def global_shape(tensor: Any) -> tuple[int, ...]:
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
     return tuple(tensor.metadata().size) if is_sharded_tensor(tensor) else tuple(tensor.shape)
 
@@ -122,8 +122,8 @@ def spec_of(fqn: str, tensor: Any) -> TensorSpec:
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same memory seen alike, also memory that is yet to be made. None
-    where nothing can be said, as by a rank that holds no element."""
+    """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet. None
+    if this is unknown, as on a rank that holds no element."""
     if is_lazy(tensor):
         return None
     placed: Any = ()
@@ -217,7 +217,7 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
     without a job.
 
     Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not
-    known here, or one that may be cut in several ways between which its local tensor does not
+    known here, or one that allows several layouts between which its local tensor does not
     decide.
     """
     forms = forms_of(tensor, fqn)
@@ -230,9 +230,9 @@ def form_of(tensor: Any, fqn: str = "") -> Form:
 
 
 def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
-    """All ways in which `tensor` may be placed, by what this rank holds of it; the likeliest first.
-    Mostly one: they are several where a strided shard is cut unevenly. Then all ranks together can
-    tell, see `agreed_form`.
+    """All layouts that `tensor` may have, by what this rank holds of it; the likeliest first.
+    Usually one: there are several if a strided shard is uneven. Then all ranks together
+    decide, see `agreed_form`.
 
     Raises LayoutError as `form_of` does, but for the last reason.
     """
@@ -308,7 +308,7 @@ def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
 def _forms_held(
     forms: tuple[ProductForm, ...], shape: tuple[int, ...], here: int, local: tuple[int, ...]
 ) -> tuple[ProductForm, ...]:
-    """Metadata do not tell how a tensor was cut. What this rank really holds, of shape `local`,
+    """Metadata do not say how a tensor was sharded. What this rank really holds, of shape `local`,
     does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
@@ -319,8 +319,8 @@ def _readings(
 ) -> tuple[ProductForm, ...]:
     """What the placements may mean, the likeliest first.
 
-    The same slice of a mesh has other ranks for another process, yet compares equal: `here` tells
-    them apart, as the names of its groups tell meshes that differ in nothing but the order of the
+    The same slice of a mesh has other ranks for another process, yet compares equal. `here` separates
+    them, as the names of its groups separate meshes that differ in nothing but the order of the
     ranks in these.
     """
     kept = set()
@@ -414,7 +414,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # find that out.
 #
 # `torch.distributed.tensor` takes longer to import than a small checkpoint takes to save, and where
-# no DTensor was made nobody needs it. A DTensor can only exist where its class does, and then the
+# no DTensor was made it is not needed. A DTensor can only exist where its class does, and then the
 # class says so itself, whichever path it was imported by, before this package or after it, and
 # whatever another thread imports meanwhile. Where one is made after another, its class is there,
 # and to import it is to look into a table.
@@ -485,28 +485,28 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 
 
 # What DTensor's placements on a mesh can mean: which elements each rank holds. The metadata alone
-# do not tell.
+# do not say it.
 #
-# torch cuts and gathers along an axis in the order of that axis's process groups, and these mostly
+# torch shards and gathers along an axis in the order of that axis's process groups, and these mostly
 # ascend, whatever the mesh says: on `DeviceMesh("cpu", [1, 0])`, FSDP2, `distribute_tensor` and
-# `full_tensor` give rank 0 the first rows. And FSDP2 over tensor parallelism cuts the inner axes
+# `full_tensor` give rank 0 the first rows. And FSDP2 over tensor parallelism shards the inner axes
 # first, which placements read from left to right do not say:
 #
 #     7 rows, (_S(0, 2), S(0)) on (dp=3, tp=2)     rank (dp, tp)    0,0   0,1   1,0   1,1   2,0   2,1
-#     as FSDP2 cuts: tp, then dp                                    0 1   4     2 3   5     -     6
-#     as `distribute_tensor` cuts: dp, then tp                      0 1   4     2 3   5     6     -
+#     as FSDP2 shards: tp, then dp                                  0 1   4     2 3   5     -     6
+#     as `distribute_tensor` shards: dp, then tp                    0 1   4     2 3   5     6     -
 #
-# Where rows divide evenly all ways of cutting come to the same; where they do not, only what ranks
-# hold can tell.
+# If rows divide evenly, all orders give the same result; otherwise, only what ranks
+# hold can decide.
 
 
 @lru_cache(maxsize=1024)
 def candidate_layouts(
     mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
 ) -> tuple[ProductForm, ...]:
-    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 cuts what
-    tensor parallelism (by `distribute_tensor`) has left, as all cuts are made that a strided shard
-    leaves for later, and as the placements say. The shapes of local tensors tell which it is, see
+    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 shards what
+    tensor parallelism (by `distribute_tensor`) has left, as all axes shard that a strided shard
+    leaves for later, and as the placements say. The shapes of local tensors decide which it is, see
     `matching_shards`.
 
     Args:
@@ -559,7 +559,7 @@ def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
 
 
 def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
-    """Why nobody can say how a tensor of this shape is cut: all these forms fit what `rank` holds,
+    """Why the layout of a tensor of this shape is unknown: all these forms fit what `rank` holds,
     or all ranks."""
     who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot determine which one"
     return (
@@ -581,8 +581,8 @@ def same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
 
 
 def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Collection[int]) -> Mesh | None:
-    """The mesh with each rank at its place in its process groups, along the axes that cut. None
-    where two ranks would be at one place, as on `[[0, 3], [2, 1]]`."""
+    """The mesh with each rank at its place in its process groups, along the sharding axes. None
+    if two ranks would be at one place, as on `[[0, 3], [2, 1]]`."""
     grid = mesh.ranks.reshape(mesh.shape)
     cut = [a for a, placement in enumerate(placements) if not isinstance(placement, Replicate) and a not in kept]
     if all((np.diff(grid, axis=axis) > 0).all() for axis in cut):
@@ -596,7 +596,7 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
-    """The same cuts, but those of the strided shards on `axes` made after as many later cuts as
+    """The same shards, but those of the strided shards on `axes` made after the number of later ones that
     their split factors
     stand for: inner axes first, on a mesh with its axes in that order.
 
@@ -604,7 +604,7 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
     split factor is no such product means what it says, and stays.
     """
     mesh, placements = form.mesh, form.placements
-    order: list[int] = []  # the axes, in the order in which they cut
+    order: list[int] = []  # the axes, in the order in which they shard
     out = list(placements)
     for axis in reversed(range(mesh.ndim)):
         placement, at = placements[axis], 0
@@ -664,7 +664,7 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 
 
 def settled(value: Any) -> Any:
-    """The value itself, but for the result of a collective that may be under way: that, plain, when
+    """The value itself; for the result of a collective that may be in progress, the plain tensor, after
     it has arrived."""
     if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
         return value

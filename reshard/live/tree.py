@@ -27,7 +27,7 @@ __all__ = [
 
 _MAX_INT_KEY = 1 << 256
 MAX_DEPTH = 100
-"""Levels of a nest that are taken apart: what is written can then be read with room on the stack,
+"""Levels of nesting that are supported: what is written can then be read without exhausting the stack,
 in any program."""
 
 
@@ -38,7 +38,7 @@ class Flat:
     leaves: dict[KeyPath, Any]
     """Every value that is no container, by path, in order."""
     containers: dict[KeyPath, str] = field(default_factory=dict)
-    """"dict" and "list" for the empty ones, which no leaf would tell of; for every other sequence,
+    """"dict" and "list" for empty containers, which have no leaf; for every other sequence,
     what `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are
     no plain dicts, what `mapping_kind` does. Of tensors that are of a class of their own,
     "tensor:app.Quantized"."""
@@ -329,7 +329,7 @@ def sequence_kind(value: Any) -> str | None:
 
 
 def mapping_kind(value: Mapping[Any, Any]) -> str:
-    """ "dict"; or, with what a plain dict does not tell, "dict:collections.OrderedDict", and
+    """ "dict"; or, with what a plain dict does not say, "dict:collections.OrderedDict", and
     "dict:dict[app.Mode]" for keys of a class that is saved as text or numbers. Mappings of this
     library are dicts to everyone."""
     cls = type(value)
@@ -340,7 +340,7 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
 
 
 def make_sequence(kind: str, items: Iterable[Any]) -> Any:
-    """A sequence of a kind that `sequence_kind` tells. Raises FormatError for any other."""
+    """A sequence of a kind that `sequence_kind` returns. Raises FormatError for any other."""
     base, _, rest = kind.partition(":")
     if base == "deque" and (not rest or rest.isdecimal()):
         return deque(items, int(rest) if rest else None)

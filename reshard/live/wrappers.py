@@ -166,7 +166,7 @@ def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of a parameter or buffer, for places on the meta device that
-    nothing can be copied into; FSDP2 is told about its new parameter by its own hook."""
+    cannot be copied into. FSDP2 learns of its new parameter by its own hook."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[name] = tensor
     else:
@@ -178,9 +178,9 @@ def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into the target at its place; plain tensors of equal shapes. Few calls, since
-    a call for each of many small tensors costs more than the copying; but not one, which takes all
-    of them apart before it copies the first, which has left the processor's cache by then. As many
-    as one kernel of a GPU takes."""
+    a call for each of many small tensors costs more than the copying; but not all in one, which takes all
+    of them apart before it copies the first, which has left the processor's cache at that time. The number
+    that one kernel of a GPU takes."""
     for first in range(0, len(targets), _TOGETHER):
         torch._foreach_copy_(targets[first : first + _TOGETHER], values[first : first + _TOGETHER])
 
@@ -217,7 +217,7 @@ def _is_known(hook: Any) -> bool:
 
 
 def forget_meshes() -> None:
-    """For who goes on as another rank: torch 2.6 gives out meshes of before, even without their
+    """For a process that continues as another rank: torch 2.6 returns old meshes, even without their
     process groups."""
     known = getattr(device_mesh, "_mesh_resources", None)
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
@@ -235,7 +235,7 @@ def forget_meshes() -> None:
 # Segments that only wrappers use are dropped wherever they stand; `module.` and PEFT's
 # `base_model.model.`, which a user's own child may be called too, only at the front, and only if
 # all names begin so. The names that are left of PEFT's are also those in adapter_model.safetensors.
-# An adapter's own name goes only where there is one adapter: of several, it tells them apart.
+# An adapter's own name is removed only if there is one adapter: several need their names.
 
 
 CERTAIN_SEGMENTS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_module"}

@@ -547,7 +547,7 @@ def to_transformer_engine() -> list[Rule]:
 def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
     """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
-        interleaved = False  # one query group lies alike in both
+        interleaved = False  # one query group is the same in both
     cut = _UntoldSplit if interleaved is None else Split
     parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
     split: list[Rule] = [

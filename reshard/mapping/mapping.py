@@ -467,7 +467,7 @@ class RuleGroup(Application):
         return self.number, tuple(sorted(self.words.items()))
 
     def numbered(self, count: int) -> RuleGroup:
-        """The same with so many numbered targets."""
+        """The same with this many numbered targets."""
         return replace(self, numbers=tuple(range(count)))
 
     def target_names(self, count: int | None) -> list[str]:

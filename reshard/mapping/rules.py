@@ -358,7 +358,7 @@ class Rope(Rule):
 
 
 def _reshaped(view: View, new: tuple[int, ...]) -> View:
-    """Row-major: dims that are alike stay, those between are made one, and that one is cut."""
+    """Row-major: dims that are equal stay, those between are made one, and that one is split."""
     old = view.shape
     same = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
     last = next((i for i, (a, b) in enumerate(zip(old[:same:-1], new[:same:-1])) if a != b), None)

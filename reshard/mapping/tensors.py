@@ -107,7 +107,7 @@ def _joined(left: _Strip, right: _Strip, d: int) -> _Strip | None:
 
 
 def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
-    """The stored chunks of the source that have elements of the strip, cut and placed in the target."""
+    """The stored chunks of the source that have elements of the strip, cropped and placed in the target."""
     span = tuple((n - 1) * step + 1 if n else 0 for n, step in zip(strip.counts, strip.steps))
     hull = Box.of(strip.start, span)
     if hull.is_empty:
@@ -150,7 +150,7 @@ def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
 # Tensors that are computed while they are read: casts, and block-quantized weights dequantized.
 # Nothing is held.
 #
-# A computed tensor is a source whose bytes do not exist: whoever reads a range of them gets the
+# A computed tensor is a source whose bytes do not exist: a reader of a range of them gets the
 # elements of that range computed from what is stored, in pieces of bounded size.
 
 

@@ -125,7 +125,7 @@ class Generation:
                     self.storage.delete(name)
 
     def _check_current(self) -> None:
-        """Raises StorageError where others went on while this process was held up."""
+        """Raises StorageError if another save published while this process was paused."""
         found, where = counting(self.storage), self.storage.url
         if found not in (None, self.replaces, self.save_id):
             raise StorageError(
@@ -211,7 +211,7 @@ class Generation:
         )
 
     def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
-        """Of every tensor, out of parts by name; {} if nobody took any; of no elements there is no part."""
+        """Of every tensor, from parts by name; {} if no rank computed any; without elements there is no part."""
         specs = self.census.tensors.specs
         totals = dict.fromkeys(specs, Partial()) if parts else {}
         for some in parts:
@@ -244,7 +244,7 @@ def _together(written: Iterable[Written]) -> list[LinkedRecord]:
 #     manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
 #                                data-0192f3c199-77ab.../      of a save that was killed, or is still running
 #
-# A folder that no manifest names belongs to a save that is running or dead: its claim tells.
+# A folder that no manifest names belongs to a save that is running or dead: its claim says which.
 
 
 CLAIMING_S = 60.0
@@ -284,10 +284,10 @@ def folder_of(save_id: str) -> str:
 
 
 def refuse_foreign(storage: Storage) -> None:
-    """Make sure that a save here would neither replace somebody else's files nor be lost among them.
+    """Make sure that a save here would neither replace foreign files nor be lost among them.
 
     Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
-    which ours could not be told apart; FormatError for a checkpoint of a newer version.
+    which ours would look ambiguous; FormatError for a checkpoint of a newer version.
     """
     names = storage.list()
     ours = detect(storage, names)
@@ -320,7 +320,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
             if time.monotonic() > until:
                 raise StorageError(
                     f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
-                    "all ranks must share the same folder, not one on each host"
+                    "all ranks must pass the same path, to a folder that they share, not to one on each host"
                 ) from None
             time.sleep(0.1)
         else:
@@ -382,7 +382,7 @@ def remove_dead(storage: Storage) -> list[str]:
 
 
 def generations_in(storage: Storage) -> dict[str, list[str]]:
-    """Save id -> names of the files of its generation; what else is called so is somebody's own."""
+    """Save id -> names of the files of its generation; other files with such names are foreign."""
     by_id: dict[str, list[str]] = {}
     for name in storage.list("data-"):
         folder, slash, _ = name.partition("/")
@@ -405,7 +405,7 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation, its claim last, so that a removal cut short is taken up again."""
+    """Remove a generation, its claim last, so that an interrupted removal is continued."""
     folder = folder_of(save_id)
     names = list(storage.list(f"{folder}/")) if names is None else names
     for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
@@ -413,7 +413,7 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
-    """Whether somebody may still be writing the generation, whose files are `names`."""
+    """Whether a process may still be writing the generation, whose files are `names`."""
     name = f"{folder_of(save_id)}/{CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < CLAIMING_S
@@ -428,7 +428,7 @@ def _began(save_id: str) -> float:
         return 0.0
 
 
-# The index beside a native checkpoint of one file of whole tensors, for Hugging Face tools: they
+# The index beside a native checkpoint of one file of full tensors, for Hugging Face tools: they
 # read no manifest.
 #
 # {"metadata": {"total_size": 96}, "weight_map": {"w": "data-<save id>/00000.safetensors"}}
@@ -485,7 +485,7 @@ def index_problem(native: NativeFacts) -> str | None:
 
 
 def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | None:
-    """The file of every tensor; None unless there is one file, of whole tensors."""
+    """The file of every tensor; None unless there is one file, of full tensors."""
     specs = plan.layout.specs
     items = (item for rank in range(plan.world_size) for item in plan.items(rank))
     if len(set(files.values())) != 1 or any(item.box.sizes != specs[item.fqn].shape for item in items):

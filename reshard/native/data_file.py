@@ -40,7 +40,7 @@ class Entry:
     """One array of a data file."""
 
     spec: TensorSpec
-    """Of the whole tensor."""
+    """Of the full tensor."""
     box: Box
     """The region of it that the array holds, in global coordinates."""
     tensor: torch.Tensor
@@ -73,7 +73,7 @@ def write_file(
 
     Args:
         lanes: by which entries on devices come to the host; those of other devices are copied one after another.
-        stage_bytes: for elements that do not lie in row-major order, or not on the CPU, on their way to the file.
+        stage_bytes: for elements that are not in row-major order, or not on the CPU, on their way to the file.
         digests: leave digests of the blocks of every array, too, for later saves.
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
@@ -102,7 +102,7 @@ def write_pieces(
     on_bytes: Callable[[int], None] | None = None,
     seen: Callable[[memoryview], object] | None = None,
 ) -> FileRecord:
-    """Write a data file front to end, and its block checksums beside it: its header, then arrays of so many bytes, in
+    """Write a data file front to end, and its block checksums beside it: its header, then arrays of these sizes, in
     pieces. `seen` is called with all that is written."""
     with storage.create(name) as out:
         sums = BlockSums(out, len(header) + nbytes, seen)
@@ -238,8 +238,8 @@ def _packed(digests: Iterable[int]) -> bytes:
 #     header: rows of rank 0 | of rank 1    8-byte elements of rank 0 | of rank 1    4-byte elements of rank 0 | of
 # rank 1
 #
-# Larger elements come first, whoever has them, so that every array is aligned to its item size.
-# Ranks tell one another how many bytes they have of each item size, and then how long their rows
+# Larger elements come first, whichever rank has them, so that every array is aligned to its item size.
+# Ranks exchange how many bytes they have of each item size, and then how long their rows
 # are: so each knows where its own belong. A block whose bytes several of them wrote is hashed by
 # the first one, which reads it back and compares each rank's bytes with the digest that this rank
 # took of them before it wrote them.
@@ -276,7 +276,7 @@ class WrittenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Wrote(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells of what it wrote."""
+    """What a rank reports about what it wrote."""
 
     edges: list[WrittenRange]
     """Of blocks that are not all its own."""
@@ -323,8 +323,8 @@ def write_common_file(
     """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write together, and what it
     knows of the checksums beside it. Collective among them, also for a rank that has no entries.
 
-    Returns what there is then on the first rank of them, when all have written and all is durable; None on the others,
-    and where nobody had any.
+    Returns the result on the first rank of them, when all have written and all is durable; None on the others,
+    and if no rank had any.
 
     Raises FormatError if two arrays of this rank have one key, or the header would be larger than other tools read;
     StorageError if the storage fails, or bytes are not what some rank wrote.
@@ -447,13 +447,13 @@ def _check(storage: Storage, name: str, rank: int, wrote: WrittenRange, found: m
 #     |  block 1  |            ...
 #     +-----------+
 #
-# Blocks are boxes of the array, not bytes of the file, so that whoever holds all elements of one
-# can compute its digest, however the tensor is cut by then. A probe is a digest of the first few
+# Blocks are boxes of the array, not bytes of the file, so that a rank with all elements of one
+# can compute its digest, however the tensor is sharded at that time. A probe is a digest of the first few
 # bytes: where these differ, no more need be read.
 
 
 DIGEST_BLOCK_BYTES = 1 << 20
-"""At most so many bytes, or one element, are a block."""
+"""A block has at most this many bytes, or one element."""
 PROBE_BYTES = 256
 _VERSION = 2
 _RECORD = np.dtype([("probe", "<u8"), ("digest", "V16")])
@@ -471,7 +471,7 @@ def blocks_of(box: Box, itemsize: int) -> list[Box]:
 
 
 def _cut(offsets: tuple[int, ...], sizes: tuple[int, ...], dim: int, itemsize: int) -> Iterator[Box]:
-    """Of a box whose dims before `dim` are cut down to one index already."""
+    """Of a box whose dims before `dim` have one index each."""
     inner = itemsize
     for size in sizes[dim + 1 :]:
         inner *= size
@@ -584,7 +584,7 @@ def write_blocks(
 def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
     """The digests of the data file `name`, of which the manifest says `sums`.
 
-    Raises CheckpointNotFoundError if nobody took them; CorruptCheckpointError if they are not to be believed: they were
+    Raises CheckpointNotFoundError if there are none; CorruptCheckpointError if they are not valid: they were
     changed, are of other bytes, or are such as the first releases wrote.
     """
     data = storage.read(f"{name}.blocks")

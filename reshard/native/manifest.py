@@ -226,7 +226,9 @@ def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
 def _check_version(data: bytes, where: str) -> None:
     version = msgspec.json.decode(data, type=_Version).version
     if version > VERSION:
-        raise NewerVersionError(f"{where} is of version {version}; this library knows up to {VERSION}: upgrade it")
+        raise NewerVersionError(
+            f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
+        )
 
 
 def refuse_newer(data: bytes, where: str) -> None:
@@ -248,7 +250,7 @@ def refuse_newer(data: bytes, where: str) -> None:
 
 
 FEW_FILES = 256
-"""So many are listed in the manifest itself."""
+"""Up to this many are listed in the manifest itself."""
 PAGE_ROWS = 256
 _ROW = np.dtype([("nbytes", "<u8"), ("header_bytes", "<u8"), ("sums", "V16")])
 _PAGE_BYTES = PAGE_ROWS * _ROW.itemsize

@@ -252,7 +252,7 @@ class NativeFacts(Facts):
             for rank, found in self.plan.writers_near(fqn, box):
                 yield from chunks_at(rank, found)
 
-        # what was taken from an earlier save may be cut otherwise
+        # data of an earlier save may be sharded otherwise
         geometry = None if self.manifest.tables else tensor.geometry_key
         return StoredTensor(tensor.spec, LazyChunks(every, near, geometry), tensor)
 
@@ -324,7 +324,7 @@ def _check_within(source: FileSource, record: FileRecord, what: str, start: int,
 def _source(
     sources: Files, records: Mapping[str, FileRecord], sums: Callable[[str], bytes], block_bytes: int, file: str
 ) -> FileSource:
-    """A data file, which is checked by its sums whoever reads of it."""
+    """A data file. All reads of it are compared with its checksums."""
     record, source = records[file], sources[file]
     source.checksums = BlockChecksums(record.nbytes, record.block_bytes_or(block_bytes), partial(sums, file))
     return source

@@ -1,6 +1,6 @@
 """Which release this is, written down here alone: the build, `reshard.__version__` and manifests have it from here.
 
-A module by itself, since the command line tells it without importing anything else.
+A module by itself, since the command line prints it without importing anything else.
 """
 
 __all__ = ["__version__"]

@@ -86,7 +86,7 @@ class Base:
     def _read_table(self, file: str) -> BlockTable | None:
         try:
             return read_blocks(self.facts.storage, file, self.facts.files[file].sums)
-        except CheckpointNotFoundError:  # nobody took them
+        except CheckpointNotFoundError:  # no save stored them
             return None
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)
@@ -136,7 +136,7 @@ class Base:
         return near if whole and all(self._fits(part, entry.spec.itemsize) for part, _ in near) else []
 
     def _fits(self, part: ArrayPart, itemsize: int) -> bool:
-        """Whether its array lies within its file, and it within the array."""
+        """Whether its array is within its file, and it is within the array."""
         record = self.facts.files.get(part.file)
         if record is None or part.start < record.header_bytes or not part.array.contains(part.box):
             return False
@@ -195,7 +195,7 @@ def reuse(
         folder: of the new generation, within the new checkpoint's.
         same: tensors that are known to be what they were, by their fingerprints.
         lanes: by which entries on devices come to the host.
-        stage_bytes: for elements that do not lie in row-major order, or not on the CPU.
+        stage_bytes: for elements that are not in row-major order, or not on the CPU.
     """
     possible: dict[str, int] = {}
     found = [_looked_up(entry, base, possible, same, lanes, stage_bytes) for entry in entries]
@@ -255,7 +255,7 @@ def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: d
 def _compare(
     one: _Found, part: ArrayPart, inside: Box, table: BlockTable | None, lanes: CopyStreams, stage_bytes: int
 ) -> None:
-    """Add to `one` which blocks of the part that lie `inside` are what they were."""
+    """Add to `one` which blocks of the part, of those `inside`, did not change."""
     entry = one.entry
     blocks = blocks_of(part.array, entry.spec.itemsize)
     digests = table.of_array(part.start, blocks) if table is not None else None
@@ -298,7 +298,7 @@ def _digests(blocks: Sequence[Sequence[torch.Tensor]], lanes: CopyStreams, stage
 
 
 def _head(block: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """So many elements, the first in row-major order, or all."""
+    """This many elements, the first in row-major order, or all."""
     if block.numel() <= count:
         return [block]
     rows, rest = divmod(count, block[0].numel())
@@ -339,7 +339,7 @@ def _merged(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _joined(a: Box, b: Box) -> Box | None:
-    """`a` and `b` as one box, if `b` comes right after `a` in one dim and is alike in all others."""
+    """`a` and `b` as one box, if `b` comes right after `a` in one dim and is equal in all others."""
     differ = [d for d in range(a.ndim) if a.offsets[d] != b.offsets[d] or a.sizes[d] != b.sizes[d]]
     if len(differ) != 1:
         return None

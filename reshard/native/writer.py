@@ -37,7 +37,7 @@ __all__ = ["NativeWriter"]
 
 
 class NativeWriter(FormatWriter):
-    """Whole tensors in files of limited size, or the files that the ranks of `onto` would have written."""
+    """Full tensors in files of limited size, or the files that the ranks of `onto` would have written."""
 
     takes_fingerprints = True
     _replaces: str | None = None

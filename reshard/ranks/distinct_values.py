@@ -13,7 +13,7 @@ __all__ = ["FAN", "DistinctValues", "digest_of"]
 
 
 FAN = 128
-"""So many ranks, or pools of theirs, are joined at a time."""
+"""The number of ranks, or of pools of theirs, that are joined at a time."""
 
 
 def digest_of(data: bytes) -> bytes:

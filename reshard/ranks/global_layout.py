@@ -52,7 +52,7 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
     """What this rank has to say about its tensors, by key.
 
     Args:
-        layouts: how plain local tensors lie in their global tensors; where not given, the tensors say it themselves.
+        layouts: layouts of plain local tensors. Default: the tensors' own.
 
     Raises LayoutError for a placement that is not known, or a layout of another dtype.
     """
@@ -98,7 +98,7 @@ def resolve_layouts(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, Ten
 def join_aliases(
     parties: Iterable[tuple[Iterable[str], Mapping[str, str], Iterable[str]]],
 ) -> dict[str, str]:
-    """Keys that all ranks which can tell say are tied to the same other key, which itself is tied to none.
+    """Keys that, according to all ranks that know, are tied to the same other key, which itself is tied to none.
 
     Each party says: its keys, which of them are the memory of which earlier key, and of which it holds no element.
     """

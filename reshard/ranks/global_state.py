@@ -58,7 +58,7 @@ class _Description(msgspec.Struct, frozen=True):
     containers: list[tuple[list[Any], str]]
     aliases: dict[str, str]
     empty: list[str]
-    """Sharded tensors of which this rank holds no element, so that it cannot tell whether they are tied."""
+    """Sharded tensors of which this rank holds no element, so that it does not know whether they are tied."""
     on_device: bool
     """Whether any tensor is elsewhere than in the memory of the CPU."""
 
@@ -83,7 +83,7 @@ class GlobalState(State[TensorLayout]):
 
     tensors: StateLayout
     on_device: bool = False
-    """Whether a tensor of any rank lies on a device."""
+    """Whether a tensor of any rank is on a device."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LocalState:
 
     state: LiveState
     objects: dict[str, Any]
-    """Those that all ranks have alike, as JSON data."""
+    """Those that are equal on all ranks, as JSON data."""
     description: bytes
     """Of all of it without values, as JSON, since keys may be long ints. Equal on ranks that hold the same kind of
     thing."""
@@ -109,7 +109,7 @@ class LocalState:
 def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
     """Collective: the census of what the ranks of `group` hold.
 
-    Raises, alike on every rank:
+    Raises, on every rank:
         LayoutError: ranks disagree about a tensor's shape, dtype or placement.
         KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
             off, which trusts the lowest rank).
@@ -182,15 +182,15 @@ def agree_on_values(
 ) -> dict[str, Any]:
     """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
 
-    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank lies on a device.
+    `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank is on a device.
 
-    Raises KeyMismatchError, alike on every rank, for a tensor or object that differs between ranks under one key
+    Raises KeyMismatchError, on every rank, for a tensor or object that differs between ranks under one key
     (unless `check_replicas` is off, which trusts the lowest rank).
     """
     if group.world_size == 1:
         return objects
     table = DigestTable.of(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
-    told = group.merge(table.told(), ValueDigests.join, "whether ranks hold the same")
+    told = group.merge(table.told(), ValueDigests.join, "the comparison of values")
     return objects if table.raise_on_mismatch(told, group) else joined_objects(objects, group)
 
 
@@ -270,9 +270,9 @@ def _merge(
 # Whether ranks that hold the same have the same values, at a cost that does not grow with the
 # ranks.
 #
-# What a layout says to be held by the same ranks is summed up in one digest, so a rank tells a few
+# Values that the same ranks hold, according to their layouts, share one digest, so a rank sends a few
 # of them, mostly one for what all hold and one for its shards. A digest travels up until all of its
-# holders have been heard, and is then forgotten. Only where some differ do ranks tell their tables
+# holders have sent it, and is then dropped. Only if some differ do ranks send their tables
 # of keys, of these alone.
 
 
@@ -281,7 +281,7 @@ _ANYBODY = 0
 
 
 class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What some ranks have told of their values."""
+    """What some ranks have sent of their values."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
     """By a digest of who the holders are: one of what they hold (empty if they differ), how many were heard, and how
@@ -291,7 +291,7 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(parts: list[ValueDigests]) -> ValueDigests:
-        """What several told, in one."""
+        """What several ranks sent, joined."""
         digests: dict[bytes, tuple[bytes, int, int]] = {}
         for part in parts:
             for holders, (digest, heard, count) in part.digests.items():
@@ -324,7 +324,7 @@ class DigestTable:
         check_replicas: bool,
         on_device: bool = False,
     ) -> DigestTable:
-        """Arguments as for `agree_on_values`. Where a tensor of any rank lies on a device, all compare fingerprints,
+        """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare fingerprints,
         which devices compute where the elements are, in the place of hashes of the bytes."""
         table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
         if not check_replicas:
@@ -352,7 +352,7 @@ class DigestTable:
         self.counts[holders] = count
 
     def told(self) -> ValueDigests:
-        """What this rank tells of it."""
+        """What this rank sends."""
         sums = {
             holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
             for holders, of in self.rows.items()
@@ -361,9 +361,9 @@ class DigestTable:
         return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
 
     def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
-        """Whether all ranks have the same objects, by what all of them told. Collective where some hold others.
+        """Whether all ranks have the same objects, by what all of them sent. Collective if some hold others.
 
-        Raises KeyMismatchError, alike on every rank, with the keys that have two values.
+        Raises KeyMismatchError, on every rank, with the keys that have two values.
         """
         differ = [holders for holders, (digest, *_) in told.digests.items() if not digest]
         if not differ:
@@ -409,7 +409,7 @@ def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch
         return {}
     copied = any(isinstance(placement, Replicate) for placement in form.placements)
     if not copied and form.mesh.size == world_size:
-        return {}  # nobody else holds any of it
+        return {}  # no other rank holds any of it
     parts = form.parts(tensor.spec.shape, rank)
     return {f"{tensor.key}\0{part.dims}": t for t, part in zip(tensor.local, parts) if t.numel()}
 

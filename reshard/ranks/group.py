@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LayoutError, ReshardError, format_ranks
+from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks
 from reshard.ranks.distinct_values import FAN, DistinctValues, digest_of
 from reshard.ranks.progress import phase
 
@@ -72,11 +72,11 @@ class Group:
     """The ranks that do one thing together, a save or a load: made anew for each, by all ranks in the same order.
 
     The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
-    it waits for nobody. Once a phase has failed, every later verb raises that same failure.
+    it does not wait. Once a phase has failed, every later verb raises that same failure.
 
     Args:
         process_group: default: the default group if torch.distributed is initialised, else this process alone.
-        alone: this process by itself, also where torch.distributed is initialised: it asks and waits for nobody.
+        alone: this process by itself, even if torch.distributed is initialized: it does not ask or wait for others.
         deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
 
     Attributes:
@@ -100,10 +100,10 @@ class Group:
     ) -> None:
         wrong = None
         if alone and process_group is not None:
-            wrong = ReshardError("alone=True means that this process acts by itself: leave process_group out")
+            wrong = OptionError("alone=True means that this process acts by itself: leave process_group out")
         allowed_s = seconds(deadline_s)
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
-            wrong = ReshardError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
+            wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
             allowed_s = DEADLINE_S
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []
@@ -191,7 +191,7 @@ class Group:
     def merge_within(
         self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b"", *, kind: Any = None
     ) -> tuple[T, dict[int, bytes]]:
-        """`merge`, and what the ranks have told that give the same name as this one, such as that of their machine, by
+        """`merge`, and what ranks sent that gave the same name as this one, such as that of their machine, by
         place in the group and in its order. They are few: 1,024 at most give one name."""
         if self._rounds is None:
             return combine([value]), {0: told}
@@ -291,7 +291,7 @@ class Group:
 
         Args:
             what: what it is, or is a digest of, for the message: "the layout of the state dict".
-            error: raised, alike on all ranks, where they differ; it names which ranks do. The group stays usable.
+            error: raised on all ranks if they differ; it names the ranks. The group stays usable.
         """
         if len(answers := self.distinct_answers(value)) == 1:
             return
@@ -302,13 +302,13 @@ class Group:
         self.refuse(error(f"the ranks differ in {what}: {told}"))
 
     def same_options(self, verb: str, options: Mapping[str, object]) -> None:
-        """Make sure that all ranks were called alike.
+        """Make sure that all ranks were called with equal options.
 
         Args:
             verb: what they were called, for the message: "save".
-            options: values by name, of which `repr` tells all that matters.
+            options: values by name; only their `repr` counts.
 
-        Raises LayoutError, alike on all ranks: each option that differs, its values, and the ranks that gave them.
+        Raises LayoutError, on all ranks: each option that differs, its values, and the ranks that gave them.
         """
         answers = self.distinct_answers({name: repr(value) for name, value in options.items()})
         if len(answers) == 1:
@@ -337,12 +337,12 @@ class Group:
 
     @property
     def deadline(self) -> float:
-        """When the phase that is under way must be over, on the monotonic clock; never, outside of phases."""
+        """When the current phase must be over, on the monotonic clock; never, outside of phases."""
         return self._phases[-1].deadline if self._phases else float("inf")
 
     @property
     def failed(self) -> bool:
-        """Whether a phase has failed: then every verb raises its failure, and only a new group can go on."""
+        """Whether a phase has failed: then every verb raises its failure, and only a new group can continue."""
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
@@ -354,7 +354,7 @@ class Group:
 
     @contextmanager
     def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
-        """A phase that ends alike on all ranks: all leave it when all are done, or all leave it with an error.
+        """A phase that ends in the same way on all ranks: all leave it when all are done, or with an error.
 
         The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
         and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
@@ -385,7 +385,7 @@ class Group:
             self._phases.pop()
 
     def _report(self, error: BaseException, phase: _GroupPhase) -> None:
-        """Tell the other ranks, unless they know or fail just so themselves; tell the user who failed first."""
+        """Report to the other ranks, unless they know or fail in the same way. Report to the user which rank failed."""
         rounds = self._rounds
         if rounds is None or rounds.failure is not None or error is self._common:
             return
@@ -487,7 +487,7 @@ def _is_here(kind: str) -> bool:
 
 
 def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
-    """The one of this process: where most of its tensors of that kind lie, whatever device is the current one; without
+    """The device of this process: that of most of its tensors of that kind, whatever the current device is; without
     any, the current one. It has a number, as tensors say theirs, and what is compared with them must."""
     if kind == "cpu":
         return torch.device("cpu")

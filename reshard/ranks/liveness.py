@@ -32,9 +32,9 @@ _log = logging.getLogger("reshard")
 #     came 1st ◄── 2nd ◄── 3rd ◄── ... ◄── last
 #         └────────────────────────────────►
 #
-# So when several die, somebody who lives watches one of them. A process is told from a later one of
-# the same number by its start time. Machines are told apart by boot and by process namespace, so
-# that nobody looks for a process where it could not be seen; where the system tells neither, nobody
+# So when several die, a live rank watches one of them. A process is distinguished from a later one of
+# the same number by its start time. Machines are distinguished by boot and by process namespace, so
+# that no rank looks for a process where it could not see it. If the system provides neither, no rank
 # is watched and the deadline has to do.
 
 
@@ -214,7 +214,7 @@ class WriterLease(msgspec.Struct, frozen=True):
 
 
 def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
-    """Publish under `name` that this process does that work, until `release_lease`. `work` is a text that nobody else
+    """Publish under `name` that this process does that work, until `release_lease`. `work` is a unique
     has."""
     _running.add(work)
     pid = os.getpid()
@@ -241,7 +241,7 @@ def read_lease(storage: Storage, name: str) -> WriterLease | None:
 
 
 def may_be_alive(found: WriterLease | None, work: str) -> bool:
-    """Whether somebody may still do the work."""
+    """Whether a process may still do the work."""
     if found is None:
         return False
     if found.has_left or found.is_seen():
@@ -263,7 +263,7 @@ class KeptLease:
         while not self._ended.wait(BEAT_S):
             try:
                 found = read_lease(self._storage, self._name)
-                if found is None or not found.is_of(self.holder):  # who tells it to others tells this process, too
+                if found is None or not found.is_of(self.holder):  # another process took it: this one must stop
                     return
                 self._say(has_left=False)
             except ReshardError as error:
@@ -280,7 +280,7 @@ class KeptLease:
         release_lease(self._work)
 
     def give_up(self) -> None:
-        """Say that the work is given up, so that others stop who do a part of it, and anybody may go on with it."""
+        """Publish that the work is given up: other processes stop their parts of it, and any may continue it."""
         self.stop()
         self._say(has_left=True)
 

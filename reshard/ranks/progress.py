@@ -1,5 +1,5 @@
-"""Where time goes: phases, always recorded, which OpenTelemetry is told of where the program has it; of long ones also
-events, bars, and a log line where nobody looks on."""
+"""Where time goes: phases, always recorded, also for OpenTelemetry if the program uses it; of long ones also
+events, bars, and a log line where no terminal shows them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 EVENT_GAP_S = 0.1
-"""At most so often a phase says that it went on."""
+"""Minimum interval between two progress events of a phase."""
 BAR_AFTER_S = 0.5
 """What is over sooner shows no bar."""
 
@@ -47,12 +47,12 @@ EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 
 
 current: ContextVar[Span] = ContextVar("current")
-"""The phase under way, in which others are recorded."""
+"""The current phase, in which others are recorded."""
 
 
 @contextmanager
 def phase(name: str, *, waits: bool = False, path: object = None, goes_on: bool = False) -> Iterator[Span]:
-    """Record when this block begins and ends, within the phase under way, if there is one. It costs a few microseconds,
+    """Record when this block begins and ends, within the current phase, if there is one. It costs a few microseconds,
     and so is never off; blocks are phases of a call, and not its elements.
 
     Args:
@@ -115,7 +115,7 @@ class Event:
         kind: "started", "advanced" (now and then), and at the end "finished" or "failed".
         phase: its name: "read".
         done_bytes: how much is done, in bytes.
-        total_bytes: how much there is to do, in bytes; None where nobody knows.
+        total_bytes: how much there is to do, in bytes; None if unknown.
         seconds: since the phase started.
     """
 
@@ -149,7 +149,7 @@ def listening(listener: Listener) -> Iterator[None]:
     """Have `listener` called with every event of this process, in the thread where it happens, until the block ends:
     `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
 
-    It should be quick. One that raises is logged with its traceback; the work goes on.
+    It should be quick. One that raises is logged with its traceback; the work continues.
     """
     with _listeners_lock:
         _listeners.append(listener)
@@ -168,9 +168,9 @@ class Progress:
 
     Args:
         show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
-        bars: whether it shows bars where somebody looks on; if not, it only logs.
+        bars: whether it shows bars in a terminal; if not, it only logs.
         listener: gets this work's events, beside the listeners of the whole process.
-        check: called wherever a phase goes on, to raise what ends the work: that another rank has failed.
+        check: called at every progress step, to raise what ends the work: that another rank has failed.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Phase:
         self._next_event = self._start + EVENT_GAP_S
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done. Raises what the work's `check` does."""
+        """Count this many more bytes as done. Raises what the work's `check` does."""
         if self._progress.check is not None:
             self._progress.check()
         now = time.monotonic()
@@ -236,13 +236,13 @@ class Phase:
             self.tell("advanced")
 
     def tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
-        """Say what has become of it: show it, and tell all listeners."""
+        """Report what has become of it: show it, and call all listeners."""
         event = Event(kind, self.name, self._span.nbytes, self.total_bytes, time.monotonic() - self._start)
         work = self._progress
         if work.bars is not None:
             work.bars.show(self, event)
         elif work.show and kind in ("finished", "failed"):
-            _log.info("%s", event)  # one line when a phase is over: silent unless logging was told to show it
+            _log.info("%s", event)  # one line when a phase is over: silent unless logging is configured to show it
         with _listeners_lock:
             everybody = work.listeners + _listeners
         for listener in everybody:

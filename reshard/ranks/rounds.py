@@ -2,7 +2,7 @@
 
 A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
 combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
-more than a few logs, however many ranks there are. The outcome is written once, by whoever is first: the rank that
+than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
 arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
 all they wait for.
 
@@ -13,7 +13,7 @@ all they wait for.
 What one rank has to say to another, or to those of its machine, goes into a box beside the logs, which only they read.
 
 Sessions (one for each `Rounds`) are numbered by a counter per rank in the store itself. A rank that missed a session,
-since it failed before it got there, finds that the others gave up waiting for it, and goes on to the next number.
+since it failed before it got there, finds that the others gave up waiting for it, and continues with the next number.
 Every rank deletes what it wrote, or closed, when all ranks have met again; what is left at the end of a session, when
 they have met in a later one, and none of them is in the former any more.
 """
@@ -56,7 +56,7 @@ _LAST_CALL_S = 1.0
 _VERDICT_S = 2.0
 """So long the others leave it to one of them to say who missed the deadline."""
 _HERE_S = 2.0
-"""A rank that has waited so long says so, for whoever will ask which of them hangs."""
+"""A rank that has waited this long says so, for the ranks that will ask which of them hangs."""
 _SEEN_S = 2.0
 """How long the first rank, which mostly hosts the store, stays so that the others can read how it all ended."""
 _MAX_LOOK_GAP_S = 4.0
@@ -72,7 +72,7 @@ class Rounds:
         store: a client of a store that is shared by exactly these ranks, and used for nothing else.
         rank: this process's place in `ranks`.
         ranks: their ranks in the default group, for messages.
-        peers: tells of a rank on this machine that died.
+        peers: reports a rank on this machine that died.
         stale_keys: of this rank's sessions over this store.
     """
 
@@ -140,7 +140,7 @@ class Rounds:
                 self._store.append(self._key(f"box/{box}"), self._rank, head)
             outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
-                for box in parcels or ():  # nobody will collect them
+                for box in parcels or ():  # no rank will collect them
                     self._own_keys += self._store.keys_of(self._key(f"box/{box}"), [self._rank])
                 self._own_keys += before
                 self._end(outcome)
@@ -174,7 +174,7 @@ class Rounds:
         if self._lock.acquire(blocking=False):
             try:
                 with self._noting_loss():
-                    # nobody can have closed with success what this rank has not posted: an outcome is a failure
+                    # no rank can have closed with success what this rank has not posted: an outcome is a failure
                     outcome = self._read() or self._watch("its next step")
                     if isinstance(outcome, Failure):
                         self._end(outcome)
@@ -286,8 +286,8 @@ class Rounds:
         return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
 
     def _say_here(self) -> bool:
-        """That this rank has posted and waits. Who has posted and does not say so hangs, or died, before it waited:
-        maybe as the one that is to close a log, for which nothing else tells who it is."""
+        """That this rank has posted and waits. One that has posted and does not say so hangs, or died before it waited:
+        maybe as the one that is to close a log, which nothing else reveals."""
         group, slot = divmod(self._rank, FAN)
         log = self._key(f"here/{group}")
         self._store.append(log, slot, b"")

@@ -1,4 +1,4 @@
-"""The key-value store of a process group: the border to torch's, a client of it, and what ranks write down in it."""
+"""The key-value store of a process group: access to torch's, a client of it, and what ranks write in it."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _serve(asked: SimpleQueue[tuple[Any, ...] | None]) -> None:
 PART_BYTES = 4 << 20
 """Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
 _ABSENT = b"?"
-"""Nobody stores this."""
+"""No rank stores this."""
 _NAP_S = 0.01
 _MAX_WAIT_S = 86_400.0 * 20
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
@@ -296,7 +296,7 @@ class StoreClient:
             self.arrived = self.peek(key)
             if self.arrived is not None:
                 return
-            time.sleep(_NAP_S)  # the server wakes those who wait for a key also when somebody only compares it
+            time.sleep(_NAP_S)  # the server wakes ranks that wait for a key also when one only compares it
 
     def peek(self, key: str) -> bytes | None:
         """The value, None if there is none."""
@@ -319,7 +319,7 @@ class StoreClient:
         self._call("set", key, value)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove values that nobody will ask for."""
+        """Remove values that no rank will ask for."""
         for key in keys:
             self._call("delete_key", key)
 
@@ -394,7 +394,7 @@ class StoreClient:
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a session ended, in ranks of the default group: who failed first (-1: nobody special), who was missed."""
+    """Why a session ended, in ranks of the default group: which failed first (-1: none), which were missed."""
 
     kind: Literal["error", "deadline", "diverged"]
     rank: int

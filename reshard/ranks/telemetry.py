@@ -1,4 +1,4 @@
-"""What OpenTelemetry is told of a call when it is over: a span of it and of each of its phases, seconds, bytes."""
+"""What OpenTelemetry gets when a call is over: a span of it and of each of its phases, seconds, bytes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def tell(call: Span) -> None:
 
 
 def _tell_spans(span: Span, name: str, facts: dict[str, Any], context: Any, took_ns: int) -> None:
-    """Of one and all within it, which belongs to what is under way in the program where `context` is None."""
+    """Of one and all within it, which belongs to the current span of the program if `context` is None."""
     facts |= {"thread.name": span.thread}
     told = _tracer.start_span(name, context, attributes=facts, start_time=span.began_ns)
-    if not told.is_recording():  # nobody wants it
+    if not told.is_recording():  # no exporter wants it
         return
     if span.error:
         told.set_status(trace.StatusCode.ERROR, span.error)

@@ -186,7 +186,7 @@ def set_state_dict(
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:
-    """Whether all ranks set together, so that one's refusal must be everybody's: whole tensors into
+    """Whether all ranks set together, so that one's refusal must be that of all: full tensors into
     a sharded model."""
     return (
         options.full_state_dict
@@ -256,7 +256,7 @@ def _optimizer_state(
     with_state = whole["state"].keys() - offered.keys()
     listed = {name for group in whole["param_groups"] for name in group["params"]} - with_state
     if options.flatten_optimizer_state_dict:
-        # so that it can be told from state that was lost
+        # so that it can be distinguished from state that was lost
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
         lacking = listed - offered.keys()
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})

@@ -1,7 +1,7 @@
 """A state dict that only rank 0 has: each rank asks for the elements that it holds, and is sent these and no others.
 
-First everybody learns what there is (names, shapes, dtypes and all that is no tensor), checks it against its own model
-and says what it wants; only then tensors travel, one after another. What a rank makes of it is the same dict, with
+First all ranks learn the structure (names, shapes, dtypes, and all other values), check it against their own models
+and say what they want. Only then tensors are sent, one after another. What a rank makes of it is the same dict, with
 tensors as its own model holds them.
 """
 
@@ -200,7 +200,7 @@ def _fill(
     Args:
         targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is
             broadcast, else each is sent its own.
-        sources: on rank 0, whole tensors by path.
+        sources: on rank 0, full tensors by path.
         known: paths that this rank's model has a use for, tensors or not.
         strict: raise KeyMismatchError, on all ranks and before anything is written, for sources
             that no rank knows.
@@ -240,7 +240,7 @@ def _refuse(strangers: list[str]) -> None:
 
 
 def _views(target: Any) -> list[tuple[Box, torch.Tensor]]:
-    """(box of the whole tensor, the memory for it) for everything that this rank holds."""
+    """(box of the full tensor, the memory for it) for everything that this rank holds."""
     if not is_sharded(target):
         return [(Box.full(tuple(target.shape)), target)]
     return [

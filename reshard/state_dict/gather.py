@@ -1,4 +1,4 @@
-"""Whole tensors from sharded ones and back, one at a time; and chunks of rows of what is cut across rows."""
+"""Full tensors from sharded ones and back, one at a time; and chunks of rows of tensors sharded across rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "scatter"]
 
 
-# Who holds which elements comes from the layout, which every rank computes alike; only bytes
-# travel.
+# Which rank holds which elements comes from the layout, which every rank computes in the same way; only bytes
+# are sent.
 
 
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
@@ -59,7 +59,7 @@ def member_ranks(tensor: Any) -> list[int]:
 
 
 def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
-    """The whole tensor on every rank that holds a part, or only on `to_rank`, one of them, and None
+    """The full tensor on every rank that holds a part, or only on `to_rank`, one of them, and None
     on the others.
 
     Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not
@@ -168,11 +168,11 @@ def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int
     return None if out is None else [piece[:size].to(home) for piece, size in zip(out, sizes)]
 
 
-# Tensors that FSDP1's flat parameters cut across rows, as chunks of rows and back: each rank is
-# sent what it lacks.
+# Tensors that FSDP1's flat parameters shard across rows, as chunks of rows and back: each rank
+# receives what it lacks.
 #
-# torch gathers every parameter whole on every rank and cuts it anew. Here only elements that lie on
-# another rank than they are wanted on are sent, once each, several tensors in one message.
+# torch gathers every full parameter on every rank and shards it again. Here only elements that another rank
+# needs are sent, once each, several tensors in one message.
 
 
 DEADLINE_S = 300.0
@@ -210,8 +210,8 @@ class _Move:
 
 
 def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, cut as
-    `torch.chunk` along dim 0 cuts.
+    """The tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, sharded as
+    `torch.chunk` along dim 0 splits.
 
     Collective over the ranks of each process group that has some. Raises NormalizationError, on all
     of them, where not all have the same ones.
@@ -234,7 +234,7 @@ def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
     """Copy the first of each pair into the second where one is a `CutAcrossRows` and the other is
-    cut otherwise, across rows or into chunks of them, among the same ranks; the pairs that are not
+    sharded otherwise, across rows or into chunks of them, among the same ranks; the pairs that are not
     so, in their order, untouched.
 
     Collective over the ranks of each process group that has some. Raises NormalizationError, on all
@@ -259,13 +259,13 @@ def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
 def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.Tensor]) -> bool:
     (a, local), (b, made) = one, other
     if a.ranges == b.ranges:
-        return False  # nothing is to be sent, so that nobody need wait for anybody
+        return False  # nothing is to be sent, so that no rank waits for another
     alike = a.shape == b.shape and (local.dtype, local.device) == (made.dtype, made.device)
     return alike and dist.get_process_group_ranks(a.group) == dist.get_process_group_ranks(b.group)
 
 
 def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
-    """How a tensor is cut, and this rank's range of its flattening, its memory shared; None if a
+    """How a tensor is sharded, and this rank's range of its flattening, its memory shared; None if a
     rank has no range."""
     found = cut_of(tensor.value)
     group = _group_along_rows(tensor.value) if found is None else None

@@ -126,7 +126,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     copies.
 
     Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and
-    whatever such a method raises; either says which modules may have been written to by then.
+    whatever such a method raises; either says which modules may already have been written to.
     Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
@@ -238,7 +238,7 @@ class _ModelMatch:
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
         """What to give to the module's own `load_state_dict`: its keys by their names, and with
-        them every name below it that nobody knows, since its hooks may."""
+        every name below it that is unknown, since its hooks may know it."""
         state: dict[str, Any] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
@@ -333,7 +333,7 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     if strict:
         lines += _listed("Missing key", missing)  # torch's words, as far as they go
         lines += _listed("Unexpected key", unexpected, live)
-    lines += _listed("misfit", faults)
+    lines += _listed("Mismatched", faults)
     if strict and (missing or unexpected):
         lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
@@ -352,7 +352,7 @@ def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: 
 
 
 def _address(value: Any) -> int:
-    """Where the elements of a tensor lie on this rank; 0 for anything without memory."""
+    """The address of the elements of a tensor on this rank; 0 for anything without memory."""
     return _span(value)[0] if isinstance(value, torch.Tensor) else 0
 
 
@@ -375,7 +375,7 @@ def _is_frozen(slot: StateEntry) -> bool:
 
 # Copying one tensor's value into another, whatever their kinds; the inputs stay as they are.
 #
-# A value fits a target if both have the same global shape. Where both are sharded alike, only local
+# A value fits a target if both have the same global shape. If both are sharded in the same way, only local
 # memory is touched; everything else goes through `full`.
 
 
@@ -413,7 +413,7 @@ def write(value: LiveTensor, target: LiveTensor) -> None:
 
 def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], plain: Sequence[bool]) -> None:
     """`write` each value into the target at its place: those that are `plain` in few calls, and
-    what is cut across rows sent together where it can be."""
+    tensors sharded across rows sent together where possible."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
     for value, target in exchange_rows((LiveTensor("", v), LiveTensor("", t)) for v, t, _ in others):
@@ -483,7 +483,7 @@ def _kind(dtype: torch.dtype) -> int:
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
-# Which tensors share memory on this rank: by where they lie, never by what they are called.
+# Which tensors share memory on this rank: by their addresses, never by their names.
 
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter])
@@ -494,30 +494,30 @@ class Spans(NamedTuple):
     """The bytes from the first to behind the last element of each of many tensors."""
 
     starts: Sequence[int] = ()
-    """Addresses; 0 where there is no memory, or nobody can say where."""
+    """Addresses; 0 if there is no memory, or if its address is unknown."""
     sizes: Sequence[int] = ()
 
 
-def spans_of(tensors: Sequence[Any], alike: int = 1) -> Spans | None:
-    """Where plain tensors lie; None if some are sparse, which have several storages.
+def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
+    """The memory of plain tensors; None if some are sparse, which have several storages.
 
     Args:
-        alike: so many runs of tensors with the same shapes and dtypes these are, one behind
+        runs: the number of runs of tensors with the same shapes and dtypes, one after
             another.
     """
     try:
         starts = list(map(torch.Tensor.data_ptr, tensors))
         if all(map(torch.Tensor.is_contiguous, tensors)):
-            return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // alike])) * alike)
+            return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // runs])) * runs)
         return Spans(starts, list(map(_reach, tensors)))
     except (RuntimeError, NotImplementedError):
         return None
 
 
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
-    """Whether no two of the tensors, and of others that lie in `spans`, share memory, as far as one
-    look at each can
-    tell: then there is nothing to ask further."""
+    """Whether no two of the tensors, and of others with the memory `spans`, share memory, as far as one
+    look at each
+    shows: then no further check is needed."""
     found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
     ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
@@ -545,7 +545,7 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, to be written into the targets one after another; those that lie in another's
+    """The values, to be written into the targets one after another; those that share memory with another's
     target as copies."""
     out, count = list(values), len(targets)
     for cluster in overlapping([*targets, *values]):
@@ -590,14 +590,14 @@ def _have_own_storages(tensors: Sequence[Any]) -> bool:
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
-    """Where they lie, whatever their kinds."""
+    """Their memory, whatever their kinds."""
     found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
     return Spans(*zip(*map(_span, tensors))) if found is None else found
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte and how many there are to behind the last of its elements; (0, 0) where there
-    are none, or nobody can say where."""
+    """The first byte and the number of bytes up to the end of the last element; (0, 0) if there
+    are none, or if the address is unknown."""
     held = [] if is_lazy(tensor) else held_tensors(tensor)
     if not held or not set(map(type, held)) <= _PLAIN:
         return 0, 0

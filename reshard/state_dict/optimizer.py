@@ -151,7 +151,7 @@ class OptimizerWrites(NamedTuple):
     groups: list[GroupWrite]
     report: OptimizerReport
     places: Places
-    """Of which parameters the state is written where it lies."""
+    """The parameters whose state is written in place."""
 
 
 def plan_optimizers(
@@ -343,7 +343,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         for one, key in match.foreign:
             kind = type(live.optimizers[one.optimizer]).__name__
             lines.append(f"  Unexpected key: state {key!r} of {one.name}, which {kind} does not use")
-    lines += [f"  misfit: {fault}" for fault in faults]
+    lines += [f"  Mismatched: {fault}" for fault in faults]
     if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
@@ -370,7 +370,7 @@ def apply_optimizers(
 
     Args:
         model_state: what the model was set to in the same call, so that state that is tied to it
-            can be told.
+            is recognized.
     """
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
@@ -574,7 +574,7 @@ def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[
 
 
 class Places(NamedTuple):
-    """Parameters whose state is written where it lies."""
+    """Parameters whose state is written in place."""
 
     rows: Sequence[tuple[OptimizedParameter, dict[Any, Any], State]] = ()
     """Each with the state that it has, and what is given for it, under the same keys."""
@@ -583,7 +583,7 @@ class Places(NamedTuple):
     values: Sequence[torch.Tensor] = ()
     """Of each target, a plain tensor of its shape and dtype."""
     spans: Spans = Spans()
-    """Where all these tensors lie."""
+    """The memory of all these tensors."""
 
 
 _ROWS = 32
@@ -615,7 +615,7 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
             rows.append((one, old, values))
             here += map(old.__getitem__, values)
             wanted += values.values()
-        lying = spans_of([*here, *wanted], alike=2) if _alike(here, wanted) else None
+        lying = spans_of([*here, *wanted], runs=2) if _alike(here, wanted) else None
         if lying is None:
             return Places()
         starts += lying.starts
@@ -689,7 +689,7 @@ class GivenTies:
                     self._model.setdefault(first, of_model[i - len(given)])
 
     def same(self, value: torch.Tensor) -> int:
-        """Equal for given tensors that are the same memory seen alike."""
+        """Equal for given tensors that are the same view of the same memory."""
         return self._first.get(id(value), id(value))
 
     def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:

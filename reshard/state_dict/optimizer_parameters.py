@@ -138,7 +138,7 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
         f"{names} has no parameter of the model{where()}. Perhaps it was made before the model was wrapped: "
         "fully_shard, to_empty, and similar calls replace parameters, and the optimizer still has the old ones. "
         "Create it from model.parameters() after wrapping. If it belongs to another model, pass that one. "
-        f"Of an optimizer that DeepSpeed's ZeRO has taken over, whose parameters are flat partitions now, {HOW_TO_SAVE}"
+        f"If DeepSpeed's ZeRO has replaced its parameters by flat partitions, {HOW_TO_SAVE}"
     )
 
 

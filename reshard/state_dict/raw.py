@@ -38,8 +38,8 @@ class NormalizeReport:
     """Maps integer parameter ids to names."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.renamed)} names changed"]
-        lines += [f"  {segment} dropped {count} times" for segment, count in self.dropped.items()]
+        lines = [f"names changed: {len(self.renamed)}"]
+        lines += [f"  segment {segment} removed: {count}" for segment, count in self.dropped.items()]
         lines += [f"  {len(self.ids)} integer ids named"] if self.ids else []
         lines += [f"  doubtful: {name}" for name in self.doubtful]
         return "\n".join(lines)

@@ -280,7 +280,7 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
         for g, group in enumerate(one.param_groups)
         if not group["params"]
     ]
-    # groups without parameters have no name to be matched by; as many as before are taken to be the same ones
+    # groups without parameters have no name to be matched by; an equal number is taken to be the same ones
     matched = dict(zip(empties, saved.empty)) if len(empties) == len(saved.empty) else {}
     writes = []
     for k, optimizer in enumerate(live.optimizers):
@@ -380,11 +380,11 @@ def _as_live(live: Any, value: Any) -> Any:
 _ABSENT = object()
 
 
-# Which state an optimizer keeps of a parameter: what it cannot go on without, and what it has any
+# Which state an optimizer keeps of a parameter: what it needs to continue, and what it has any
 # use for.
 #
-# Of torch's own optimizers both are known. Of others nobody can say what they need; what they have
-# a use for is told by the state that they hold already, if they hold any.
+# For torch's own optimizers both are known. What others need is unknown; what they
+# use follows from the state that they already hold, if they hold any.
 
 
 class _Schema(NamedTuple):
@@ -512,7 +512,7 @@ class StateKind:
 
     def _has_no_use_for(self, key: str) -> bool:
         """Whether the optimizer neither knows the key nor holds state under it; not where that
-        cannot be told."""
+        is unknown."""
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
             return False

@@ -34,11 +34,11 @@ class Storage(ABC):
 
     Attributes:
         url: where it is, for messages.
-        max_gap_bytes: reading up to this many bytes that nobody asked for is cheaper than one more request.
+        max_gap_bytes: reading up to this many bytes that were not requested is cheaper than one more request.
         is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
             another.
         supports_shared_write: whether several processes of a machine can write one object together, see `open_shared`.
-        requests: how many requests had better be under way at once; 1 where answers do not keep one waiting.
+        requests: how many requests should be in flight at once; 1 if answers come without delay.
     """
 
     url: str
@@ -55,7 +55,7 @@ class Storage(ABC):
         """
 
     def top(self) -> builtins.dict[str, int] | None:
-        """What lies in no folder, and its size, and each folder, with a slash behind its name and no size; None where
+        """What is in no folder, and its size, and each folder, with a slash behind its name and no size; None if
         that takes no less than to `list` everything."""
         return None
 
@@ -77,7 +77,7 @@ class Storage(ABC):
 
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
         """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
-        them call this alike; the first to come makes it. What nobody writes is zero."""
+        them call this with the same arguments; the first to come makes it. Bytes that no process writes are zero."""
         raise StorageError(
             f"{self.url} does not support objects that several processes write: let each process write its own"
         )
@@ -88,7 +88,7 @@ class Storage(ABC):
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
         """`publish`, unless `check` raises, which is called as shortly before as can be; where the storage can write on
-        condition, also unless somebody publishes the object between the two."""
+        condition, also unless another process publishes the object between the two."""
         check()
         self.publish(name, data)
 
@@ -113,7 +113,7 @@ class Storage(ABC):
             raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
-        """Give an object, which nobody changes any more, a second name, without its bytes coming here: it stays as long
+        """Give an object, which does not change any more, a second name, without reading its bytes: it stays as long
         as it has one of them. A second time does nothing. False where this storage cannot.
 
         Raises CheckpointNotFoundError if there is no such object.
@@ -123,7 +123,7 @@ class Storage(ABC):
     def empty_folders(self) -> builtins.list[str]:
         """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
 
-        `delete` of `NOTHING` in one of them removes it, unless somebody has put an object there meanwhile.
+        `delete` of `NOTHING` in one of them removes it, unless another process has put an object there meanwhile.
         """
         return []
 

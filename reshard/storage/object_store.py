@@ -22,7 +22,7 @@ __all__ = ["ObjectStorage", "choose_gap_bytes", "open_objects"]
 
 
 # An object appears whole or not at all: a small one by one conditional put, a large one when its
-# multipart upload is completed. A writer that is killed leaves an upload that nobody sees; a
+# multipart upload is completed. A writer that is killed leaves an invisible upload; a
 # lifecycle rule of the bucket ("abort incomplete multipart uploads") removes what it costs.
 # Credentials, region and endpoint come from the usual environment variables (AWS_ACCESS_KEY_ID,
 # AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...), or give `ObjectStorage` an obstore store of your own
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _PART_BYTES = 16 << 20
 _PARALLEL = 8
 _SMALL_BYTES = 64 << 10
-"""An answer of up to so many bytes takes hardly longer than its first byte."""
+"""An answer of up to this many bytes takes hardly longer than its first byte."""
 _TRIES = 4
 """Of ours, around those of obstore, which does not repeat every request that is safe for us to repeat."""
 FIRST_PAUSE_S = 0.2
@@ -167,7 +167,7 @@ class ObjectStorage(Storage):
         finally:
             for read in reads:
                 read.cancel()
-            wait(reads)  # nobody may write into the caller's buffer after an error has reached the caller
+            wait(reads)  # no thread may write into the caller's buffer after an error has reached the caller
 
     def _read_piece(self, name: str, start: int, view: memoryview) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The files inside an uncompressed tar archive, read where they lie: nothing is extracted."""
+"""The files inside an uncompressed tar archive, read in place: nothing is extracted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TarStorage(Storage):
 
         Raises:
             FormatError: the archive is compressed, so that nothing in it can be found without reading all of it.
-            CorruptCheckpointError: it is no tar archive, or is cut short.
+            CorruptCheckpointError: it is no tar archive, or is truncated.
         """
         self.url = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes

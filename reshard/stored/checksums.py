@@ -31,9 +31,9 @@ __all__ = [
 
 
 MAX_CHECK_MULTIPLE = 2.0
-"""To check what is asked for, at most so many times its bytes are read."""
+"""To check requested bytes, at most this multiple of their number is read."""
 FREE_CHECK_BYTES = 16 << 20
-"""So many bytes may be read to check, however few are asked for."""
+"""This many bytes may be read to check, however few are requested."""
 
 EVERY_BLOCK = ""
 CRC_OF_RECORDS = "unchecked: whether its files belong together"
@@ -91,7 +91,7 @@ class Checking:
 
     def finish(self, wanted_bytes: int | None = None) -> None:
         """Compare all that was read so far and not compared, whatever it costs, or, with `wanted_bytes`, what may be
-        read in order to check so many. Raises CorruptCheckpointError."""
+        read in order to check this many. Raises CorruptCheckpointError."""
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
             if wanted_bytes is None or may_check(source.owed_bytes, wanted_bytes):
@@ -118,7 +118,7 @@ class Checksums(ABC):
 
     def __init__(self) -> None:
         self._owed: dict[tuple[Range, ...], int] = {}
-        """Bytes of elements that were read and not compared so far, by the blocks that they lie in."""
+        """Bytes of elements that were read and not compared so far, by their blocks."""
 
     @abstractmethod
     def pending(self, start: int, stop: int) -> list[Range]:
@@ -130,7 +130,7 @@ class Checksums(ABC):
 
     @abstractmethod
     def has(self, start: int, stop: int) -> bool:
-        """Whether all of these bytes lie in blocks that have checksums."""
+        """Whether all of these bytes are in blocks that have checksums."""
 
     @abstractmethod
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
@@ -138,7 +138,7 @@ class Checksums(ABC):
 
     @abstractmethod
     def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
-        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many lie in no block.
+        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many are in no block.
 
         Args:
             ranges: what is read without gaps, in order and disjoint.
@@ -254,7 +254,7 @@ class BlockChecksums(Checksums):
         return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
 
     def inside(self, start: int, stop: int) -> Range:
-        """The bytes of all blocks that lie wholly within [start, stop); empty if there are none."""
+        """The bytes of all blocks that are completely within [start, stop); empty if there are none."""
         size = self.block_bytes
         first = -(-start // size) * size
         return first, max(first, stop if stop >= self.nbytes else stop // size * size)
@@ -303,7 +303,7 @@ def add_touched(counts: Numbers, size: int, windows: Iterable[Window], nbytes: i
 
 
 _BATCH_BLOCKS = 1 << 16
-"""So many are counted at a time."""
+"""The number of blocks that are counted at a time."""
 
 
 def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int, int, int]]]:

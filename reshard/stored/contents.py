@@ -58,8 +58,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Contents(State[StoredTensor]):
-    """A checkpoint as its format tells it, under the keys as stored. Tensors and objects may be made only when they are
-    asked for; objects are plain data, and of values that are each rank's own there is a mapping by rank."""
+    """A checkpoint as its format describes it, under the keys as stored. Tensors and objects may be made only when they
+    are requested. Objects are plain data. Per-rank values are a mapping by rank."""
 
     format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""
@@ -214,7 +214,7 @@ class Record(metaclass=_FrozenType):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes that the object had, as far as its state tells."""
+        """The attributes that the object had, as far as its state shows."""
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if isinstance(k, str)}
 
@@ -263,8 +263,8 @@ def unknown_class(value: Any) -> str | None:
     return None
 
 
-# How torch.distributed.checkpoint names its files: to tell that there are some, their reader need
-# not be imported.
+# How torch.distributed.checkpoint names its files: to recognize them without importing
+# their reader.
 
 
 RANK_METADATA = re.compile(r"__\d+\.metadata")

@@ -157,7 +157,7 @@ def _product(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
 def _shift(nbytes: int) -> int:
-    """x to the power of so many bytes' bits."""
+    """x to the power of this many bytes' bits."""
     found, square = _ONE, _BYTE
     while nbytes:
         if nbytes & 1:

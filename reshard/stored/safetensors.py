@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which says where each tensor lies: reading with all checks or few, and writing.
+"""The header of a safetensors file, which says where each tensor is: reading with all checks or few, and writing.
 
 8 bytes: length N      N bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}      data
 """
@@ -109,7 +109,7 @@ def read_header(source: Source) -> Header:
     """Read and check the header of a whole file.
 
     Raises:
-        CorruptCheckpointError: the file is cut short, the header is no JSON, or tensors overlap, leave holes or do not
+        CorruptCheckpointError: the file is truncated, the header is not JSON, or tensors overlap, leave gaps, or do not
             have the bytes that their shape needs.
         FormatError: a dtype that is not known.
     """
@@ -200,7 +200,7 @@ class Offsets(msgspec.Struct):
 
 
 def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:
-    """The entries of a header whose length is known, and whose tensors are told elsewhere: nothing else is looked at.
+    """The entries of a header whose length is known, and whose tensors are described elsewhere: nothing else is read.
 
     Raises CorruptCheckpointError if the header is no such one.
     """
@@ -250,7 +250,7 @@ def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) ->
 
 
 def framed(rows_bytes: int, note: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
-    """What stands before and behind rows of so many bytes, to make a header of them; `note` is metadata."""
+    """The text before and after rows of this many bytes, to make a header of them; `note` is metadata."""
     head = msgspec.json.encode({"__metadata__": {"format": "pt", **(note or {})}})[:-1]
     nbytes = len(head) + rows_bytes + 1
     padding = -(8 + nbytes) % _ALIGNMENT

@@ -41,9 +41,9 @@ class Source(ABC):
     label: str
     """Its name, for messages."""
     max_gap_bytes: int = 0
-    """Reading up to this many bytes that nobody asked for is cheaper than one more request."""
+    """Reading up to this many bytes that were not requested is cheaper than one more request."""
     direct_bytes: int = DIRECT_BYTES
-    """Runs of at least so many bytes are better read by a call than copied from the view."""
+    """Runs of at least this many bytes are better read by a call than copied from the view."""
 
     @property
     @abstractmethod
@@ -114,7 +114,7 @@ class Source(ABC):
 class FileSource(Source):
     """An object of a storage. Mapped into memory at first use where the storage can.
 
-    Whoever reads of it, by `read`, `read_into` or, where there is a view, after `compare`, gets bytes that have the
+    Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that have the
     checksums that were saved, or an error; what has none, or would cost more than `may_check` allows, counts as
     unchecked in `checking`.
 
@@ -128,7 +128,7 @@ class FileSource(Source):
         self.name = name
         self.checking = Checking() if checking is None else checking
         self.checksums: Checksums | None = None
-        """Of its blocks, where the format has any: whoever knows them puts them here."""
+        """Of its blocks, if the format has any: the reader of the format sets them."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
@@ -196,7 +196,7 @@ class FileSource(Source):
         raise_changed((self.label, start, stop) for start, stop in bad)
 
     def compare_data(self, start: int, data: memoryview) -> int:
-        """Compare the blocks that lie wholly within `data`, the bytes from `start`; returns how many bytes these have.
+        """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes these have.
 
         Raises CorruptCheckpointError.
         """
@@ -268,7 +268,7 @@ class FileSource(Source):
         self.checking.add(**{"checked" if sums.has(start, stop) else "unchecked": wanted})
 
     def _owe(self, sums: Checksums, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
-        """Bytes of elements go on unchecked; `Checking.finish` may make up for it."""
+        """Bytes of elements that are passed on unchecked; `Checking.finish` may make up for it."""
         self.checking.add(unchecked=nbytes)
         sums.owe(ranges, nbytes)
         self.checking.remember(self)
@@ -330,7 +330,7 @@ class FileSource(Source):
         return view[start : start + length]
 
     def unmap(self, start: int, length: int) -> None:
-        """Give these bytes back: the pages that lie wholly within them."""
+        """Give these bytes back: the pages that are completely within them."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         self._give_back(first, start + length - first)
 
@@ -421,7 +421,7 @@ class BytesSource(Source):
 class DecodedSource(Source):
     """Bytes that exist only decoded, such as a compressed item of a file or a chunk of an array.
 
-    Decoding is all or nothing, so the item that was decoded last is kept, and while a load goes on as many as its
+    Decoding is all or nothing, so the last decoded item is kept, and during a load as many items as its
     memory allows: pieces of one item are read one after another, by several threads.
     """
 
@@ -436,7 +436,7 @@ class DecodedSource(Source):
             self._items: dict[DecodedSource, Future[memoryview]] = {}
 
         def allow(self, nbytes: int) -> None:
-            """Keep up to so many bytes from now on; the last item in any case."""
+            """Keep up to this many bytes from now on; the last item in any case."""
             with self._lock:
                 self._most_bytes = nbytes
                 self._shrink()

@@ -43,7 +43,7 @@ __all__ = [
 #
 # Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are. Pieces of files
 # of this machine are smaller, so that they are still in the processor's cache when they are hashed
-# and written. They are copied and not mapped: that takes about as long, but goes on beside the
+# and written. They are copied and not mapped: that takes about as long, but runs beside the
 # writing of the piece before.
 
 
@@ -57,11 +57,11 @@ NEAR_PIECE_BYTES = 2 << 20
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are read without a thread, and written together."""
 _SUMMED_TOGETHER = 512
-"""So many small pieces wait to be summed up together."""
+"""The number of small pieces that are summed up together."""
 DEPTH = 3
 """Pieces in memory: one that is written, and those that are read meanwhile."""
 _RELEASE_BYTES = 64 << 20
-"""After so many bytes the mapped pages of the files are given back."""
+"""After this many bytes the mapped pages of the files are given back."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Region:
 
     @classmethod
     def whole(cls, stored: StoredTensor) -> Region:
-        """The whole tensor."""
+        """The full tensor."""
         return cls(stored, Box.full(stored.spec.shape))
 
     @property
@@ -85,7 +85,7 @@ class Region:
 
     @cached_property
     def is_near(self) -> bool:
-        """Whether its first chunk lies in a file of this machine. Asks where that is, which has to be known anyway."""
+        """Whether its first chunk is in a file of this machine. Looks up where that is, which is needed anyway."""
         chunk = next((chunk for chunk, _ in self.stored.meeting(self.box)), None)
         return chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
 
@@ -100,7 +100,7 @@ class StreamedRows:
     """Some rows of a region; valid until the next piece is taken."""
 
     box: Box
-    """In the coordinates of the whole tensor."""
+    """In the coordinates of the full tensor."""
     data: memoryview
     """The elements, row-major."""
     dtype: str
@@ -246,7 +246,7 @@ class _RegionReader:
 
 
 def _narrow(window: Window) -> Iterator[Box]:
-    """The window in parts that lie close together: of a mapped file, all pages between count as memory when touched."""
+    """The window in parts that are compact: of a mapped file, all pages between count as memory when touched."""
     span = window.stop - window.offset
     dims = [d for d, n in enumerate(window.sizes) if n > 1]
     if span <= PIECE_BYTES or window.is_contiguous or not dims:
@@ -306,7 +306,7 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Target:
-    """What a writer is told of where it writes, and how."""
+    """Where and how a writer writes."""
 
     name: str
     """The last part of the path: of the file, or of the folder."""
@@ -340,7 +340,7 @@ class FormatWriter(ABC):
         self._small: list[tuple[TensorSpec, torch.Tensor, Box]] = []
 
     def claimed(self, storage: Storage) -> AbstractContextManager[None]:
-        """While files are written: what others must see to know that these are somebody's."""
+        """While files are written: what other processes must see to know that these are in use."""
         return nullcontext()
 
     @abstractmethod
@@ -492,7 +492,7 @@ def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
 
 
 def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:
-    """Who writes what: the ranks of `onto`; without it, one rank for each group of whole tensors of limited size."""
+    """Which rank writes what: the ranks of `onto`; without it, one for each group of full tensors of limited size."""
     if target.onto is not None:
         return plan_writes(target.onto)
     layouts = {}

@@ -110,7 +110,7 @@ class StoredChunk:
 
     @property
     def window(self) -> Window:
-        """Where the elements lie in the source, in the order of the box."""
+        """Where the elements are in the source, in the order of the box."""
         return self.place.window
 
     def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
@@ -118,7 +118,7 @@ class StoredChunk:
         return StoredChunk(box, lambda: (p := self.place).with_window(change(p.window)), self.owner)
 
     def crop(self, region: Box) -> StoredChunk:
-        """The part inside `region`, which lies within the box, in the same global coordinates."""
+        """The part inside `region`, which is within the box, in the same global coordinates."""
         inner = region.relative_to(self.box)
         return self if region == self.box else self.derived(region, lambda w: w.crop(inner))
 
@@ -148,7 +148,7 @@ class LazyChunks(Sequence[StoredChunk]):
         geometry: Hashable = None,
     ) -> None:
         """`every` lists all chunks; `near` finds at least those that share an element with a box. Where there is a
-        `geometry`, all tensors with an equal one are cut into the same boxes."""
+        `geometry`, all tensors with an equal one have the same boxes."""
         self._every = every
         self.near = near
         self.geometry = geometry
@@ -181,7 +181,7 @@ class StoredTensor:
     """The saved mesh and placements, where the format knows them."""
 
     def __post_init__(self) -> None:
-        """Raises CorruptCheckpointError for a chunk that lies outside the tensor."""
+        """Raises CorruptCheckpointError for a chunk that is outside the tensor."""
         if isinstance(self.chunks, LazyChunks):
             return
         whole = Box.full(self.spec.shape)
@@ -440,7 +440,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
 
 
 def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
-    """Which of the wanted indexes, counted from 0, lie in [offset, offset + size)."""
+    """Which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
     start, step, n = wanted
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
 

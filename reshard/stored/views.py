@@ -159,7 +159,7 @@ def _folded(at: int, sizes: Shape) -> Callable[[Window], Window]:
 
 
 def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
-    """A tensor of `shape` that was cut by a grid, each cell flattened: stored as [cells along dim 0, ..., cell size].
+    """A tensor of `shape` that was split by a grid, each cell flattened: stored as [cells along dim 0, ..., cell size].
 
         4 x 6 in a grid of 2 x 3   ->   stored [2, 3, 4]; the cell [1, 2] is rows 2:4 and columns 4:6
 

@@ -297,3 +297,18 @@ def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
         reshard.load({"model": model, "optim": optimizer.state_dict()}, tmp_path / "c")
 
     assert "did you mean 'optim.state" not in str(error.value)
+
+
+def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4), "step": 1}
+    reshard.save(state, tmp_path / "saved")
+
+    converted = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=2)) as manager:
+        idle, due = manager.save(1, state), manager.save(2, state)
+
+    place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
+    assert repr(converted) == f"ConvertReport(1 tensors, 16 B from {place}, safetensors, 1 left out)"
+    assert repr(idle) == "StepReport(step 1, not due)"
+    assert repr(due) == "StepReport(step 2, saved to storage: every 2 steps)"
+    assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensors)"

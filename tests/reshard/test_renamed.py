@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import planners
 import reshard
 from reshard import errors
 from reshard.elastic import Tier
@@ -89,3 +90,19 @@ def test_formats_have_the_names_of_the_field_too(name: Any, own: str, path: str,
     reshard.save({"w": W}, tmp_path / "c")
     assert reshard.convert(tmp_path / "c", tmp_path / path, format=name).format == own
     assert reshard.open(tmp_path / path).format == own
+
+
+def test_full_saves_were_whole(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"whole_every= of CheckpointManager\(\) is now called full_every="):
+        reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1), whole_every=2).close()
+
+
+def test_unsharded_axes_were_uncut() -> None:
+    topology = planners.Topology.parse("dp=2,tp=2", {"*.w": "S(0),S(1)", "*": "S(0),R"})
+    layout = topology.layout([planners.TensorSpec("b", (4,), "float32"), planners.TensorSpec("a.w", (4, 4), "float32")])
+    plan = planners.plan_reads(layout, planners.ddp(4).layout(layout.specs))
+
+    assert layout.uncut_axes() == layout.unsharded_axes() == {}
+    assert topology.uncut_axes(layout) == topology.unsharded_axes(layout) == {}
+    stats = planners.summarize(plan)
+    assert stats.uncut_axes == stats.unsharded_axes != {}

@@ -61,7 +61,7 @@ def test_what_is_frozen_is_written_once(tmp_path):
     assert (second.base, third.base) == (first.save_id, second.save_id)
     assert second.bytes_reused == third.bytes_reused == first.bytes_written - 64 * 4
     assert second.bytes_written == 64 * 4
-    assert "4.2 MiB as they were" in repr(third)
+    assert "4.2 MiB reused" in repr(third)
     assert disk_bytes(tmp_path) < size + 10_000
     for step in (1, 2, 3):
         assert_same(loaded(tmp_path / f"step-{step}"), lora(step))

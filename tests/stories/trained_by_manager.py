@@ -31,7 +31,7 @@ def train(root: str, memory: str, layout: str, steps: int, told: str) -> None:
     state = {"model": model, "optim": optimizer, "schedule": schedule, "step": 0}
     tier = reshard.elastic.Tier(memory, copies=0)
     with reshard.CheckpointManager(
-        root, every=Every(steps=EVERY), keep=KEEP, whole_every=3, memory=tier, memory_every=Every(steps=2)
+        root, every=Every(steps=EVERY), keep=KEEP, full_every=3, memory=tier, memory_every=Every(steps=2)
     ) as manager:
         manager.restore(state)
         while state["step"] < steps:

@@ -1,4 +1,4 @@
-"""A generation in the folders of hosts: what lies there, how it moves, and how it is read when each has a part."""
+"""A generation in the folders of hosts: what is there, how it moves, and how it is read when each has a part."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads:
 
 
 def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[str, list[tuple[int, Box]]]:
-    """Of every tensor that does not survive whole: the regions that nobody has, each with the rank
+    """Of every tensor that does not survive completely: the regions that no host has, each with the rank
     that wrote it.
 
     Args:
@@ -239,12 +239,12 @@ class Incarnation(msgspec.Struct, frozen=True):
     one after another, by their numbers."""
 
     id: str
-    """Nobody else has it, and it begins with the time at which the incarnation began, as a save id does."""
+    """Unique. It begins with the time at which the incarnation began, as a save id does."""
     first: int
     """Number of its first generation: larger than all that it could see when it began."""
     earlier: dict[str, int]
     """By the id of each incarnation that it knew to have been before: the number of the generation
-    up to which it goes on from that one; 0 if it recovered nothing of it. Incarnations that it knew
+    up to which this one continues it; 0 if it recovered nothing of it. Incarnations that it knew
     were over when it began: their hosts were its own."""
 
     def encode(self) -> bytes:
@@ -274,7 +274,7 @@ class _SealedLineage(msgspec.Struct, frozen=True):
 
 class Survivors(Storage):
     """What a host has of a generation. Files that are whole here are read where they are; all
-    others in a folder of what was fetched, where each begins as a hole behind the header, which
+    others in a folder of fetched files. There each file begins as a sparse file behind the header, which
     follows from the plan: so a load can be planned before anything is fetched, and then only what
     it needs.
 
@@ -301,7 +301,7 @@ class Survivors(Storage):
         self._plan = plan
 
     def path_of(self, name: str) -> Path:
-        """Where a file, or its checksums, lies or is to be put."""
+        """Where a file or its checksums are, or are to be written."""
         return (self.here if name.removesuffix(".sums") in self.whole else self.fetched).root / name
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -410,10 +410,10 @@ def move(
     which nothing moves may give other files. Returns the bytes that this rank got from others.
 
     Args:
-        source, target: where a file lies that this rank sends, or gets, which is made.
+        source, target: a file that this rank sends, and a file that it gets, which is created.
         pace: as of `Exchange.run`.
 
-    Raises StorageError where there is no room; PlanError for bytes that nobody holds.
+    Raises StorageError if there is no space; PlanError for bytes that no rank holds.
     """
     held, wanted, sizes = moves
     rank, world = group.job_rank, max(group.ranks) + 1
@@ -560,7 +560,7 @@ class Hosts:
         return self.mine[0] == self.place
 
     def gather_kept(self, group: Group) -> list[dict[GenerationFolder, Recorded]] | None:
-        """Collective: what lies in the folder of each rank's host, told by the first rank of the host; for the first
+        """Collective: what is in the folder of each rank's host, reported by the host's first rank. For the first
         rank of all, None for the others."""
         mine = list(kept_in(self.folder).items()) if self.leads else []
         told = group.gather(mine, kind=list[tuple[GenerationFolder, Recorded]])
@@ -602,7 +602,7 @@ def free_bytes(folder: Path) -> int:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        raise StorageError(f"cannot ask how much room there is in {folder}: {error.strerror or error}") from error
+        raise StorageError(f"cannot determine the free space in {folder}: {error.strerror or error}") from error
     return found.f_bavail * found.f_frsize
 
 

@@ -1,10 +1,10 @@
 """Which generation a job last lived on: one function decides, for saves, restores and `gather`.
 
-A host that was away may come back with generations from which the job did not go on. They may have
+A host that was away may come back with generations that the job did not continue. They may have
 larger numbers, and are not newer. So incarnations are compared before numbers are: one that knew of
 another came after it. Where neither knew of the other, since no host that had the one was there
-when the other began, the clocks of the hosts tell which began after the other had kept its last. If
-they tell neither, nobody guesses.
+when the other began, the clocks of the hosts decide: one began after the other kept its last. If
+they cannot decide either, reshard does not guess.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["FoundGenerations", "GenerationOrder"]
 
 
 _REMEMBERED = 64
-"""So many earlier incarnations are known to each, the last ones; those before are told apart by the clocks."""
+"""Each incarnation knows this number of earlier ones, the latest. Clocks order those before."""
 
 
 class GenerationOrder(NamedTuple):
-    """Which generation comes before which, as far as it can be told."""
+    """Which generation comes before which, as far as is known."""
 
     newest_first: list[GenerationFolder]
     tied: list[GenerationFolder]
     """All others are older than some of these: the last of each incarnation of those of which
-    nobody can tell which came later. Empty where all can be told."""
+    which it is unknown which came later. Empty if the order is known."""
 
     @property
     def newest(self) -> list[GenerationFolder]:
-        """The newest; several where it cannot be told which of them is."""
+        """The newest; several if it is unknown which of them is."""
         return self.newest_first[:1] or self.tied
 
 
@@ -51,7 +51,7 @@ class FoundGenerations:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> FoundGenerations:
-        """Out of what lies in the folder of each host."""
+        """From the contents of the folders of all hosts."""
         incarnations: dict[GenerationFolder, Incarnation] = {}
         hosts: dict[GenerationFolder, list[str]] = {}
         made: dict[GenerationFolder, ManifestStamp] = {}
@@ -97,7 +97,7 @@ class FoundGenerations:
         they are left.
 
         Args:
-            tried: the same is told of these already.
+            tried: those that were already tried, with the reason.
             step: that was asked for.
         """
         return [
@@ -107,7 +107,7 @@ class FoundGenerations:
         ]
 
     def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
-        """For errors: that nobody can tell which of these the job lived on last, and how to say it."""
+        """For errors: that it is unknown which of these the job used last, and how to choose."""
         spans = [
             f"{self._where(kept)}, by a run from {_when(self.incarnations[kept].id)} to {_when(self._last(kept))} at "
             "least"
@@ -130,7 +130,7 @@ class FoundGenerations:
         began, last = _ms(self.incarnations[one].id), _ms(self._last(other))
         if self._is_recorded(one) or self._is_recorded(other):
             return began > last
-        # as earlier releases told them apart, unless the clocks say the opposite
+        # as earlier releases ordered them, unless the clocks say the opposite
         return began >= last and (one.number, began) > (other.number, last) and one.number >= other.number
 
     def _last(self, kept: GenerationFolder) -> str:

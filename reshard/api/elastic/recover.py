@@ -77,7 +77,7 @@ class _Candidate(NamedTuple):
 class _Candidates(NamedTuple):
     newest_first: list[_Candidate]
     tied: str
-    """Behind these, it cannot be told which is the newest, and why; empty if there are no more."""
+    """For generations after these, why it is unknown which is the newest; empty if there are no more."""
     steps: list[int]
     """Of all generations that count on some host."""
 
@@ -164,7 +164,7 @@ def _report(
     group: Group,
     hosts: Hosts,
 ) -> TierRestoreReport:
-    group.barrier()  # nobody needs what the others were asked for any more
+    group.barrier()  # no rank needs what it requested from others any more
     if hosts.leads:
         hosts.check_owner()
         remove(hosts.folder, [found.kept] if found is not None else [])
@@ -267,7 +267,7 @@ class _JudgedGeneration:
             records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
         ]
         storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
-        # blocks are compared when they have come: until then, files have holes behind their headers
+        # blocks are compared when they arrive: until then, files are sparse behind their headers
         contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
         native = contents.details(NativeFacts)
         assert native is not None

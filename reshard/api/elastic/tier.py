@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 __all__ = ["Tier", "check_bytes_per_s"]
 
 _PACED_BYTES = 4 << 20
-"""Under way at a time where a pace is kept: short bursts let messages of the job pass."""
+"""Bytes in flight if a rate limit is kept: short bursts let messages of the job pass."""
 
 
 @renamed(keep="save", async_keep="async_save", recover="restore")
@@ -198,7 +198,7 @@ class Tier:
                     with group.together("Tier.async_save"):
                         return job.finish(data, wire, Pace(bytes_per_s, group.check))
                 except BaseException:
-                    self._wire = None  # it may have messages under way
+                    self._wire = None  # it may have messages in flight
                     raise
                 finally:
                     data.release()
@@ -296,7 +296,7 @@ class Tier:
         """Collective: who is where, which is asked once."""
         ranks = tuple(group.ranks)
         is_new = self._known is None or self._known[1] != ranks
-        if group.merge(is_new, any, "whether the hosts are known") or not self._known:
+        if group.merge(is_new, any, "the exchange of hosts") or not self._known:
             self._known = meet(self.settings.folder, self.settings.host, group), ranks
             self._incarnation = None
         return self._known[0]
@@ -331,7 +331,7 @@ class PendingKeep:
     def __init__(self, future: Future[TierSaveReport]) -> None:
         self._future = future
         self.is_known = False
-        """Whether somebody has been told how it ended."""
+        """Whether the result was reported to a caller."""
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -345,7 +345,7 @@ class PendingKeep:
 
 
 class Pace:
-    """Lets so many bytes a second pass.
+    """Lets this number of bytes pass per second.
 
     Args:
         check: called while it waits; raises where waiting is in vain.
@@ -462,7 +462,7 @@ class _NextKept(NamedTuple):
 def _begin(
     step: int, group: Group, hosts: Hosts, copies: CopyPlan, incarnation: Incarnation | None
 ) -> tuple[GenerationFolder, Incarnation]:
-    """Collective: the next generation. What neither counts nor ever will is removed, and there must be room."""
+    """Collective: the next generation. Removes what neither counts nor ever will, and checks that there is space."""
     rows = hosts.gather_kept(group)
     begun = None
     if rows is not None:

@@ -36,7 +36,7 @@ def step_path(root: str, step: int) -> str:
 
 
 def whole_steps(root: str) -> list[int]:
-    """The steps in storage that are complete, as far as names and sizes of files tell, in their order."""
+    """The steps in storage that are complete, judged by names and sizes of files, in order."""
     names = [path.rpartition("/")[2] for _, path, is_below in complete(root) if is_below]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
@@ -49,7 +49,7 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
-    """A step that the run did not go on from: nobody restores it, and it is removed when a later save is whole."""
+    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class Ledger:
         self.publish()
 
     def set_aside(self, steps: Collection[int]) -> None:
-        """Steps that the run does not go on from."""
+        """Mark steps that the run does not continue from."""
         for step in steps:
             self.steps[step] = msgspec.structs.replace(self.steps.get(step, StepRecord()), is_aside=True)
         if steps:
@@ -111,7 +111,7 @@ class Ledger:
         return {step: {name: float(value) for name, value in its.items()} for step, its in rows.items()}
 
     def saves_since_whole(self) -> int:
-        """So many of the newest steps reuse what earlier ones have."""
+        """How many of the newest steps reuse data of earlier ones."""
         found = 0
         for step in reversed(self.current()):
             if not self._of(step).is_based:

@@ -39,7 +39,7 @@ _log = logging.getLogger("reshard")
 _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport(Tabled):
     """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saves the step anywhere."""
 
@@ -47,13 +47,19 @@ class StepReport(Tabled):
     storage: str
     """Why the step is saved to storage; empty if it is not."""
     memory: str
-    """Why it is kept in memory; empty if it is not."""
+    """Why it is saved to memory; empty if it is not."""
     preempted: str
     """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
     no request."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
+
+    def __repr__(self) -> str:
+        """One line."""
+        did = {"saved to storage": self.storage, "saved to memory": self.memory, "preempted": self.preempted}
+        words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
+        return f"StepReport(step {self.step}, {words or 'not due'})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +103,7 @@ class CheckpointManager:
         keep: which steps to retain in storage.
         memory: also save steps to the memory of hosts, see docs/elastic.md.
         memory_every: when to do so; required with `memory`.
-        whole_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
+        full_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
             saves are full.
         background: save while the job trains: at most one save to storage and one to memory are in progress. The next
             call raises their errors.
@@ -114,7 +120,7 @@ class CheckpointManager:
     is not writable.
     """
 
-    @renamed(deadline_s="timeout")
+    @renamed(deadline_s="timeout", whole_every="full_every")
     @with_options(SaveOptions)
     def __init__(
         self,
@@ -124,7 +130,7 @@ class CheckpointManager:
         keep: Keep = _KEEP_ALL,
         memory: Tier | None = None,
         memory_every: Every | None = None,
-        whole_every: int = 1,
+        full_every: int = 1,
         background: bool = True,
         bytes_per_s: float = 256 << 20,
         preemption: Preemption = _ON_SIGTERM,
@@ -137,7 +143,7 @@ class CheckpointManager:
         self._process_group, self._timeout = process_group, timeout
         self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
         self._memory, self._memory_every = memory, memory_every
-        self._whole_every, self._background, self._ask_every = whole_every, background, ask_every
+        self._full_every, self._background, self._ask_every = full_every, background, ask_every
         self._bytes_per_s = bytes_per_s
         self._options, self._claim, self._ledger = options, None, Ledger(self.root)
         group = self._group()
@@ -148,7 +154,7 @@ class CheckpointManager:
                 every,
                 keep,
                 memory_every,
-                whole_every,
+                full_every,
                 background,
                 ask_every,
                 bytes_per_s,
@@ -173,8 +179,8 @@ class CheckpointManager:
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
-        if odd := {"base": "whole_every", "overwrite": "a step of its own"}.keys() & options.keys():
-            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see whole_every and step")
+        if odd := {"base": "full_every", "overwrite": "a step of its own"}.keys() & options.keys():
+            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see full_every and step")
         options_of("CheckpointManager", SaveOptions, options)
         wanted = {
             "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),
@@ -188,7 +194,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{name} must be {words}, got {its!r}")
         if (self._memory is None) != (self._memory_every is None):
             raise CheckpointError("pass every= for saves to storage, and memory_every= if you pass memory=")
-        for name in ("whole_every", "ask_every"):
+        for name in ("full_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
                 raise CheckpointError(f"{name} must be an integer >= 1, got {its!r}")
@@ -212,7 +218,7 @@ class CheckpointManager:
                 was saved, and earlier steps are unchanged.
         """
         group = self._group()
-        with group.together("CheckpointManager.save", meet=False):  # it ends with a meeting, or nobody fails alone
+        with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone
             its_metrics, step = checked_metrics(metrics), self._checked(step)
             due = self._due(group, step, force)
         if due.has_ended:
@@ -263,7 +269,7 @@ class CheckpointManager:
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
         )
-        said = group.merge(mine, _Vote.join, "whether to save")
+        said = group.merge(mine, _Vote.join, "the decision to save")
         if said.steps[0] != said.steps[1]:
             low, high = said.steps
             group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
@@ -309,9 +315,9 @@ class CheckpointManager:
 
     def _is_based(self) -> bool:
         """On the first rank: whether the next save reuses what an earlier one has."""
-        if self._whole_every == 1:
+        if self._full_every == 1:
             return False
-        return self._ledger.saves_since_whole() + 1 < self._whole_every and bool(self._ledger.current())
+        return self._ledger.saves_since_whole() + 1 < self._full_every and bool(self._ledger.current())
 
     def _follow(self, pending: PendingSave) -> None:
         """On the first rank: its save is over when older steps are gone."""
@@ -424,7 +430,7 @@ class CheckpointManager:
         return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)
 
     def _attempt(self, load: Callable[[], RestoreReport]) -> RestoreReport | str:
-        """Collective: what was loaded, or why nobody can; all other errors are raised."""
+        """Collective: what was loaded, or why it could not be; all other errors are raised."""
         found, problem = None, ""
         error: Exception | None = None
         try:
@@ -433,7 +439,7 @@ class CheckpointManager:
             error, problem = caught, str(caught)
         except Exception as caught:  # the others wait to hear of it
             error = caught
-        said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "what is damaged")
+        said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
         if error is not None and not said:
             raise error
         return found if found is not None and not said else said
@@ -499,7 +505,7 @@ class CheckpointManager:
         return Group(self._process_group, deadline_s=self._timeout)
 
 
-# What the ranks tell one another at a step, and what follows from it.
+# What the ranks exchange at a step, and what follows from it.
 
 
 class _Due(NamedTuple):
@@ -509,7 +515,7 @@ class _Due(NamedTuple):
     memory: str = ""
     preempted: str = ""
     has_ended: bool = False
-    """All that was under way, on all ranks."""
+    """All background work, on all ranks."""
 
 
 class _Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -536,7 +542,7 @@ class _Vote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Pending(Protocol):
-    """What goes on in the background."""
+    """Work in the background."""
 
     def done(self) -> bool: ...
 

@@ -86,7 +86,7 @@ class Keep:
             raise CheckpointError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise CheckpointError(
-                f"Keep: best must be an integer, with the name of its metric, got {self.best!r} and {self.metric!r}"
+                f"Keep: best must be an integer, and metric= name its metric, got {self.best!r} and {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")

@@ -83,7 +83,7 @@ class Call:
         try:
             told: _Heard = mine, []
             errors, others = self._aftermath.merge(told, _first_ones, "the errors of all", kind=_Heard)
-        except ReshardError:  # somebody is gone, or far from coming here
+        except ReshardError:  # a rank is gone, or far from coming here
             return {known: here}
         found = {place: pickle.loads(data) for place, data in errors.items()}
         for first, last in others:

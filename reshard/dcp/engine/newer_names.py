@@ -17,7 +17,7 @@ def newer_or_torchs(name: str) -> Any:
 
         return getattr(fsspec_filesystem, name)
     if name == "CheckpointableTensor":
-        from reshard.dcp.protocol import CheckpointableTensor  # mostly nobody asks
+        from reshard.dcp.protocol import CheckpointableTensor  # rarely needed
 
         return CheckpointableTensor
     if name == "state_dict":  # torch's package has it once anybody has imported torch's, and then it is not ours

@@ -159,7 +159,7 @@ def _forget() -> None:
     """In a forked child: drop the saving process, which belongs to the parent."""
     global _process, _lock
     if _process is not None:
-        _process.child.returncode = 0  # so that nobody waits for it here
+        _process.child.returncode = 0  # so that this process does not wait for it
         _of_parent.append(_process)
     _process, _lock = None, threading.Lock()
 

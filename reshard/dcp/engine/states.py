@@ -185,7 +185,7 @@ def _key_of(container: Any, part: str | int) -> Any:
     return part
 
 
-# What does not fit: with torch's key phrases, and with advice that callers of the face can follow.
+# What does not fit: with torch's key phrases, and with advice that callers of the drop-in API can follow.
 
 
 _ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not in the checkpoint"
@@ -237,7 +237,7 @@ def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> Non
         )
 
 
-# A copy of a state on the CPU, so that it can be saved while training goes on.
+# A copy of a state on the CPU, so that it can be saved while training continues.
 
 
 def on_the_cpu(state: Any) -> Any:

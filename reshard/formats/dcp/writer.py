@@ -54,7 +54,7 @@ class DcpWriter(FormatWriter):
         for rank in range(plan.world_size):
             parts = [FilePart(specs[item.fqn], item.box) for item in plan.items(rank)]
             parts = [part for part in parts if 0 not in part.spec.shape]
-            if rank == 0:  # a tensor without elements is an item, too: else nobody would know of it
+            if rank == 0:  # a tensor without elements is an item, too: otherwise it would not be listed
                 parts += [FilePart(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
             if parts or rank == 0:  # by a name that no older checkpoint in the folder has
                 first, second = (rank, 0) if target.onto is not None else (0, rank)

@@ -399,7 +399,7 @@ def _cut(
     shapes: NamedShapes,
     hints: Hints,
 ) -> StoredOptimizer:
-    """Flat groups, cut into the parameters that the hint says are in them."""
+    """Flat groups, split into the parameters that the hint says are in them."""
     given = hints.get("param_groups")
     if given is None:
         hints.missing(
@@ -449,9 +449,9 @@ def _pieces(
 # What DeepSpeed's files hold by the names in them, and how the parts of tensor parallel ranks
 # become one whole.
 #
-# The files of model parallel ranks do not say how parameters were cut: that follows from names that
-# are known, or from the hint "tp_dims". States have the shapes of their parameters, so they are cut
-# alike.
+# The files of model parallel ranks do not say how parameters were sharded: that follows from names that
+# are known, or from the hint "tp_dims". States have the shapes of their parameters, so they are sharded
+# in the same way.
 
 
 @dataclass
@@ -468,7 +468,7 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
     """The parts of tensor parallel ranks as one. What all of them have whole is taken from the first.
 
     Raises:
-        NormalizationError: how a parameter was cut is not known; the message asks for the hint "tp_dims".
+        NormalizationError: how a parameter was sharded is not known; the message asks for the hint "tp_dims".
         CorruptCheckpointError: the ranks have different parameters, or shapes that do not fit.
     """
     first = ranks[0]

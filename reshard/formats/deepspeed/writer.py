@@ -25,7 +25,7 @@ __all__ = ["WRITING"]
 
 
 # latest_universal                                              names the folder, published last
-# <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   whole tensors
+# <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   full tensors
 # <tag>/zero/optimizer_state.pt                                 param groups
 # <tag>/mp_rank_00_model_states.pt                              shapes by group, buffers, frozen
 # parameters, client state <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt               the same
@@ -39,14 +39,14 @@ _VERSION = "0.19.8"
 
 @dataclass(frozen=True)
 class DeepSpeedState(Facts):
-    """What there is beside tensors."""
+    """All values beside tensors."""
 
     groups: tuple[Mapping[str, Any], ...] = ()
     """Settings, and the names of the trained parameters in "params"."""
     steps: Mapping[str, float | None] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cut_dims: Mapping[str, int] = field(default_factory=dict)
-    """The dim that tensor parallelism cuts, by parameter."""
+    """The dim that tensor parallelism shards, by parameter."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Second names of parameters, and the first ones."""
     client: Mapping[str, Any] = field(default_factory=dict)
@@ -244,7 +244,7 @@ def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, st
 
 
 def _cut_dim(fqn: str, hints: Hints) -> int:
-    """The dim that tensor parallelism cuts, as the hint says: DeepSpeed takes a part of it where ranks have less."""
+    """The dim that tensor parallelism shards, as the hint says: DeepSpeed takes a part of it if ranks have less."""
     for pattern, dim in hints.mapping("tp_dims").items():
         if fnmatch.fnmatchcase(fqn, str(pattern)):
             return int(dim or 0)

@@ -1,7 +1,7 @@
-"""The flat pieces of ZeRO, cut back into parameters.
+"""The flat pieces of ZeRO, split into parameters again.
 
-Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter cut by itself, and the
-cut evenly into one piece a rank ("-" is padding)            slices in one row
+Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter sharded by itself, and the
+sharded evenly into one piece a rank ("-" is padding)        slices in one row
     rank 0: p0 p0 p0 p1   rank 1: p1 p1 p2 -                     rank 0: p0 p0 p1 p2   rank 1: p0 -- p1 --
 """
 

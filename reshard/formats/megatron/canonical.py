@@ -72,7 +72,7 @@ def finish(
     *,
     step: Value | None = None,
 ) -> Canonical:
-    """The result, with halves joined and padding cut, and parameters in their groups.
+    """The result, with halves joined and padding removed, and parameters in their groups.
 
     Args:
         settings: param groups; those without "params" get them by Megatron's rules.
@@ -109,7 +109,7 @@ def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[str, Value]]:
-    """States that have the shape of their parameter, or are grids of its flattened cells: `original` tells."""
+    """States that have the shape of their parameter, or are grids of its flattened cells, as `original` says."""
     out: dict[str, dict[str, Value]] = {}
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)

@@ -350,7 +350,7 @@ def _from_flat(
     args: Mapping[str, Any],
     hints: Hints,
 ) -> Iterator[tuple[Param, dict[str, Value]]]:
-    """Parameters of the distributed optimizer, cut out of one flat tensor per chunk and dtype."""
+    """Parameters of the distributed optimizer, taken from one flat tensor per chunk and dtype."""
     chunks = sorted(k for k in saved if type(k) is int)
     for chunk in chunks:
         for dtypes, flats in saved[chunk].items():

@@ -1,4 +1,4 @@
-"""Names of Megatron: what a saved key is in the unsharded model, in which order they come, how they are cut."""
+"""Names of Megatron: what a saved key is in the unsharded model, in which order they come, how they are sharded."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
     return (*start, module, *inner, norm_first, tail.endswith("bias"))
 
 
-# How Megatron cuts parameters for tensor parallelism, by their names, and how the shards are joined
+# How Megatron shards parameters for tensor parallelism, by their names, and how the shards are joined
 # again.
 #
 # dim 0: linear_qkv, linear_fc1, vocabularies     rank 0   rank 1        dim 1: linear_proj,
@@ -378,7 +378,7 @@ _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 
 
 def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
-    """The dim of a parameter that is cut; None if every rank has all of it.
+    """The dim of a parameter that is sharded; None if every rank has all of it.
 
     Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters.
     """
@@ -401,7 +401,7 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
 
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column of the
-    second one. `shapes` are those of the shards or of the whole parameters alike, by name."""
+    second one. `shapes` are those of the shards or of the full parameters, by name."""
     match = _FC1.fullmatch(name)
     if match is None or name not in shapes:
         return False

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizers: flat buffers cut back into parameters, and param groups."""
+"""Megatron's distributed optimizers: flat buffers split into parameters again, and param groups."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def _flat(key: str, file: TorchFile, ref: Any) -> StoredTensor:
     return stored_tensor(key, file, ref)
 
 
-# The buckets of Megatron's distributed optimizer (`dp_reshardable`), cut back into parameters.
+# The buckets of Megatron's distributed optimizer (`dp_reshardable`), split into parameters again.
 #
-# Each model parallel rank has a flat buffer per chunk of the model and dtype, cut into buckets.
-# Parameters lie in it in reverse order of registration, each from a multiple of 64 elements on; no
+# Each model parallel rank has a flat buffer per chunk of the model and dtype, divided into buckets.
+# Parameters are in it in reverse order of registration, each from a multiple of 64 elements on; no
 # names are stored:
 #
 #     bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | - |   (-:
@@ -214,11 +214,11 @@ def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
 def _find_slots(
     buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
 ) -> list[BufferSlot]:
-    """Where the parameters `names` lie, by the first order in which they fill the buckets exactly."""
+    """Where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
     candidates = list(orders(names, hints, grid.grouped))
     fitting = _fitting(candidates, numels, buffer)
-    if not fitting and grid.grouped is not None:  # the experts are not what the program was told
+    if not fitting and grid.grouped is not None:  # the experts are not those that the options say
         candidates = list(orders(names, hints))
         fitting = _fitting(candidates, numels, buffer)
     if not fitting:
@@ -229,7 +229,7 @@ def _find_slots(
             + (" (if stages have other layers than these, the hint 'layer_offsets' says it)" if grid.pp > 1 else ""),
             '["embedding.word_embeddings.weight", ...]',
         )
-    # chunks were cut at the parameters' borders: the order whose parameters begin where chunks do is the right one
+    # chunks end where parameters end: the order whose parameters begin where chunks do is the right one
     exact = [s for s in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in s)] or fitting
     if len(exact) == 1 or "param_order" in hints:
         return exact[0]
@@ -287,7 +287,7 @@ def _join(
     return out
 
 
-# Where parameters lie in the flat buffers of Megatron's optimizers, given their order and numbers
+# Where parameters are in the flat buffers of Megatron's optimizers, given their order and numbers
 # of elements.
 #
 # bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | -
@@ -301,7 +301,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Where a parameter's local part lies: its bucket, and the elements in it."""
+    """Where a parameter's local part is: its bucket, and the elements in it."""
 
     name: str
     bucket: int
@@ -310,7 +310,7 @@ class BufferSlot:
 
 
 def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[BufferSlot] | None:
-    """Where parameters of these numbers of elements lie in buckets of these lengths; None if they do not fill them.
+    """Where parameters of these numbers of elements are in buckets of these lengths; None if they do not fill them.
 
     Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
 
@@ -410,7 +410,7 @@ def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: A
     """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
 
     Args:
-        own_rate: the learning rate that the program was told for embeddings and the output layer.
+        own_rate: the learning rate that the program uses for embeddings and the output layer.
     """
     known = all("params" in group for group in settings)
     result.groups = [{**group, "params": list(group.get("params", ()))} for group in settings]

@@ -32,7 +32,7 @@ __all__ = ["WRITING"]
 # latest_checkpointed_iteration.txt        names the folder, published last
 # iter_0000002/metadata.json, common.pt    which backend this is; everything that no tensor is
 # iter_0000002/.metadata, __0_*.distcp     a chunk for each layer and expert, as Megatron itself
-# cuts them
+# shards them
 #
 # Where the target's own name is that of such a folder, all files are in it, and nothing names it.
 
@@ -46,7 +46,7 @@ _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 
 @dataclass(frozen=True)
 class MegatronState(Facts):
-    """What there is beside tensors."""
+    """All values beside tensors."""
 
     common: Mapping[str, Any] = field(default_factory=dict)
     """All of `common.pt`."""
@@ -93,7 +93,7 @@ class MegatronWriter(DcpWriter):
 
 
 def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
-    """A chunk for each layer and expert of a stack, so that nobody must read more than those it has."""
+    """A chunk for each layer and expert of a stack, so that a rank reads only those it has."""
     stacked = bool(_LAYERS.match(spec.fqn)) + bool(_EXPERTS.match(spec.fqn))
     leading, rest = spec.shape[:stacked], spec.shape[stacked:]
     for at in product(*map(range, leading)):

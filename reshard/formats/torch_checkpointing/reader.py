@@ -1,7 +1,7 @@
 """Checkpoints of torch_checkpointing: a file of `torch.save` for each item and rank, and a pickle that lists the items.
 
 model_0.pt, model_1.pt, optimizer_0.pt ...    each rank's part of an item, DTensors among it
-metadata.pkl                                  how many ranks there were, and how each tensor was cut
+metadata.pkl                                  how many ranks there were, and how each tensor was sharded
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of torch_checkpointing out of a lazy checkpoint, as its one rank saves whole tensors.
+"""Checkpoints of torch_checkpointing from a lazy checkpoint, as its one rank saves full tensors.
 
 Each tensor is listed as replicated over a mesh of that rank, so that its resharder loads it into any layout.
 """

@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# archive/data.pkl     what there is, as a pickle      Records are stored, never compressed. An
+# archive/data.pkl     the structure, as a pickle      Records are stored, never compressed. An
 # archive may be a file, archive/byteorder    "little"                        or an item in the
 # middle of one; offsets inside it count from archive/data/0       raw bytes of storage "0"
 # its own start. Local headers do not say sizes, the central central directory    names, sizes,
@@ -143,13 +143,13 @@ class TorchArchive:
 
 
 _REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
-"""A tensor whose elements lie over one another, as `expand` makes them, may have so many bytes in any case, and so many
-times the bytes of its storage: work is bounded by what is stored."""
+"""A tensor whose elements overlap, as `expand` makes them, may have this many bytes in any case, and this multiple
+of the bytes of its storage: work is bounded by what is stored."""
 
 
 def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
-    """Whoever reads of a record of a file compares it with the CRC-32 that was written with it. torch writes 0 where it
-    was told to write none."""
+    """Reads of a record of a file are compared with the CRC-32 that was written with it. torch writes 0 if its
+    CRC-32 is switched off."""
     if isinstance(source, FileSource):
         if source.checksums is None:
             source.checksums = RecordChecksums()
@@ -273,7 +273,7 @@ def _parse_cached(pickled: bytes) -> Any:
 
 
 def _parse(pickled: bytes, where: str) -> TensorRef:
-    # cut at the end of the pickle, so that what follows it does not make equal pickles differ
+    # ends with the pickle, so that what follows it does not make equal pickles differ
     stop = pickled.find(b".PK\x07\x08")
     ref = _parse_cached(pickled[: stop + 1]) if stop >= 0 else load_pickle(pickled, where=where)
     if not isinstance(ref, TensorRef):
@@ -285,7 +285,7 @@ def _describe(value: Any) -> str:
     return f"a {getattr(value, 'path', type(value).__name__)}"
 
 
-# The checksums that `torch.save` writes and nobody reads: a CRC-32 of every record of its zip
+# The checksums that `torch.save` writes and torch never reads: a CRC-32 of every record of its zip
 # archives.
 #
 # A `.distcp` file is one archive after another. Each ends with its directory, whose end says how

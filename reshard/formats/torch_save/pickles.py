@@ -89,7 +89,7 @@ class TensorRef:
             )
 
     def window(self, start: int) -> Window:
-        """Where its elements lie, if the storage begins at byte `start`."""
+        """Where its elements are, if the storage begins at byte `start`."""
         size = itemsize(self.dtype)
         return Window(start + self.offset * size, self.size, tuple(s * size for s in self.stride), size)
 
@@ -189,7 +189,7 @@ def load_pickle(data: bytes | memoryview, *, where: str, allow: Callable[[str], 
 
     Raises:
         UnsafeDataError: it names something that is not allowed, or uses an opcode that no checkpoint needs.
-        CorruptCheckpointError: it is cut short or is no pickle.
+        CorruptCheckpointError: it is truncated or is no pickle.
     """
     return load_pickle_at(data, 0, where=where, allow=allow)[0]
 
@@ -229,7 +229,7 @@ _stack_size_lock = threading.Lock()
 def _run(reader: _Unpickler, program: bytes) -> Any:
     """Run the unpickler with enough stack: CPython hashes nested tuples by recursion in C (65 bytes a level measured),
     and a pickle of a megabyte can nest a million to a key of a dict, which would end the process."""
-    depth = sum(map(program.count, (b"\x85", b"\x86", b"\x87", b"t", b"\x91")))  # at most so many tuples and frozensets
+    depth = sum(map(program.count, (b"\x85", b"\x86", b"\x87", b"t", b"\x91")))  # a bound: tuples and frozensets
     if depth <= _SAFE_DEPTH:
         return reader.load()
     with _stack_size_lock:
@@ -495,7 +495,7 @@ _INERT = frozenset(
 # Walks over the opcodes of a pickle without running any: where it ends, and whether a checkpoint
 # may have them.
 #
-# CPython's unpickler believes a pickle's own numbers: it makes room for as many memo slots as an
+# CPython's unpickler believes a pickle's own numbers: it allocates the number of memo slots that an
 # index says. So indexes and lengths are compared with the size of the pickle first, at the speed of
 # the regular expressions that do the walking.
 

@@ -75,7 +75,7 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     """Read what a file holds, without its tensors.
 
     Raises:
-        CorruptCheckpointError: it is cut short or not what it seems.
+        CorruptCheckpointError: it is truncated or not what it seems.
         FormatError: it is no file of `torch.save`.
         UnsafeDataError: its pickle asks for something that could run code.
     """
@@ -88,7 +88,7 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     if looks_like_torch_file(head):
         value, _ = _pickles(source, 0, 1, allow)
         return TorchFile(source, value[0], partial(_nowhere, source))
-    raise FormatError(f"{source.label}: it begins with {head[:8]!r}, which no file of torch.save does")
+    raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
 
 
 def _nowhere(source: Source, ref: TensorRef) -> Extent:
@@ -179,7 +179,7 @@ def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
 
 
 def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 0) -> StoredTensor:
-    """A whole tensor of a file as a stored tensor of one chunk."""
+    """A full tensor of a file as a stored tensor of one chunk."""
     chunk = StoredChunk(Box.full(ref.size), lambda: file.place(ref), owner)
     return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
 
@@ -243,7 +243,7 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
     if indexes and len(names) == 1:
-        files = files.some(storage.list())  # opened by the path of the index: the files lie beside it
+        files = files.some(storage.list())  # opened by the path of the index: the files are beside it
     if indexes:
         return _open_indexed(files, indexes[0])
     found = [n for n in names if "/" not in n and (n.endswith(_SUFFIXES) or len(names) == 1)]
@@ -290,8 +290,8 @@ def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any
     return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
 
 
-# ShardedTensors in pickles: each rank's file has its shards and says where they lie; all together
-# are the whole.
+# ShardedTensors in pickles: each rank's file has its shards and says where they are; all together
+# are the full tensor.
 
 
 def is_sharded_tensor(value: object) -> bool:

@@ -78,7 +78,7 @@ class TorchSaveWriter(ArchivesWriter):
             storage.commit(written.name, name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """The file itself; others beside it are in nobody's way."""
+        """The file itself; others beside it do not matter."""
         return next((file.name for file in self.files if file.name in names), None)
 
 
@@ -144,7 +144,7 @@ _ALIGNMENT = 64
 _MARK32 = 0xFFFFFFFF
 """Stands where a number of 32 bits would be too small: the right one is in an extra field."""
 LIMIT32 = _MARK32
-"""From here on numbers are told in 64 bits."""
+"""From here on numbers are written in 64 bits."""
 _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
 _DATE = 0x0021
@@ -194,7 +194,7 @@ class ArchiveWriter:
         self.nbytes += memoryview(data).nbytes
 
     def record(self, name: str, nbytes: int, pieces: Iterable[Any], summed: Callable[[], int] | None = None) -> None:
-        """A record of `nbytes` bytes, whose CRC-32 `summed` tells once all pieces were taken, if somebody knows it.
+        """A record of `nbytes` bytes. `summed`, if given, returns its CRC-32 once all pieces were taken.
 
         Raises FormatError if the pieces add up to another number.
         """
@@ -391,5 +391,5 @@ def _beside(place: Extent) -> int | None:
         if len(data) == form.size:
             mark, crc, *sizes = form.unpack(data)
             if mark == _DESCRIPTOR and sizes == [place.window.nbytes] * 2:
-                return crc or None  # torch writes 0 where it was told to write none
+                return crc or None  # torch writes 0 if its CRC-32 is switched off
     return None

@@ -123,10 +123,10 @@ def test_axes_that_cut_nothing():
         spec = {name: TensorSpec(name, (6, 4), "float32") for name in texts}
         return StateLayout({name: TensorLayout(spec[name], *text.split(" ")) for name, text in texts.items()})
 
-    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,R").uncut_axes() == {"tp": ("a", "b")}
-    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,S(1)").uncut_axes() == {}
-    assert state(a="dp=2,tp=1 S(0),R").uncut_axes() == {}  # one rank has nobody to copy for
+    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,R").unsharded_axes() == {"tp": ("a", "b")}
+    assert state(a="dp=2,tp=2 S(0),R", b="dp=2,tp=2 R,S(1)").unsharded_axes() == {}
+    assert state(a="dp=2,tp=1 S(0),R").unsharded_axes() == {}  # one rank has nobody to copy for
     # axes that act as one cut for both
-    assert state(a="dp.cp=4 S(0)", b="dp=2,cp=2 R,R", c="dp=2,tp=2 R,R").uncut_axes() == {"tp": ("c",)}
+    assert state(a="dp.cp=4 S(0)", b="dp=2,cp=2 R,R", c="dp=2,tp=2 R,R").unsharded_axes() == {"tp": ("c",)}
     boxes = TensorLayout.from_boxes(TensorSpec("w", (2,), "float32"), {0: [Box((0,), (2,))]})
-    assert StateLayout({"w": boxes}).uncut_axes() == {}
+    assert StateLayout({"w": boxes}).unsharded_axes() == {}

@@ -223,7 +223,7 @@ def test_presets(topology, mesh, wq, wo, norm):
     ],
 )
 def test_axes_that_were_meant_to_cut_and_do_not_are_told(topology, names, uncut):
-    assert topology.uncut_axes(topology.layout([spec(name, 4, 4) for name in names])) == uncut
+    assert topology.unsharded_axes(topology.layout([spec(name, 4, 4) for name in names])) == uncut
 
 
 def test_the_state_of_an_optimizer_is_cut_like_its_weight():

@@ -240,7 +240,7 @@ def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     root, based = tmp_path / "run", []
     state = {"frozen": torch.randn(100_000), "w": torch.zeros(3)}
     for life in range(2):  # it is counted across restarts
-        with reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=4), whole_every=3) as manager:
+        with reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=4), full_every=3) as manager:
             manager.restore(state)
             for step in range(4 * life + 1, 4 * life + 5):
                 manager.save(step, state)
@@ -311,7 +311,7 @@ def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -
 
 BAD = [
     ({"every": 5}, "every must be reshard.Every"),
-    ({"every": Every(steps=1), "whole_every": 0}, "whole_every must be an integer >= 1"),
+    ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= if you pass memory="),
     ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
@@ -336,7 +336,7 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "with the name of its metric"),
+    (lambda: Keep(best=2), "and metric= name its metric"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),

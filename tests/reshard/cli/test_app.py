@@ -82,7 +82,7 @@ def test_version(say) -> None:
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
         (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
-        (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4': Known are bool, "),
+        (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
     ],
 )
 def test_errors(say, words, code, told, monkeypatch, tmp_path) -> None:

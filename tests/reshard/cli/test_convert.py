@@ -139,7 +139,7 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         ),
         (["--max-shard", "many"], "'many' is not a size"),
         (["--names", "plane:megatron", "--config", "c"], "there is no naming 'plane': did you mean 'plain'?"),
-        (["--format", "gguf"], "there is no format 'gguf': Known are native, megatron, "),
+        (["--format", "gguf"], "there is no format 'gguf'. Known: native, megatron, "),
         (["--onto", "fsdp=0"], "with numbers >= 1"),
     ],
 )

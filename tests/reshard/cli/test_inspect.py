@@ -141,9 +141,8 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
 
     assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
     assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
-    assert told["tensors"]["model.layers.0.w"]["layout"] == {
-        "cuts": [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
-    }
+    shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
+    assert told["tensors"]["model.layers.0.w"]["layout"] == {"shards": shards, "cuts": shards}  # its old name
     native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
     assert native == {"mesh": [{"name": "world", "size": 1}], "ranks": None, "placements": ["R"]}
 
@@ -254,7 +253,7 @@ def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
     assert "rows are dim 0, columns are dim 1;" in said
     assert "│ 0-1 │ 2-3 │ 4-5 │" in said
     assert "│ 0-5 │" in say("inspect", tmp_path / "c", "--map", "one").out
-    assert "no tensor but a plain value" in say("inspect", tmp_path / "c", "--map", "step").err
+    assert "is a plain value, not a tensor, in" in say("inspect", tmp_path / "c", "--map", "step").err
     assert "did you mean 'one'?" in say("inspect", tmp_path / "c", "--map", "onw").err
 
 
@@ -270,7 +269,7 @@ CUTS = [
         "0, 2, 4, 6",
     ),
     (TensorLayout(TensorSpec("w", (0, 3), "int8"), Mesh({"a": 2}), [Shard(0)]), "no elements"),
-    (TensorLayout.from_boxes(TensorSpec("w", (4, 4), "int8"), {7: [Box((0, 0), (2, 3))]}), "nobody"),
+    (TensorLayout.from_boxes(TensorSpec("w", (4, 4), "int8"), {7: [Box((0, 0), (2, 3))]}), "no rank"),
     (TensorLayout.from_flat_ranges(TensorSpec("w", (4, 4), "int8"), {0: (0, 6), 1: (6, 16)}), "│ 0 │ 1 │"),
 ]
 

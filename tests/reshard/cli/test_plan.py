@@ -47,11 +47,11 @@ def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_o
     assert said.code == 1
     assert told["proved"]
     assert [text.split(":")[0] for text in told["findings"]] == ["axis 'tp' shards no tensor"]
-    assert names <= set(told["uncut_axes"]["tp"])
-    assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).uncut_axes.keys() == {"tp"}
+    assert names <= set(told["unsharded_axes"]["tp"])
+    assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).unsharded_axes.keys() == {"tp"}
     # what is said to do does it
     [again] = offered(said.out)
-    assert json.loads(say(*again, "--json").out)["uncut_axes"] == {}
+    assert json.loads(say(*again, "--json").out)["unsharded_axes"] == {}
     assert say(*again).code == 0
 
 

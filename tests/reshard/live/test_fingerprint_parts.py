@@ -85,7 +85,7 @@ def test_tallies_add_up_as_their_parts_do():
     [
         (Box((0, 0), (2, 3)), "does not fit|neither"),  # another size
         ([[(0, 2)], [(0, 2), (1, 3)]], "disjoint"),  # column 1 twice
-        ([[(0, 2)], [(3, 7)]], "lie within 0 to 6"),  # beyond the end
+        ([[(0, 2)], [(3, 7)]], "within 0 to 6"),  # beyond the end
         ([[(0, 2)]], "does not fit"),  # a dim too few
         ([Box((0, 0), (1, 4)), Box((2, 1), (1, 4))], "add up one partial per box"),  # no product
         ([Box((0, 0), (1, 4)), Box((2,), (4,))], "same dims"),

@@ -129,8 +129,8 @@ def test_everything_wrong_is_said_at_once_and_nothing_is_changed() -> None:
         "Missing key: layers.0.up.weight",
         "Missing key: layers.1.up.bias",
         "Unexpected key: layers.0.up.wieght (did you mean layers.0.up.weight?)",
-        "misfit: head.weight: expected shape (11, 6), found (3, 3)",
-        "misfit: layers.0.seen: expected torch.int64, found torch.float32",
+        "Mismatched: head.weight: expected shape (11, 6), found (3, 3)",
+        "Mismatched: layers.0.seen: expected torch.int64, found torch.float32",
         "reshard.normalize",
     ):
         assert line in text
