@@ -128,6 +128,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if max([*sizes, world if isinstance(world, int) else 0]) > _MAX_RANKS:
             raise ValueError(f"its layout has more than {_MAX_RANKS} ranks")
         tensors = self.layout.get("tensors")
+        if isinstance(tensors, dict) and not self.fingerprints.keys() <= tensors.keys():
+            name = next(iter(self.fingerprints.keys() - tensors.keys()))
+            raise ValueError(f"it has a fingerprint of {name!r:.80}, but no tensor of that name")
         for row in tensors.values() if isinstance(tensors, dict) else ():
             shape = row[1] if isinstance(row, list) and len(row) > 1 and isinstance(row[1], list) else []
             if math.prod(max(size, 1) for size in shape if isinstance(size, int)) > _MAX_ELEMENTS:

@@ -306,3 +306,13 @@ def test_converting_over_an_older_checkpoint_leaves_no_index_of_it(tmp_path):
 
     assert not (tmp_path / "to" / "model.safetensors.index.json").exists()
     assert reshard.verify(tmp_path / "to").ok
+
+
+def test_a_changed_name_in_a_manifest_without_a_digest_of_itself(tmp_path):
+    """As the first version has it: the tensor would be another one, and part of no model."""
+    copy = shutil.copytree(make.HERE / "v1" / "sharded", tmp_path / "copy")
+    manifest = copy / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"tensors":{"model.rows"', b'"tensors":{"modOl.rows"'))
+
+    with pytest.raises(CorruptCheckpointError, match="a fingerprint of 'model.rows', but no tensor of that name"):
+        reshard.open(copy)
