@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, le, mul, sub
 from typing import Any, NamedTuple
 
@@ -89,11 +90,13 @@ class Box(_BoxFields):
 
     def intersection(self, other: Box) -> Box | None:
         """Return the common elements in the same coordinates, or None. `b & b` is `b` or None."""
-        self._same_ndim(other)
-        if self == other:
-            return None if self.is_empty else self
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(map(sub, map(min, self.stops, other.stops), offsets))
+        (begins, extents), (begins_, extents_) = self, other
+        if len(extents) != len(extents_):
+            raise self._of_other_ndim(other)
+        if begins == begins_ and extents == extents_:
+            return None if 0 in extents else self
+        offsets = tuple(map(max, begins, begins_))
+        sizes = tuple(map(sub, map(min, map(add, begins, extents), map(add, begins_, extents_)), offsets))
         return Box.of(offsets, sizes) if min(sizes) > 0 else None
 
     __and__ = intersection
@@ -120,10 +123,12 @@ class Box(_BoxFields):
 
     def contains(self, other: Box) -> bool:
         """Return True if every element of `other` is in this box. An empty box is in every box."""
-        self._same_ndim(other)
-        if other.is_empty:
+        (outer, extents), (inner, extents_) = self, other
+        if len(extents) != len(extents_):
+            raise self._of_other_ndim(other)
+        if 0 in extents_:
             return True
-        return all(map(le, self.offsets, other.offsets)) and all(map(le, other.stops, self.stops))
+        return all(map(le, outer, inner)) and all(map(le, map(add, inner, extents_), map(add, outer, extents)))
 
     def shift(self, by: Sequence[int]) -> Box:
         """Return the box moved by `by` in each dim. Raises PlanError if an offset becomes negative."""
@@ -150,9 +155,8 @@ class Box(_BoxFields):
             raise PlanError(f"offsets of a box must be >= 0, but {self} would begin at {offsets}")
         return Box.of(offsets, self.sizes)
 
-    def _same_ndim(self, other: Box) -> None:
-        if len(self.sizes) != len(other.sizes):
-            raise PlanError(f"boxes of {self.ndim} and {other.ndim} dims have no common coordinates: {self}, {other}")
+    def _of_other_ndim(self, other: Box) -> PlanError:
+        return PlanError(f"boxes of {self.ndim} and {other.ndim} dims have no common coordinates: {self}, {other}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Box is frozen: make a new one instead of setting {name!r}")
@@ -277,7 +281,8 @@ class Window:
         """One past the last byte of any element; `offset` if there is none."""
         if 0 in self.sizes:
             return self.offset
-        return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides)) + self.itemsize
+        reach: int = sum(map(mul, self.sizes, self.strides)) - sum(self.strides)
+        return self.offset + reach + self.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -286,13 +291,12 @@ class Window:
 
     def crop(self, box: Box) -> Window:
         """Return the window of `box`, which is in this window's own coordinates. Raises PlanError if it is outside."""
-        empty = box.is_empty
-        if len(box.sizes) != len(self.sizes) or not (empty or all(map(le, box.stops, self.sizes))):
+        offsets, sizes = box
+        empty = 0 in sizes
+        if len(sizes) != len(self.sizes) or not (empty or all(map(le, map(add, offsets, sizes), self.sizes))):
             raise PlanError(f"{box} is outside a window of sizes {self.sizes}")
-        if empty:
-            return Window(self.offset, box.sizes, self.strides, self.itemsize)
-        start = self.offset + sum(map(mul, box.offsets, self.strides))
-        return Window(start, box.sizes, self.strides, self.itemsize)
+        start = self.offset if empty else self.offset + sum(map(mul, offsets, self.strides))
+        return Window(start, sizes, self.strides, self.itemsize)
 
     def permute(self, dims: Sequence[int]) -> Window:
         """Return the same elements with dim `dims[i]` as the new dim i. Raises PlanError if `dims` is not a
@@ -352,20 +356,27 @@ class Window:
 
     def runs(self) -> ByteRuns:
         """Return the bytes as equal runs, in row-major order of the elements."""
-        run, sizes, strides = self.itemsize, list(self.sizes), list(self.strides)
-        if 0 in sizes:
-            return ByteRuns(self.offset, 0, (), ())
-        kept = [(n, s) for n, s in zip(sizes, strides) if n != 1]
-        while kept and kept[-1][1] == run:
-            run *= kept.pop()[0]
-        merged: list[tuple[int, int]] = []
-        for n, s in reversed(kept):  # fold dims that continue one another into one
-            if merged and merged[-1][0] * merged[-1][1] == s:
-                merged[-1] = (merged[-1][0] * n, merged[-1][1])
-            else:
-                merged.append((n, s))
-        merged.reverse()
-        return ByteRuns(self.offset, run, tuple(n for n, _ in merged), tuple(s for _, s in merged))
+        return ByteRuns(self.offset, *_runs(self.sizes, self.strides, self.itemsize))
+
+
+@lru_cache(maxsize=1024)  # a state has few shapes
+def _runs(
+    sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Bytes of a run, counts, and strides."""
+    if 0 in sizes:
+        return 0, (), ()
+    run, kept = itemsize, [(n, s) for n, s in zip(sizes, strides) if n != 1]
+    while kept and kept[-1][1] == run:
+        run *= kept.pop()[0]
+    merged: list[tuple[int, int]] = []
+    for n, s in reversed(kept):  # fold dims that continue one another into one
+        if merged and merged[-1][0] * merged[-1][1] == s:
+            merged[-1] = (merged[-1][0] * n, merged[-1][1])
+        else:
+            merged.append((n, s))
+    merged.reverse()
+    return run, tuple(n for n, _ in merged), tuple(s for _, s in merged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ class ReadItem(NamedTuple):
     @property
     def box(self) -> Box:
         """The overlap, in global coordinates of the saved tensor."""
-        return self.source.shift(self.chunk.offsets)
+        return Box.of(tuple(map(add, self.source.offsets, self.chunk.offsets)), self.source.sizes)
 
     def __str__(self) -> str:
         saved = "" if self.saved_as is None else f" of {self.saved_as}"

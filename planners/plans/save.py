@@ -118,16 +118,12 @@ class SavePlan(Plan[WriteItems]):
             raise PlanError("no rank holds this chunk", fqn=fqn, box=chunk)
         return found
 
-    def writers_near(self, fqn: str, box: Box) -> Iterator[tuple[int, Box]]:
+    def writers_near(self, fqn: str, box: Box) -> Sequence[tuple[int, Box]]:
         """Return (rank, region in global coordinates) of all writes that share an element with `box`."""
         if fqn not in self._place:
             raise PlanError("there is no such tensor in this plan", fqn=fqn)
         assigned, t = self._place[fqn]
-        for index in assigned.near(box):
-            for rank, first, last in assigned.takers(index, t):
-                for region, _ in assigned.boxes(index, first, last):
-                    if region & box is not None:
-                        yield rank, region
+        return assigned.writers_near(box, t)
 
     def rank_bytes(self) -> Ints:
         """Return the bytes that each rank writes. Items are not listed."""
@@ -291,6 +287,7 @@ class Assignment:
     ends: Ints
     """Per entry: one past the last unit that it takes; it begins where the one before it ends."""
     _near: dict[Box, tuple[int, ...]] = field(default_factory=dict)
+    _writers: dict[Box, tuple[tuple[int, Box], ...]] = field(default_factory=dict)
     _boxes: dict[int, tuple[tuple[Box, Box], ...]] = field(default_factory=dict)
 
     def bytes_by_entry(self) -> Ints:
@@ -326,6 +323,22 @@ class Assignment:
             if stop > at:
                 yield int(ranks[entry]), at - begin, stop - begin
             at, entry = stop, entry + 1
+
+    def writers_near(self, box: Box, tensor: int) -> tuple[tuple[int, Box], ...]:
+        """(rank, region) of all writes of tensor number `tensor` that share an element with `box`. Remembered where
+        they are alike for all tensors, since each chunk has one holder."""
+        found = self._writers.get(box)
+        if found is None:
+            found = tuple(
+                (rank, region)
+                for index in self.near(box)
+                for rank, first, last in self.takers(index, tensor)
+                for region, _ in self.boxes(index, first, last)
+                if region & box is not None
+            )
+            if len(self.ranks) == len(self.units):
+                self._writers[box] = found
+        return found
 
     def near(self, box: Box) -> tuple[int, ...]:
         """The chunks that share an element with `box`. Cached, since tensors of one geometry ask the same."""

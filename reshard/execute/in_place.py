@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, merge_ranges, on_threads, subtract_ranges, within_ranges
+from reshard.execute.reading import ComparePlan, Copy, merge_ranges, on_threads, subtract_ranges
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled
-from reshard.stored.checksums import BlockChecksums, Range
+from reshard.stored.checksums import BlockChecksums, Numbers, Range
 from reshard.stored.source import FileSource
 
 __all__ = ["InPlace"]
@@ -61,14 +60,13 @@ class InPlace:
     copies: Sequence[tuple[Copy, list[Range]]]
 
     @classmethod
-    def out_of(
-        cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Sequence[Range]]
-    ) -> InPlace:
+    def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Numbers]) -> InPlace:
         """Those of some copies that have many blocks of the plan to themselves, which loses these blocks; but not those
         that other ranks rely on."""
-        left = {}
-        for file, blocks in plan.blocks.items():
-            left[file] = ~within_ranges(blocks, merge_ranges(for_others.get(file, ())))
+        left = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
+        for file, ranges in for_others.items():
+            if file in left and isinstance(sums := file.checksums, BlockChecksums):
+                left[file] = ~sums.are_among(sums.within(ranges), *plan.blocks[file].T)
         chosen = []
         for copy in copies:
             source, window, out = copy.place.source, copy.place.window, copy.out
@@ -82,7 +80,7 @@ class InPlace:
             taken = plan.blocks[source][some][left[source][some]]
             if (taken[:, 1] - taken[:, 0]).sum() >= _PIECE_BYTES:
                 left[source][some] = False
-                chosen.append((copy, _joined(taken)))
+                chosen.append((copy, merge_ranges(map(tuple, taken.tolist()))))
         for file, rest in left.items():
             plan.blocks[file] = plan.blocks[file][rest]
         return cls(sorted(chosen, key=lambda row: (row[0].place.source.label, row[0].place.window.offset)))
@@ -124,13 +122,7 @@ class InPlace:
             bounds[piece.source].append((piece.start, piece.stop))
         for source, its in bounds.items():
             assert isinstance(source.checksums, BlockChecksums)
-            source.checking.add(compared=source.checksums.mark_right(*np.array(its, np.int64).T))
-
-
-def _joined(blocks: npt.NDArray[np.int64]) -> list[Range]:
-    """Blocks in order, with those that touch put together."""
-    apart = np.flatnonzero(blocks[1:, 0] != blocks[:-1, 1])
-    return list(zip(blocks[np.append(0, apart + 1), 0].tolist(), blocks[np.append(apart, -1), 1].tolist()))
+            source.checking.add(compared=source.checksums.mark_right(np.array(its, np.int64)))
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import time
 import zlib
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,8 +26,8 @@ from reshard.execute.segments import (
     FileFootprint,
     OneOrMany,
     ReadFootprint,
-    Segment,
     SegmentPart,
+    SharedSegments,
     assign_segments,
     compare_segment,
     copy_parts,
@@ -46,7 +45,7 @@ from reshard.execute.segments import (
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled, copy_row
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
-from reshard.stored.checksums import BlockChecksums
+from reshard.stored.checksums import BlockChecksums, Numbers
 from reshard.stored.source import FileSource
 
 __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for"]
@@ -76,20 +75,21 @@ class MachineReading:
 
     memory: MachineMemory | None
     """None where each rank reads for itself."""
-    reads: tuple[tuple[FileSource, Segment], ...]
-    turns: tuple[_Turns, ...]
-    """What the rank at each place reads for all, also of files that this one does not know."""
+    turns: _Turns | None
+    """What ranks read for all, also of files that this one does not know."""
     copies: Mapping[FileSource, list[Copy]]
     """What this rank takes of what is read for all."""
     rest: list[Copy]
     places: list[int]
     """Of the ranks of this machine in the group."""
-    checks: tuple[tuple[FileSource, Segment], ...] = ()
+    reads: _Ranges
+    """What this rank reads for all."""
+    read_for_all: _Ranges
+    """What this or another rank reads for all; who reads it checks it."""
+    checks: _Ranges
     """What every rank reads for itself, and this one checks for all."""
-    checked_by_others: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """What others check for this one, segment by segment."""
-    read_for_all: Mapping[FileSource, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """What this or another rank reads for all, segment by segment; who reads it checks it."""
+    checked_by_others: _Ranges
+    """What others check for this one."""
     fallback: MachineReading | None = None
     """Where each reads for itself, for the case that some rank cannot take part."""
     refused: bool = False
@@ -119,12 +119,13 @@ class MachineReading:
             touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         told = [zlib.decompress(offers[i].touched) for i in places]
         footprints = [msgspec.msgpack.decode(one, type=ReadFootprint) for one in told]
-        assignments = assign_segments(footprints, touch_us)
+        work = assign_segments(footprints, touch_us)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
-        alone = cls(None, (), (), {}, list(copies), places)
-        alone = alone._with_checks(place, files, [(*one.reads, *one.checks) for one in assignments])
-        if not any(one.reads for one in assignments):
+        nothing = dict.fromkeys(files.values(), _NONE)
+        checks, others = _by_file(files, (*work.reads, *work.checks), place)
+        alone = cls(None, None, {}, list(copies), places, nothing, nothing, checks, others)
+        if not work.reads:
             return alone
         addresses, ranks = [offers[i].address for i in places], [group.ranks[i] for i in places]
         try:
@@ -135,24 +136,12 @@ class MachineReading:
         ):  # a sandbox does not let it open what belongs to another, or that has gone already
             return replace(alone, refused=True)
         known = {label: file for footprint in footprints for label, file in footprint.items()}
-        lists = [one.reads for one in assignments]
-        turns = tuple(_Turns.of(segments, known) for segments in lists)
-        shared = replace(cls._shared(memory, copies, files, lists, places), turns=turns)
-        return replace(shared._with_checks(place, files, [one.checks for one in assignments]), fallback=alone)
-
-    def _with_checks(
-        self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]
-    ) -> MachineReading:
-        """The same, where the rank at each place checks a list of segments for all."""
-        checks: list[tuple[FileSource, Segment]] = []
-        others: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
-        for i, segments in enumerate(lists):
-            for source, segment in ((files[s.label], s) for s in segments if s.label in files):
-                if i == place:
-                    checks.append((source, segment))
-                else:
-                    others[source].append((segment.start, segment.stop))
-        return replace(self, checks=tuple(checks), checked_by_others=others)
+        turns = _Turns.of(work.reads, known, len(places))
+        taken, rest = _taken(copies, files, work.reads)
+        reads, by_others = _by_file(files, work.reads, place)
+        for_all = {source: np.concatenate((reads[source], by_others[source])) for source in reads}
+        checks, others = _by_file(files, work.checks, place)
+        return cls(memory, turns, taken, rest, places, reads, for_all, checks, others, alone)
 
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
@@ -163,37 +152,6 @@ class MachineReading:
         mine = any(group.exchange_within(machine, self.refused).values())
         return (self.fallback or self) if mine else self, True
 
-    @classmethod
-    def _shared(
-        cls,
-        memory: MachineMemory,
-        copies: Iterable[Copy],
-        files: dict[str, FileSource],
-        lists: Sequence[Sequence[Segment]],
-        places: list[int],
-    ) -> MachineReading:
-        shared: dict[str, set[int]] = defaultdict(set)
-        by_all: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
-        for segment in itertools.chain.from_iterable(lists):
-            shared[segment.label].add(segment.number)
-            if segment.label in files:
-                by_all[files[segment.label]].append((segment.start, segment.stop))
-        taken: dict[FileSource, list[Copy]] = defaultdict(list)
-        rest: list[Copy] = []
-        for copy in copies:
-            source, window = _common(copy), copy.place.window
-            if source is None or source.label not in shared or not window.numel:
-                rest.append(copy)
-                continue
-            size = segment_bytes(source)
-            apart = set(range(window.offset // size, -(-window.stop // size))) - shared[source.label]
-            if apart:
-                for number, parts in parts_by_segment(source, copy):
-                    rest += [part.as_copy(number * size) for part in parts if number in apart]
-            taken[source].append(copy)
-        mine = tuple((files[segment.label], segment) for segment in lists[memory.place])
-        return cls(memory, mine, (), taken, rest, places, read_for_all=by_all)
-
     def compared_elsewhere(
         self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
     ) -> dict[FileSource, Elsewhere]:
@@ -201,21 +159,15 @@ class MachineReading:
         writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
         that have a view: what is far away is compared when it is read, and with `in_place` what is read for all.
         `whole`: what this rank reads of each file."""
-        found: dict[FileSource, Elsewhere] = {}
-        for by_others in (self.checked_by_others, self.read_for_all):
-            for source, ranges in by_others.items():
-                of = found.setdefault(source, Elsewhere())
-                of.by_others = sorted((*of.by_others, *ranges))
-        for_others = defaultdict(list)
-        for source, segment in self.checks:
-            for_others[source].append((segment.start, segment.stop))
-        for source, segment in () if in_place else self.reads:
-            ranges = whole[source].ranges if source in whole else ()
-            if _common_bytes(segment, ranges) >= WHOLE_SHARE * (segment.stop - segment.start):
-                for_others[source].append((segment.start, segment.stop))
-        for source, its in for_others.items():
-            found.setdefault(source, Elsewhere()).for_others = its
-        return {source: of for source, of in found.items() if source.view() is not None}
+        found = {}
+        for source, reads in self.reads.items():
+            if source.view() is None:
+                continue
+            ranges = whole[source].ranges if source in whole and not in_place else ()
+            wanted = reads[common_bytes(reads, ranges) >= WHOLE_SHARE * (reads[:, 1] - reads[:, 0])]
+            by_others = np.concatenate((self.checked_by_others[source], self.read_for_all[source]))
+            found[source] = Elsewhere(by_others, np.concatenate((self.checks[source], wanted)))
+        return found
 
     def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
         """Read and copy everything that is shared.
@@ -227,9 +179,9 @@ class MachineReading:
 
         Raises CorruptCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        if self.memory is None:
+        if self.memory is None or self.turns is None:
             return ByteCounts()
-        return _MachineRun(self, self.memory, piece_bytes, is_checked, on_bytes).run()
+        return _MachineRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
 
 
 def _common(copy: Copy) -> FileSource | None:
@@ -238,11 +190,57 @@ def _common(copy: Copy) -> FileSource | None:
     return source if isinstance(source, FileSource) and source.storage.is_common else None
 
 
-def _common_bytes(segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
-    """Of a segment, and ranges in order."""
-    first = bisect_right(ranges, segment.start, key=lambda bounds: bounds[1])
-    near = itertools.takewhile(lambda bounds: bounds[0] < segment.stop, itertools.islice(ranges, first, None))
-    return sum(min(stop, segment.stop) - max(start, segment.start) for start, stop in near)
+_Ranges = Mapping[FileSource, Numbers]
+"""Bytes of files, (n, 2)."""
+_NONE = np.zeros((0, 2), np.int64)
+
+
+def _by_file(
+    files: Mapping[str, FileSource], segments: Iterable[SharedSegments], place: int
+) -> tuple[_Ranges, _Ranges]:
+    """Of the files that this rank, which is at `place`, knows: its own segments, and those of others."""
+    mine, others = dict.fromkeys(files.values(), _NONE), dict.fromkeys(files.values(), _NONE)
+    for source, its in ((files[its.label], its) for its in segments if its.label in files):
+        mine[source] = np.concatenate((mine[source], its.ranges[its.rank == place]))
+        others[source] = np.concatenate((others[source], its.ranges[its.rank != place]))
+    return mine, others
+
+
+def _taken(
+    copies: Iterable[Copy], files: Mapping[str, FileSource], segments: Iterable[SharedSegments]
+) -> tuple[dict[FileSource, list[Copy]], list[Copy]]:
+    """What is taken of segments that are read for all, and the rest."""
+    is_shared: dict[str, npt.NDArray[np.bool_]] = {}
+    for label, ranges, _ in segments:
+        if label in files:
+            size = segment_bytes(files[label])
+            is_shared[label] = np.zeros(-(-files[label].nbytes // size), np.bool_)
+            is_shared[label][ranges[:, 0] // size] = True
+    taken: dict[FileSource, list[Copy]] = defaultdict(list)
+    rest: list[Copy] = []
+    for copy in copies:
+        source, window = _common(copy), copy.place.window
+        if source is None or source.label not in is_shared or not window.numel:
+            rest.append(copy)
+            continue
+        shared, size = is_shared[source.label], segment_bytes(source)
+        if not shared[window.offset // size : -(-window.stop // size)].all():
+            for number, parts in parts_by_segment(source, copy):
+                rest += [part.as_copy(number * size) for part in parts if not shared[number]]
+        taken[source].append(copy)
+    return taken, rest
+
+
+def common_bytes(segments: Numbers, ranges: Sequence[tuple[int, int]]) -> Numbers:
+    """Of each of some segments, (n, 2): how many bytes it shares with ranges, which are in order and apart."""
+    starts, stops = np.array([(0, 0), *ranges], np.int64).T
+    before = np.cumsum(stops - starts)
+
+    def below(at: Numbers) -> Numbers:
+        last = np.searchsorted(starts, at, "right") - 1
+        return np.asarray(before[last] - np.maximum(stops[last] - at, 0))
+
+    return below(segments[:, 1]) - below(segments[:, 0])
 
 
 class _SlotFiller:
@@ -281,38 +279,45 @@ class _SlotFiller:
 # What one rank does for all and takes for itself, written down turn by turn.
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """The pieces of segments that one rank reads for all, in order: one a turn."""
+class _Turns(NamedTuple):
+    """The pieces of segments that ranks read for all: those of one rank behind those of another, one a turn."""
 
-    labels: tuple[str, ...]
-    file: npt.NDArray[np.int64]
-    """Of each piece: the number of its label."""
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
+    labels: list[str]
+    begins: Numbers
+    """Where the pieces of each rank begin, and where those of the last one end."""
+    reader: Numbers
+    turn: Numbers
+    file: Numbers
+    """The number of its label."""
+    start: Numbers
+    stop: Numbers
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], files: Mapping[str, FileFootprint]) -> _Turns:
+    def of(cls, segments: Sequence[SharedSegments], files: Mapping[str, FileFootprint], ranks: int) -> _Turns:
         """`files`: as the ranks of the machine see them."""
-        labels = tuple(dict.fromkeys(segment.label for segment in segments))
-        numbers = {label: i for i, label in enumerate(labels)}
-        rows = [(numbers[s.label], files[s.label].piece_bytes, s.start, s.stop) for s in segments]
-        file, size, start, stop = np.array(rows, np.int64).reshape(-1, 4).T
+        rank = np.concatenate([its.rank for its in segments])
+        order = np.argsort(rank, kind="stable")
+        file = np.repeat(np.arange(len(segments)), [len(its.rank) for its in segments])[order]
+        size = np.array([files[its.label].piece_bytes for its in segments], np.int64)[file]
+        start, stop = np.concatenate([its.ranges for its in segments])[order].T
         pieces = -(-(stop - start) // size)
-        segment = np.repeat(np.arange(len(rows)), pieces)
-        nth = np.arange(len(segment)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        first = start[segment] + nth * size[segment]
-        return cls(labels, file[segment], first, np.minimum(first + size[segment], stop[segment]))
+        of = np.repeat(np.arange(len(order)), pieces)
+        start = start[of] + (np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of]) * size[of]
+        reader = rank[order][of]
+        begins = np.searchsorted(reader, np.arange(ranks + 1))
+        turn = np.arange(len(of)) - begins[reader]
+        stop = np.minimum(start + size[of], stop[of])
+        return cls([its.label for its in segments], begins, reader, turn, file[of], start, stop)
 
-    def __len__(self) -> int:
-        return len(self.start)
+    def between(self, first: int, last: int, reader: int | None = None) -> Numbers:
+        """The numbers of the pieces of turns [first, last), of one reader or of all."""
+        some = (self.turn >= first) & (self.turn < last)
+        return np.flatnonzero(some if reader is None else some & (self.reader == reader))
 
-    def by_file(
-        self, span: slice, files: Mapping[str, FileSource]
-    ) -> Iterator[tuple[FileSource, npt.NDArray[np.int64]]]:
-        """Of the pieces of some turns: each file that is known, and which of these pieces are of it."""
+    def by_file(self, pieces: Numbers, files: Mapping[str, FileSource]) -> Iterator[tuple[FileSource, Numbers]]:
+        """Each file that is known, and where among some pieces those of it are."""
         for number, label in enumerate(self.labels):
-            here = np.flatnonzero(self.file[span] == number)
+            here = np.flatnonzero(self.file[pieces] == number)
             if len(here) and label in files:
                 yield files[label], here
 
@@ -331,13 +336,14 @@ class _MachineRun:
     def __init__(
         self,
         reading: MachineReading,
+        turns: _Turns,
         memory: MachineMemory,
         piece_bytes: int,
         is_checked: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
-        self._turns, self._memory, self._place = reading.turns, memory, memory.place
-        self._files = {source.label: source for source in (*reading.copies, *(file for file, _ in reading.reads))}
+        self._turns, self._memory, self._place = turns, memory, memory.place
+        self._files = {source.label: source for source in (*reading.copies, *reading.reads)}
         self._is_checked, self._piece_bytes, self._on_bytes = is_checked, piece_bytes, on_bytes
         self._regions = Memory()
         for slots in memory.slots_of:
@@ -370,10 +376,11 @@ class _MachineRun:
         self._copies = np.array(rows, np.int64).view(COPY)
 
     def run(self) -> ByteCounts:
-        mine = self._turns[self._place]
-        rounds = max(map(len, self._turns))
-        step = max(1, _MOST_ENTRIES // (3 * len(self._turns) + 5))
-        done = ByteCounts(read=int((mine.stop - mine.start).sum()))
+        turns, ranks = self._turns, len(self._turns.begins) - 1
+        rounds = int(np.diff(turns.begins).max())
+        step = max(1, _MOST_ENTRIES // (3 * ranks + 5))
+        mine = turns.between(0, rounds, self._place)
+        done = ByteCounts(read=int((turns.stop[mine] - turns.start[mine]).sum()))
         with _SlotFiller(len(mine), self._read_and_compare, self._memory, self._on_bytes) as filler:
             for first in range(0, rounds, step):
                 with ExitStack() as open_files:
@@ -398,18 +405,15 @@ class _MachineRun:
         wait until my slot is free | read | compare | say so | for each rank, nearest first: wait for its slot,
         take my part | say so
         """
-        ranks, memory = len(self._turns), self._memory
-        is_end = last == max(map(len, self._turns))
+        ranks, memory = len(self._turns.begins) - 1, self._memory
+        is_end = last > int(self._turns.turn.max())
         kinds = np.full((last - first + is_end, 5 + 3 * ranks), -1, np.int64)
         of = np.zeros((*kinds.shape, 7), np.int64)
         digests = self._read_entries(first, last, kinds, of, open_files)
-        for i in range(ranks):
-            reader = (self._place + i) % ranks
-            self._take_entries(reader, first, last, kinds[:, 4 + 3 * i :], of[:, 4 + 3 * i :])
-        turn = np.arange(first, last)
+        self._take_entries(first, last, kinds, of)
         kinds[: last - first, -1] = Kind.POST
         of[: last - first, -1, 0], of[: last - first, -1, 1] = memory.counter(TAKEN, self._place)
-        of[: last - first, -1, 2] = turn + 1
+        of[: last - first, -1, 2] = np.arange(first, last) + 1
         if is_end:  # no rank leaves before all are done
             kinds[-1, 0], of[-1, 0, :5] = Kind.WAIT, (*memory.counter(TAKEN, 0), last, ranks, memory.step)
         used = np.flatnonzero(kinds >= 0)
@@ -431,7 +435,8 @@ class _MachineRun:
         if column == _COMPARE:
             return partial(self._compare, turn)
         i, part = divmod(column - 4, 3)
-        return partial(self._take_by_hand, (self._place + i) % len(self._turns), turn) if part == _BY_HAND else None
+        reader = (self._place + i) % (len(self._turns.begins) - 1)
+        return partial(self._take_by_hand, reader, turn) if part == _BY_HAND else None
 
     def _read_entries(
         self,
@@ -442,16 +447,16 @@ class _MachineRun:
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
         """What this rank reads for all, in the first columns; the digests that it is compared with."""
-        mine, memory, digests = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)]
-        rows = max(0, min(last, len(mine)) - first)
-        turn, span = np.arange(first, first + rows), slice(first, first + rows)
+        turns, memory, digests = self._turns, self._memory, [np.zeros(0, np.uint64)]
+        mine = turns.between(first, last, self._place)
+        turn, rows = turns.turn[mine], len(mine)
         slots = memory.slot_at(self._place, turn)
         late = np.flatnonzero(turn >= memory.slots)
         kinds[late, 0] = Kind.WAIT
-        of[late, 0, :5] = (*memory.counter(TAKEN, 0), 0, len(self._turns), memory.step)
+        of[late, 0, :5] = (*memory.counter(TAKEN, 0), 0, len(turns.begins) - 1, memory.step)
         of[late, 0, 2] = turn[late] + 1 - memory.slots
-        for source, here in mine.by_file(span, self._files):
-            start, stop, slot = mine.start[span][here], mine.stop[span][here], slots[here]
+        for source, here in turns.by_file(mine, self._files):
+            start, stop, slot = turns.start[mine[here]], turns.stop[mine[here]], slots[here]
             file = source.storage.descriptor(source.name)
             kinds[here, _READ] = Kind.CALL
             if file is None:
@@ -474,51 +479,47 @@ class _MachineRun:
         of[:rows, 3, :2], of[:rows, 3, 2] = memory.counter(FILLED, self._place), turn + 1
         return np.concatenate(digests)
 
-    def _take_entries(
-        self,
-        reader: int,
-        first: int,
-        last: int,
-        kinds: npt.NDArray[np.int64],
-        of: npt.NDArray[np.int64],
-    ) -> None:
-        """What this rank takes of what one rank reads: wait, take, and what only Python can do."""
-        turns = self._turns[reader]
-        rows = slice(0, max(0, min(last, len(turns)) - first))
-        span = slice(first, first + rows.stop)
-        start, stop, slot = turns.start[span], turns.stop[span], self._memory.slot_at(reader, np.arange(first, last))
-        for source, here in turns.by_file(span, self._files):
+    def _take_entries(self, first: int, last: int, kinds: npt.NDArray[np.int64], of: npt.NDArray[np.int64]) -> None:
+        """What this rank takes of what each reads, three columns for each: wait, take, and what only Python can do."""
+        turns, memory = self._turns, self._memory
+        pieces = turns.between(first, last)
+        reader, turn, start, stop = (column[pieces] for column in (turns.reader, turns.turn, turns.start, turns.stop))
+        row, column = turn - first, 4 + 3 * ((reader - self._place) % (len(turns.begins) - 1))
+        where = np.stack((reader, memory.slot_at(reader, turn), stop - start, start))
+        tally = np.where(reader == self._place, _OWN, _RECEIVED)
+        for source, here in turns.by_file(pieces, self._files):
             if source.label not in self._in_file:
                 continue
-            row, starts, stops = self._in_file[source.label]
+            copy, starts, stops = self._in_file[source.label]
             low, high = np.searchsorted(stops, start[here], "right"), np.searchsorted(starts, stop[here], "left")
             some = low < high
             at = here[some]
-            kinds[at, 1] = Kind.TAKE
             known = source.view() is not None or (self._is_checked and has_whole_blocks(source))
-            tally = (_OWN if reader == self._place else _RECEIVED) + (not known)
-            taken = (slot[at], stop[at] - start[at], start[at], row + low[some], row + high[some])
-            of[at, 1, 0], of[at, 1, 1:6], of[at, 1, 6] = reader, np.transpose(taken), tally
-            segments = start[here] // segment_bytes(source)
-            kinds[here[np.isin(segments, [*self._by_hand[source.label]])], _BY_HAND] = Kind.CALL
-        wanted = np.flatnonzero((kinds[:, 1] >= 0) | (kinds[:, 2] >= 0))
-        kinds[wanted, 0] = Kind.WAIT
-        of[wanted, 0, :2] = self._memory.counter(FILLED, reader)
-        of[wanted, 0, 2], of[wanted, 0, 3] = first + wanted + 1, 1
+            taken = (copy + low[some], copy + high[some], tally[at] + (not known))
+            kinds[row[at], column[at] + 1] = Kind.TAKE
+            of[row[at], column[at] + 1] = np.stack((*where[:, at], *taken), axis=1)
+            by_hand = here[np.isin(start[here] // segment_bytes(source), [*self._by_hand[source.label]])]
+            kinds[row[by_hand], column[by_hand] + _BY_HAND] = Kind.CALL
+        wanted = (kinds[row, column + 1] >= 0) | (kinds[row, column + 2] >= 0)
+        row, column, reader, turn = row[wanted], column[wanted], reader[wanted], turn[wanted]
+        kinds[row, column] = Kind.WAIT
+        of[row, column, 1], of[row, column, 2], of[row, column, 3] = memory.counter(FILLED, reader)[1], turn + 1, 1
 
     # What Python does, and what it tries again where the loop could not.
 
-    def _piece(self, turn: int) -> tuple[FileSource, int, int, memoryview]:
-        mine = self._turns[self._place]
-        source = self._files[mine.labels[mine.file[turn]]]
-        return source, int(mine.start[turn]), int(mine.stop[turn]), self._memory.slot(self._place, turn)
+    def _piece(self, reader: int, turn: int) -> tuple[FileSource, int, int, memoryview]:
+        """Its file and bytes there, and the slot that it is read into."""
+        turns = self._turns
+        number = int(turns.begins[reader]) + turn
+        source = self._files[turns.labels[turns.file[number]]]
+        return source, int(turns.start[number]), int(turns.stop[number]), self._memory.slot(reader, turn)
 
     def _read(self, turn: int) -> None:
-        source, start, stop, slot = self._piece(turn)
+        source, start, stop, slot = self._piece(self._place, turn)
         read_segment(source, start, stop, slot)
 
     def _compare(self, turn: int) -> None:
-        source, start, stop, slot = self._piece(turn)
+        source, start, stop, slot = self._piece(self._place, turn)
         compare_segment(source, start, slot[: stop - start])
 
     def _read_and_compare(self, turn: int) -> None:
@@ -528,20 +529,18 @@ class _MachineRun:
 
     def _mark_right(self, first: int, last: int) -> None:
         """What the loop has compared."""
-        mine, span = self._turns[self._place], slice(first, last)
-        for source, here in mine.by_file(span, self._files):
-            sums = source.checksums
+        mine = self._turns.between(first, last, self._place)
+        for source, here in self._turns.by_file(mine, self._files):
+            sums, pieces = source.checksums, mine[here]
             if self._is_checked and isinstance(sums, BlockChecksums) and has_whole_blocks(source):
-                right = sums.mark_right(mine.start[span][here], mine.stop[span][here])
+                right = sums.mark_right(np.stack((self._turns.start[pieces], self._turns.stop[pieces]), axis=1))
                 source.checking.add(compared=right)
 
     def _take_by_hand(self, reader: int, turn: int) -> None:
-        turns = self._turns[reader]
-        label, start, stop = turns.labels[turns.file[turn]], int(turns.start[turn]), int(turns.stop[turn])
-        size = segment_bytes(self._files[label])
-        number, within = divmod(start, size)
-        parts = list(parts_between(self._by_hand[label][number], within, within + stop - start))
-        copied = copy_parts(self._memory.slot(reader, turn), parts, self._piece_bytes)
+        source, start, stop, slot = self._piece(reader, turn)
+        number, within = divmod(start, segment_bytes(source))
+        parts = list(parts_between(self._by_hand[source.label][number], within, within + stop - start))
+        copied = copy_parts(slot, parts, self._piece_bytes)
         unchecked = unchecked_bytes(parts, is_checked=self._is_checked)
         tally = _OWN if reader == self._place else _RECEIVED
         self._tallies[tally : tally + 2] += copied - unchecked, unchecked
@@ -646,25 +645,25 @@ class MachineMemory:
             file = own.memory if i == place else own.open(address)
             nbytes = _COUNTER_BYTES + address.slots * address.slot_bytes
             self.slots_of.append(np.frombuffer(mmap.mmap(file, nbytes), np.uint8))
-        self._sizes = [(address.slots, address.slot_bytes) for address in addresses]
+        self._slots, self._slot_bytes = np.array([(each.slots, each.slot_bytes) for each in addresses], np.int64).T
         self.slots = own.slots
         """Of this rank; others may have more or fewer, or larger ones."""
         taken = _COUNTER_STEP * TAKEN
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 
-    def counter(self, what: int, place: int) -> tuple[int, int]:
-        """Where it is counted how many slots a rank has `FILLED`, or through how many turns it is."""
+    def counter(self, what: int, place: OneOrMany) -> tuple[int, OneOrMany]:
+        """Where it is counted how many slots a rank, or each of several, has `FILLED`, or through how many turns it
+        is."""
         return 0, self.step * place + _COUNTER_STEP * what
 
-    def slot_at(self, place: int, turn: OneOrMany) -> OneOrMany:
-        """The byte of its memory at which a rank fills in a turn, or in each of several: one of its few slots."""
-        slots, slot_bytes = self._sizes[place]
-        return _COUNTER_BYTES + turn % slots * slot_bytes
+    def slot_at(self, place: int | Numbers, turn: int | Numbers) -> Numbers:
+        """The byte of its memory at which a rank fills in a turn, or each of several: one of its few slots."""
+        return np.asarray(_COUNTER_BYTES + turn % self._slots[place] * self._slot_bytes[place])
 
     def slot(self, place: int, turn: int) -> memoryview:
         """The memory that a rank fills in its turn."""
-        start = self.slot_at(place, turn)
-        return self.slots_of[place].data[start : start + self._sizes[place][1]]
+        start = int(self.slot_at(place, turn))
+        return self.slots_of[place].data[start : start + int(self._slot_bytes[place])]
 
     def taken(self) -> int:
         """How many turns all ranks are through."""

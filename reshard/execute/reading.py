@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import Any, TypeVar
+from operator import sub
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_p
 __all__ = [
     "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
     "find_copies", "in_pieces", "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
-    "wanted_by_file", "within_ranges",
+    "wanted_by_file",
 ]  # fmt: skip
 
 
@@ -126,8 +127,7 @@ class Staged:
         self.tensor.copy_(scratch)
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Elements at a place of a file, and the array or tensor of equal sizes that they go into."""
 
     place: Extent
@@ -154,13 +154,14 @@ def find_copies(
         whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
         for chunk, common in stored(item.fqn).meeting(box):
-            if chunk.box != item.chunk and not item.chunk.contains(chunk.box):
+            if not item.chunk.contains(chunk.box):
                 continue
-            if any(common & other is not None for other in used):
+            if used and any(common & other is not None for other in used):
                 continue  # stored twice; the first one will do
             used.append(common)
             place = chunk.place
-            window = place.window if common == chunk.box else place.window.crop(common.relative_to(chunk.box))
+            offsets = tuple(map(sub, common.offsets, chunk.box.offsets))
+            window = place.window if common == chunk.box else place.window.crop(Box.of(offsets, common.sizes))
             try:
                 place.source.check(window.offset, window.stop)
             except CorruptCheckpointError as error:
@@ -268,16 +269,15 @@ class Wanted:
         """How many bytes of elements."""
         return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
 
-    def without(self, ranges: Sequence[tuple[int, int]], sums: BlockChecksums) -> Wanted:
-        """Only what touches a block outside of some ranges, which are in order and apart."""
-        if not ranges:
+    def without(self, blocks: npt.NDArray[np.bool_], sums: BlockChecksums) -> Wanted:
+        """Only what touches another block than these."""
+
+        def left(bounds: Sequence[tuple[int, int]]) -> Iterable[bool]:
+            return ~sums.are_among(blocks, *np.array(bounds, np.int64).reshape(-1, 2).T)
+
+        if not blocks.any():
             return self
-
-        def left(bounds: Iterable[tuple[int, int]]) -> list[bool]:
-            blocks = [sums.around(start, stop) for start, stop in bounds]
-            return [not inside for inside in within_ranges(np.array(blocks, np.int64).reshape(-1, 2), ranges)]
-
-        windows = compress(self.windows, left((window.offset, window.stop) for window in self.windows))
+        windows = compress(self.windows, left([(window.offset, window.stop) for window in self.windows]))
         return Wanted(list(compress(self.ranges, left(self.ranges))), list(windows))
 
 
@@ -337,13 +337,12 @@ _LOT_BLOCKS = 256
 """The number of blocks that are compared between two checks whether another rank has failed."""
 
 
-@dataclass
-class Elsewhere:
-    """What of a file other ranks compare, and what this one compares for others."""
+class Elsewhere(NamedTuple):
+    """What of a file other ranks compare, and what this one compares for others: the blocks within ranges, (n, 2)."""
 
-    by_others: Sequence[Range] = ()
-    """Bytes whose blocks are compared by another rank, or while they are read for all ranks: in order."""
-    for_others: Sequence[Range] = ()
+    by_others: Table
+    """Also what is compared while it is read for all."""
+    for_others: Table
 
 
 @dataclass
@@ -365,35 +364,27 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
     chosen: list[tuple[FileSource, Table, Table]] = []
     total = 0
     for source in dict.fromkeys((*wanted, *elsewhere)):
-        want, shared = wanted.get(source, Wanted()), elsewhere.get(source, Elsewhere())
+        want, shared = wanted.get(source, Wanted()), elsewhere.get(source)
         total += want.nbytes
         sums = source.checksums
         if sums is None or not source.checking.enabled:
             plan.unchecked_bytes += want.nbytes
             continue
-        by_others: list[Range] = []
-        if isinstance(sums, BlockChecksums):
-            by_others = merge_ranges(sums.inside(*some) for some in shared.by_others)
-            want = want.without(by_others, sums)
-            mine = _pending(sums, [sums.between(*sums.inside(*some)) for some in shared.for_others])
+        if isinstance(sums, BlockChecksums) and shared is not None:
+            by_others, for_others = map(sums.within, shared)
+            mine, want = sums.bounds(for_others), want.without(by_others, sums)
+            mine = mine[sums.are_pending(mine)]
             if len(mine):
                 plan.blocks[source] = mine
-        blocks, counts, outside = sums.wanted(want.ranges, want.windows)
+            blocks, counts, outside = sums.wanted(want.ranges, want.windows)
+            left = sums.are_pending(blocks) & ~sums.are_among(by_others | for_others, *blocks.T)
+        else:
+            blocks, counts, outside = sums.wanted(want.ranges, want.windows)
+            left = sums.are_pending(blocks)
         plan.unchecked_bytes += outside
-        left = ~within_ranges(blocks, by_others) & sums.are_pending(blocks)
-        if source in plan.blocks:
-            left &= ~np.isin(blocks[:, 0], plan.blocks[source][:, 0])
         chosen.append((source, blocks[left], counts[left]))
     _choose(plan, chosen, total)
     return plan
-
-
-def _pending(sums: BlockChecksums, blocks: Sequence[Table]) -> Table:
-    """Each once, in order."""
-    every = np.concatenate((np.zeros((0, 2), np.int64), *blocks))
-    every = every[np.argsort(every[:, 0])]
-    first = np.append(True, np.diff(every[:, 0]) > 0)[: len(every)]  # not np.unique, which imports numpy.ma
-    return every[first & sums.are_pending(every)]
 
 
 def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], total: int) -> None:
@@ -414,15 +405,6 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], 
             every = np.concatenate((plan.blocks.get(source, blocks[:0]), blocks[some]))
             plan.blocks[source] = every[np.argsort(every[:, 0])]
         at += len(blocks)
-
-
-def within_ranges(blocks: npt.NDArray[np.int64], ranges: Sequence[Range]) -> npt.NDArray[np.bool_]:
-    """Whether each of some blocks, (n, 2), is within one of some ranges, which are in order and disjoint."""
-    if not len(blocks) or not ranges:
-        return np.zeros(len(blocks), np.bool_)
-    bounds = np.array(ranges, np.int64)
-    at = np.searchsorted(bounds[:, 0], blocks[:, 0], side="right") - 1
-    return np.asarray((at >= 0) & (blocks[:, 1] <= bounds[np.maximum(at, 0), 1]), np.bool_)
 
 
 def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:

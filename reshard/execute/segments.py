@@ -21,14 +21,14 @@ from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.execute.work_list import compiled
-from reshard.stored.checksums import BlockChecksums, add_touched
+from reshard.stored.checksums import BlockChecksums, Numbers, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
     "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES",
-    "WHOLE_SHARE", "Check", "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "Segment",
-    "SegmentPart", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
+    "WHOLE_SHARE", "Check", "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "SegmentPart",
+    "SharedSegments", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
     "has_whole_blocks", "parts_between", "parts_by_segment", "read_segment", "segment_bytes",
     "segment_end", "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
@@ -113,25 +113,26 @@ def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
     return files
 
 
-class Segment(NamedTuple):
-    """Bytes [start, stop) of a file, which one rank reads for all."""
+class SharedSegments(NamedTuple):
+    """Some segments of a file, in order, with each of which one rank does something for all."""
 
     label: str
-    number: int
-    start: int
-    stop: int
+    ranges: Numbers
+    """(n, 2): first byte, and one past the last."""
+    rank: Numbers
+    """Who does it with each of them: the place of a rank of the machine."""
 
 
 class SegmentAssignment(NamedTuple):
-    """What one rank does for all ranks of its machine."""
+    """What ranks do for all ranks of their machine, a row for each file."""
 
-    reads: tuple[Segment, ...]
-    """What it reads into shared memory, in this order."""
-    checks: tuple[Segment, ...]
-    """What each rank reads a part of for itself, and this one compares with checksums before any of them does."""
+    reads: list[SharedSegments]
+    """Read into shared memory, by each rank in this order."""
+    checks: list[SharedSegments]
+    """What each rank reads a part of for itself: compared with checksums before any of them does."""
 
 
-def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> tuple[SegmentAssignment, ...]:
+def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> SegmentAssignment:
     """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
 
     A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
@@ -154,30 +155,33 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
         touched, read = touched + int(total[twice].sum()), read + int(lengths[twice].sum())
         found.append((label, file, table > 0, together & (total >= WHOLE_SHARE * lengths), twice))
     pays = touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB
-    reads: list[list[Segment]] = [[] for _ in ranks]
-    checks: list[list[Segment]] = [[] for _ in ranks]
+    work = SegmentAssignment([], [])
+    loads = np.zeros((2, len(ranks)), np.int64)
     for label, file, touches, whole, twice in found:
-        _assign_in_turns(reads, label, file, touches, twice & pays)
-        _assign_in_turns(checks, label, file, touches, whole & ~(twice & pays))
-    return tuple(SegmentAssignment(tuple(mine), tuple(own)) for mine, own in zip(reads, checks))
+        for out, load, chosen in zip(work, loads, (twice & pays, whole & ~(twice & pays))):
+            if chosen.any():
+                start = np.flatnonzero(chosen) * file.segment_bytes
+                ranges = np.stack((start, np.minimum(start + file.segment_bytes, file.nbytes)), axis=1)
+                out.append(SharedSegments(label, ranges, _in_turns(touches[:, chosen], load)))
+    return work
 
 
-def _assign_in_turns(
-    out: list[list[Segment]],
-    label: str,
-    file: FileFootprint,
-    touches: npt.NDArray[np.bool_],
-    chosen: npt.NDArray[np.bool_],
-) -> None:
-    """Give the chosen segments of a file to ranks: those that touch the same ones take turns."""
-    groups: dict[bytes, Iterator[int]] = {}
-    numbers = np.flatnonzero(chosen)
-    for i, who in zip(numbers.tolist(), touches.T[numbers]):
-        key = who.tobytes()
-        if key not in groups:
-            groups[key] = itertools.cycle(sorted(np.flatnonzero(who).tolist(), key=lambda r: len(out[r])))
-        start, rank = i * file.segment_bytes, next(groups[key])
-        out[rank].append(Segment(label, i, start, min(start + file.segment_bytes, file.nbytes)))
+def _in_turns(touches: npt.NDArray[np.bool_], load: Numbers) -> Numbers:
+    """For each of some segments a rank of those that touch it, (ranks, segments): those that touch the same ones take
+    turns, who has the fewest first. Counted in `load`."""
+    who = np.zeros(touches.shape[1], np.int64)
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    if (touches == touches[:, :1]).all():  # as nearly always
+        alike[b""] = list(range(len(who)))
+    else:
+        for i, key in enumerate(map(bytes, np.packbits(touches, axis=0).T)):
+            alike[key].append(i)
+    for its in alike.values():
+        sharers = np.flatnonzero(touches[:, its[0]])
+        in_turn = sharers[np.argsort(load[sharers], kind="stable")]
+        who[its] = in_turn[np.arange(len(its)) % len(in_turn)]
+        load += np.bincount(who[its], minlength=len(load))
+    return who
 
 
 def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:

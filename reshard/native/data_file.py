@@ -172,20 +172,13 @@ class BlockSums:
             self.close()
             assert isinstance(self._out, PlacedWriter)
             self._start = self._stop = self._out.at = at
-        while data:
-            piece = data[: _AT_ONCE_BYTES - self._stop % _AT_ONCE_BYTES]
-            self._hash(piece)
-            self._out.write(piece)
-            data = data[len(piece) :]
-
-    def _hash(self, data: memoryview) -> None:
-        """The next bytes, block by block."""
-        if self._seen is not None:
-            self._seen(data)
-        while data:
+        hashed = written = 0
+        while hashed < len(data):
             end = min((self._stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
-            piece = data[: end - self._stop]
-            if self._start == self._stop and len(piece) == BLOCK_BYTES:  # nearly all of them
+            piece = data[hashed : hashed + end - self._stop]
+            if self._seen is not None:
+                self._seen(piece)
+            if len(piece) == BLOCK_BYTES:  # as nearly all have: so none was begun
                 self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
                 self._start = self._stop = end
             else:
@@ -193,7 +186,10 @@ class BlockSums:
                 self._stop += len(piece)
                 if self._stop == end:
                     self.close()
-            data = data[len(piece) :]
+            hashed += len(piece)
+            if hashed - written >= _AT_ONCE_BYTES or hashed == len(data):
+                self._out.write(data[written:hashed])
+                written = hashed
 
     def put_all(
         self,

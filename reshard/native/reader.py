@@ -238,9 +238,9 @@ class NativeFacts(Facts):
 
         def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
             for part in self._parts(fqn, rank, box):
-                if part.box not in made:
-                    made[part.box] = StoredChunk(part.box, partial(self._locate, fqn, rank, part), rank)
-                yield made[part.box]
+                if (chunk := made.get(part.box)) is None:
+                    chunk = made[part.box] = StoredChunk(part.box, partial(self._locate, fqn, rank, part), rank)
+                yield chunk
 
         def every() -> Iterator[StoredChunk]:
             for _, chunk in tensor.chunks():

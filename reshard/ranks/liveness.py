@@ -56,20 +56,22 @@ class PeerWatch:
     """
 
     def __init__(self, store: Any, place: int) -> None:
-        self._machine = machine()
+        here = machine()
+        self._key = f"machines/{here}" if here else ""
         self._watched: tuple[int, int, str] | None = None
-        self._is_final = False
-        if self._machine:
-            self._index = store.add(f"machines/{self._machine}", 1) - 1
+        self.knows_whom = not self._key
+        """For good: the store need not be asked any more."""
+        if self._key:
+            self._index = store.add(self._key, 1) - 1
             self._refuse_reused(store)
             pid = os.getpid()
-            store.set(self._key(self._index), f"{place} {pid} {start_of(pid)}".encode())
+            store.set(f"{self._key}/{self._index}", f"{place} {pid} {start_of(pid)}".encode())
 
     def _refuse_reused(self, store: Any) -> None:
         """More came than torchrun has started here, and the first of them is gone: its sessions are still in there."""
         if self._index < int(os.environ.get("LOCAL_WORLD_SIZE", self._index + 1)):
             return
-        _, _, process = (store.peek(self._key(0)) or b"").decode().partition(" ")
+        _, _, process = (store.peek(f"{self._key}/0") or b"").decode().partition(" ")
         pid, _, start = process.partition(" ")
         if pid and start_of(int(pid)) != start:
             raise ReshardError(
@@ -79,34 +81,25 @@ class PeerWatch:
             )
 
     def look(self, store: Any, *, all_came: bool) -> Gone | None:
-        """The watched process, if it is gone. A look at the local system; the store is asked whom to watch.
+        """The watched process, if it is gone. A look at the local system; the store is asked whom to watch, as long as
+        that is not sure.
 
         `all_came`: every rank of the group has made its `PeerWatch`. Before, the first to come has another one to
         watch at each look; it must look once after, whenever that is, to have the last.
         """
-        if not self._machine:
-            return None
-        if self._watched is None or not self._is_final:
-            self._watched = self._find(store)
-            self._is_final = self._watched is not None and (all_came or self._index > 0)
+        if not self.knows_whom:
+            # the first to come watches the last, who may be another one when it looks again
+            index = self._index - 1 if self._index else store.add(self._key, 0) - 1
+            found = None if index <= 0 and self._index == 0 else store.peek(f"{self._key}/{index}")
+            if found is not None:
+                place, pid, start = found.decode().split(" ")
+                self._watched = int(place), int(pid), start
+                self.knows_whom = all_came or self._index > 0
         if self._watched is None:
             return None
-        place, pid, start = self._watched
-        return None if start_of(pid) == start else Gone(place, f"process {pid} on {socket.gethostname()}")
-
-    def _find(self, store: Any) -> tuple[int, int, str] | None:
-        # the first to come watches the last, who may be another one when it looks again
-        index = self._index - 1 if self._index else store.add(f"machines/{self._machine}", 0) - 1
-        if index <= 0 and self._index == 0:
-            return None
-        found = store.peek(self._key(index))
-        if found is None:
-            return None
-        place, pid, start = found.decode().split(" ")
-        return int(place), int(pid), start
-
-    def _key(self, index: int) -> str:
-        return f"machines/{self._machine}/{index}"
+        watched, process, began = self._watched
+        is_there = start_of(process) == began
+        return None if is_there else Gone(watched, f"process {process} on {socket.gethostname()}")
 
 
 def machine() -> str:
@@ -136,7 +129,8 @@ def is_gone(pid: int, start: str) -> bool:
 def start_of(pid: int) -> str:
     """When the process started, in the kernel's ticks; "" if there is none, or it is dead and not yet buried."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            stat = file.read().decode("ascii", "replace")
     except OSError:
         return ""
     # the second field is the program's name in parentheses, which may hold spaces and parentheses itself

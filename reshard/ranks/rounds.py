@@ -271,7 +271,7 @@ class Rounds:
         return {slot: msgspec.msgpack.decode(entry, type=LogEntry) for slot, entry in found.items()}
 
     def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
-        if self._peers is not None:
+        if self._peers is not None and not self._peers.knows_whom:
             self._peers.look(self._store, all_came=self._round > 0)  # while the store is there to be asked
         begun, is_known = time.monotonic(), False
         until = max(deadline, begun + _LAST_CALL_S)

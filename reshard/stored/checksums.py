@@ -208,22 +208,37 @@ class BlockChecksums(Checksums):
 
     def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
         """Of many ranges [start, stop): whether a block that shares bytes with it was not compared yet."""
-        first, last = self._blocks_of(starts, stops)
-        base = int(first.min(initial=len(self._seen)))
-        right = np.cumsum(np.frombuffer(self._seen, np.uint8)[base : int(last.max(initial=base))], dtype=np.int64)
-        right = np.concatenate(([0], right))
-        return np.asarray(right[last - base] - right[first - base] < last - first)
+        return ~self.are_among(np.frombuffer(self._seen, np.bool_), starts, stops)
 
-    def mark_right(self, starts: Numbers, stops: Numbers) -> int:
-        """All blocks within many ranges [start, stop), which are disjoint, were found to be right. Returns the bytes of
-        those that were pending."""
+    def are_among(self, chosen: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
+        """Of many ranges [start, stop): whether all blocks that share bytes with it are `chosen`."""
         first, last = self._blocks_of(starts, stops)
-        counts = last - first
-        blocks = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        seen = np.frombuffer(self._seen, np.uint8)
-        blocks = blocks[seen[blocks] == 0]
-        seen[blocks] = 1
-        return int(np.minimum((blocks + 1) * self.block_bytes, self.nbytes).sum() - (blocks * self.block_bytes).sum())
+        base = int(first.min(initial=len(chosen)))
+        before = np.concatenate(([0], np.cumsum(chosen[base : int(last.max(initial=base))], dtype=np.int64)))
+        return np.asarray(before[last - base] - before[first - base] == last - first)
+
+    def within(self, ranges: Numbers) -> npt.NDArray[np.bool_]:
+        """Of all blocks: whether it lies wholly within one of some ranges, (n, 2)."""
+        size, count = self.block_bytes, len(self._seen)
+        first = -(-ranges[:, 0] // size)
+        last = np.where(ranges[:, 1] >= self.nbytes, count, ranges[:, 1] // size)
+        steps = np.zeros(count + 1, np.int64)
+        np.add.at(steps, first, 1)
+        np.add.at(steps, np.maximum(first, last), -1)
+        return np.asarray(np.cumsum(steps[:-1]) > 0)
+
+    def bounds(self, chosen: npt.NDArray[np.bool_]) -> Numbers:
+        """The chosen ones of all blocks, (n, 2)."""
+        starts = np.flatnonzero(chosen) * self.block_bytes
+        return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
+
+    def mark_right(self, ranges: Numbers) -> int:
+        """All blocks within some ranges, (n, 2), were found to be right. Returns the bytes of those that were
+        pending."""
+        seen = np.frombuffer(self._seen, np.bool_)
+        right = self.within(ranges) & ~seen
+        seen |= right
+        return int(np.diff(self.bounds(right)).sum())
 
     def _blocks_of(self, starts: Numbers, stops: Numbers) -> tuple[Numbers, Numbers]:
         return starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
@@ -248,11 +263,6 @@ class BlockChecksums(Checksums):
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
 
-    def between(self, start: int, stop: int) -> Numbers:
-        """All blocks, (n, 2), of a range that begins and ends where some do."""
-        starts = np.arange(start, stop, self.block_bytes, dtype=np.int64)
-        return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
-
     def inside(self, start: int, stop: int) -> Range:
         """The bytes of all blocks that are completely within [start, stop); empty if there are none."""
         size = self.block_bytes
@@ -272,9 +282,8 @@ class BlockChecksums(Checksums):
             np.add.at(steps, last + 1, -size)
             wanted += np.cumsum(steps)
         add_touched(wanted[:count], size, windows, self.nbytes, 1)
-        touched = np.flatnonzero(wanted[:count])
-        blocks = np.stack((touched * size, np.minimum((touched + 1) * size, self.nbytes)), axis=1)
-        return blocks, wanted[touched], 0
+        touched = wanted[:count] != 0
+        return self.bounds(touched), wanted[:count][touched], 0
 
 
 def touched_ranges(window: Window) -> list[Range]:

@@ -130,6 +130,7 @@ class FileSource(Source):
         self.checksums: Checksums | None = None
         """Of its blocks, if the format has any: the reader of the format sets them."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
+        self._hash = hash((id(storage), name))
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
         self._nbytes: int | None = None
@@ -348,7 +349,7 @@ class FileSource(Source):
         return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
 
     def __hash__(self) -> int:
-        return hash((id(self.storage), self.name))
+        return self._hash
 
 
 class Files:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,7 @@ _MANY_CHUNKS = 8
 """With more of them, those that meet a box are searched for in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Where the bytes of a chunk are: a window in the bytes of a source."""
 
     source: Source

@@ -19,12 +19,13 @@ import reshard
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
 from reshard.execute import machine as machine_memory, machine as machine_reading, segments, work_list
+from reshard.execute.machine import common_bytes
 from reshard.execute.reading import merge_ranges, subtract_ranges
 from reshard.execute.segments import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,
     ReadFootprint,
-    Segment,
+    SharedSegments,
     _windows_by_segment,
     add_touched,
     assign_segments,
@@ -34,6 +35,7 @@ from reshard.live.fingerprint_sums import kernel
 from reshard.live.tensors import local_tensors
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.storage import LocalStorage, MemoryStorage
+from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 from tests import gloo
 from tests.kernels import COMPILED, NUMPY, summed_up_by
@@ -86,47 +88,59 @@ def said(**files: list[int]) -> ReadFootprint:
     }
 
 
-def reads(*ranks: ReadFootprint) -> list[tuple[Segment, ...]]:
-    return [one.reads for one in assign_segments(ranks)]
+def by_rank(segments: list[SharedSegments], ranks: int) -> list[list[int]]:
+    """The numbers of the segments that each rank has."""
+    return [[at // SIZE for its in segments for at in its.ranges[its.rank == i, 0].tolist()] for i in range(ranks)]
+
+
+def reads(*ranks: ReadFootprint) -> list[list[int]]:
+    return by_rank(assign_segments(ranks).reads, len(ranks))
 
 
 def test_what_all_touch_is_read_in_turns_and_what_one_touches_by_itself():
     n = 24
     rank = said(a=[SIZE] * n)
 
-    lists = reads(rank, rank, rank)
+    (of_file,) = assign_segments([rank] * 3).reads
 
-    assert sorted(s.start // SIZE for its in lists for s in its) == list(range(n))
-    assert [len(its) for its in lists] == [8, 8, 8]
-    assert all(s == Segment("a", s.start // SIZE, s.start, s.start + SIZE) for its in lists for s in its)
-    assert reads(said(a=[SIZE] * n), said(b=[SIZE] * n)) == [(), ()]
-    assert assign_segments([said(a=[SIZE] * n)] * 2 + [said()])[2] == ((), ())
+    assert of_file.label == "a"
+    assert of_file.ranges.tolist() == [[i * SIZE, (i + 1) * SIZE] for i in range(n)]
+    assert of_file.rank.tolist() == [i % 3 for i in range(n)]
+    assert reads(said(a=[SIZE] * n), said(b=[SIZE] * n)) == [[], []]
+    assert reads(*[said(a=[SIZE] * n)] * 2, said())[2] == []
 
 
 def test_files_of_other_lengths_under_one_name_are_not_shared():
     longer = {"a": FileFootprint(25 * SIZE, SIZE, SIZE, 0, np.array([SIZE] * 25, "<u4").tobytes())}
-    assert assign_segments([said(a=[SIZE] * 24), longer]) == (((), ()), ((), ()))
+    assert assign_segments([said(a=[SIZE] * 24), longer]) == ([], [])
 
 
 def test_little_is_not_worth_sharing():
-    assert reads(*[said(a=[SIZE] * 2)] * 2) == [(), ()]
-    assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [()] * 4  # all together touch no more than there is
-    assert assign_segments([]) == ()
+    assert reads(*[said(a=[SIZE] * 2)] * 2) == [[], []]
+    assert reads(*[said(a=[SIZE // 4] * 40)] * 4) == [[]] * 4  # all together touch no more than there is
+    assert assign_segments([]) == ([], [])
 
 
 def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
     ranks = [said(a=[SIZE] * 24)] * 4
-    assert any(one.reads for one in assign_segments(ranks, 110.0))  # small pages
-    assert not any(one.reads for one in assign_segments(ranks, 11.0))  # large folios
+    assert assign_segments(ranks, 110.0).reads  # small pages
+    assert not assign_segments(ranks, 11.0).reads  # large folios
 
 
 def test_what_each_reads_a_part_of_is_checked_by_one():
-    lists = assign_segments([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
+    work = assign_segments([said(a=[SIZE // 2] * 6 + [0, SIZE]), said(a=[SIZE // 2] * 5 + [SIZE // 4, SIZE, 0])], 0.0)
 
-    assert [[s.number for s in one.checks] for one in lists] == [[0, 2, 4], [1, 3]]
-    assert not any(one.reads for one in lists)
-    assert [len(one.checks) for one in assign_segments([said(a=[SIZE] * 24)] * 3, 0.0)] == [8, 8, 8]
-    assert not any(one.checks for one in assign_segments([said(a=[SIZE] * 24)] * 3))  # who reads it for all checks it
+    assert by_rank(work.checks, 2) == [[0, 2, 4], [1, 3]]
+    assert not work.reads
+    assert list(map(len, by_rank(assign_segments([said(a=[SIZE] * 24)] * 3, 0.0).checks, 3))) == [8, 8, 8]
+    assert not assign_segments([said(a=[SIZE] * 24)] * 3).checks  # who reads it for all checks it
+
+
+def test_those_who_touch_the_same_take_turns_beginning_with_who_has_the_fewest():
+    work = assign_segments([said(a=[SIZE] * 24 + [0] * 6), said(a=[SIZE] * 30), said(a=[0] * 24 + [SIZE] * 6)])
+
+    assert list(map(len, by_rank(work.reads, 3))) == [12, 15, 3]
+    assert by_rank(work.reads, 3)[2] == [24, 26, 28]
 
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
@@ -142,6 +156,38 @@ def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
     assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
 
 
+some_ranges = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)).map(sorted), max_size=5)
+
+
+@given(ranges, some_ranges)
+def test_what_segments_share_with_ranges_is_counted(ranges_, segments_):
+    found = common_bytes(np.array(segments_, np.int64).reshape(-1, 2), ranges_)
+
+    covered = {byte for start, stop in ranges_ for byte in range(start, stop)}
+    assert found.tolist() == [len(covered & set(range(start, stop))) for start, stop in segments_]
+
+
+@given(st.integers(1, 90), st.integers(1, 20), some_ranges, some_ranges)
+def test_blocks_of_ranges_are_chosen_and_looked_up(nbytes, block_bytes, chosen_, asked_):
+    sums = BlockChecksums(nbytes, block_bytes, lambda: b"")
+    blocks = [(at, min(at + block_bytes, nbytes)) for at in range(0, nbytes, block_bytes)]
+    chosen = np.array(chosen_, np.int64).reshape(-1, 2).clip(0, nbytes)
+    asked = np.array(asked_, np.int64).reshape(-1, 2).clip(0, nbytes)
+
+    within = sums.within(chosen)
+
+    inside = [any(a <= start and stop <= b for a, b in chosen.tolist()) for start, stop in blocks]
+    assert within.tolist() == inside
+    assert sums.bounds(within).tolist() == [list(block) for block, is_in in zip(blocks, inside) if is_in]
+    touched = [[i for i, (a, b) in enumerate(blocks) if a < stop and start < b] for start, stop in asked.tolist()]
+    full = [(start < stop, all(inside[i] for i in its)) for (start, stop), its in zip(asked.tolist(), touched)]
+    found = sums.are_among(within, *asked.T).tolist()
+    assert [one for one, (is_some, _) in zip(found, full) if is_some] == [every for is_some, every in full if is_some]
+    assert sums.mark_right(chosen) == sum(stop - start for (start, stop), is_in in zip(blocks, inside) if is_in)
+    assert sums.mark_right(chosen) == 0
+    assert [not sums.pending(start, stop) for start, stop in blocks] == inside
+
+
 def test_touching_is_measured_where_it_can_be(tmp_path):
     (tmp_path / "a").write_bytes(bytes(3 * SIZE))
     window = Window.row_major(SIZE + 1, (SIZE,), 1)
@@ -151,9 +197,8 @@ def test_touching_is_measured_where_it_can_be(tmp_path):
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
     rank = {"a": FileFootprint(9 * SIZE + 5, SIZE, SIZE, 1, np.array([SIZE] * 8 + [5], "<u4").tobytes())}
-    lists = reads(*[rank] * 4)
-    last = max((s for its in lists for s in its), key=lambda s: s.start)
-    assert (last.start, last.stop) == (9 * SIZE, 9 * SIZE + 5)
+    (of_file,) = assign_segments([rank] * 4).reads
+    assert of_file.ranges[-1].tolist() == [9 * SIZE, 9 * SIZE + 5]
 
 
 def test_what_a_rank_touches_is_counted_from_the_first_segment():

@@ -96,6 +96,8 @@ def test_ranks_are_named_in_ranges() -> None:
 class _SeesTheFirstDead:
     """The ring of a rank that watches the first one, which is no more."""
 
+    knows_whom = True
+
     def look(self, store: Any, *, all_came: bool) -> Gone:
         return Gone(0, "process 1 on here")
 
