@@ -368,7 +368,7 @@ class Journal:
                 raise StorageError(
                     f"{claim} is already converting to {self.storage.url}: wait until it ends, or choose another folder"
                 )
-            if is_mine and resume:
+            if is_mine and resume and not _has_ended(self.storage, job_id):
                 self._job_id = job_id
         remove_dead_jobs(self.storage, names, spare=self.folder if self._job_id else "")
         is_new = not self._job_id
@@ -520,6 +520,14 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
             job_id = ""
         found.append((folder.rstrip("/"), liveness.read_lease(storage, f"{folder}{_CLAIM}"), job_id))
     return found
+
+
+def _has_ended(storage: Storage, job_id: str) -> bool:
+    """Whether the target is what the job has published: its records are about to go, or were left by a killed process.
+    Whoever went on with it would write into files that count."""
+    if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
+        return True
+    return commit.counts(storage, commit.save_id_of(job_id))
 
 
 def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> list[str]:

@@ -314,5 +314,5 @@ def test_a_changed_name_in_a_manifest_without_a_digest_of_itself(tmp_path):
     manifest = copy / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"tensors":{"model.rows"', b'"tensors":{"modOl.rows"'))
 
-    with pytest.raises(CorruptCheckpointError, match="a fingerprint of 'model.rows', but no tensor of that name"):
+    with pytest.raises(CorruptCheckpointError, match=r"a fingerprint of .model\.rows., but no tensor"):
         reshard.open(copy)

@@ -189,6 +189,34 @@ def test_what_was_published_stays_though_its_records_do_not(
     assert not [name for name in files_in(tmp_path / "c") if name.endswith(".tmp") or "convert-" in name]
 
 
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_what_was_published_is_not_written_again_in_place(
+    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of a job that has ended are about to go, or were left: an equal one must not go on with its files."""
+    real = LocalStorage.create
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def create(storage: LocalStorage, name: str) -> Any:
+        return killed() if name.endswith((".safetensors", ".distcp")) else real(storage, name)
+
+    target = target_of(format, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "end", killed)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(source, target, format=format)
+    for record in target.glob("convert-*/*.json"):
+        record.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "create", create)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(source, target, format=format, overwrite=True)
+
+    assert reshard.verify(target, source).ok
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_gigabytes_of_one_that_was_killed(format: str, tmp_path: Path) -> None:
     """By a signal that nobody can answer."""
