@@ -494,7 +494,7 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
 
 
 def _one_nan(elements: torch.Tensor) -> torch.Tensor:
-    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there
+    """The same with one NaN for all; of complex numbers in both parts. The tensor itself if there
     is none.
 
     torch converts in vectors and what is left one by one, which make different NaNs of the same.

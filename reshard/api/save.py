@@ -342,11 +342,11 @@ def _clear(job: SaveJob, cause: BaseException) -> None:
 #
 #     rank 0   has a plan for what it holds  A ─┐
 #     rank 1   has a plan for what it holds  A ─┼─► all have the same: it is obeyed;  any has none, or another: all plan
-#     rank 2   has a plan for what it holds  A ─┘   out of what was said, and meet once more
+#     rank 2   has a plan for what it holds  A ─┘   from all descriptions, and meet once more
 #
 # A plan is a function of what each rank says of its holdings, names, types, shapes and placements,
-# and of a few options. A rank takes up what it has kept only if it would say the very same again,
-# and sends the others a digest of what all ranks had said. If all send the same digest, all of
+# and of a few options. A rank uses the plan that it kept only if its description is the same,
+# and sends the others a digest of all descriptions. If all send the same digest, all of
 # them hold what they held when it was planned. Values are compared each time.
 
 
@@ -362,7 +362,7 @@ class CachedPlan:
     """What is known from a save before. No tensor, and no value."""
 
     told: bytes
-    """A digest of what each rank has said of its holdings: where it is the same, so is all of this."""
+    """A digest of the descriptions of all ranks: if it is the same, so is all of this."""
 
     census: GlobalState
     """Without objects."""
@@ -392,7 +392,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     call: bytes
     """A digest of the options; empty where ranks were called with different ones."""
     kept: bytes
-    """A digest of what all ranks had said when what this one has kept was planned; empty where any has none, or ranks
+    """A digest of all descriptions when the kept plan was made; empty if any rank has none, or ranks
     have others."""
     pool: DistinctValues
     """Digests of descriptions of what they hold; of nothing where that is known."""
@@ -416,7 +416,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> CachedPlan | None:
-    """What was kept by this rank when it held the very same. It counts only once all have met."""
+    """The plan that this rank kept for the same description. It counts only once all have met."""
     if holdings.state.per_rank:
         return None
     with _lock:
@@ -431,12 +431,12 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
 def keep_plan(
     holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
 ) -> CachedPlan:
-    """Keep a plan that is proved. Values that are each rank's own are gathered anew for each save, so with any it is
+    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it is
     for this one alone.
 
     Args:
         census: without objects.
-        said: digests of what each rank has said of its holdings.
+        said: digests of the descriptions of all ranks.
     """
     told = digest_of(msgspec.msgpack.encode(said))
     kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.job_rank))
@@ -537,7 +537,7 @@ def meet_before_save(
     Args:
         kept: what this rank has found, or planned.
         first: on the first rank, where it has a plan.
-        before: of the meeting before, after which all have planned anew: what was said there is not said again.
+        before: of the meeting before, after which all have planned again: its content is not repeated.
 
     Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """

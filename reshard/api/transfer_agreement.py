@@ -60,7 +60,7 @@ class TensorMatches:
     views: dict[str, View] = field(default_factory=dict)
     """The view that each target is of its sources: a rename, or what was given."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Target -> the target of the very same memory that is filled in its stead."""
+    """Target -> the target of the same memory that is filled instead."""
     objects: dict[str, str] = field(default_factory=dict)
     """Target -> source, of what is no tensor."""
     missing: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ class TensorMatches:
         """Pair everything.
 
         Args:
-            tied: targets that are the very memory of another target, on every rank.
+            tied: targets that are the same memory as another target, on every rank.
             views: target -> the view that it is of sources.
             mapping: target -> source, for names that differ.
 
@@ -270,7 +270,7 @@ DEFAULTS = TransferOptions(
     delta=False,
     timeout=1800.0,
 )
-"""What holds where nothing is said."""
+"""The defaults."""
 _OWN = ("views", "source_layouts", "target_layouts", "timeout")
 """What ranks may choose each for itself, or is compared in another form."""
 

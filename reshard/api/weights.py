@@ -147,7 +147,7 @@ class WeightSource:
     its dtype, as full tensors, from any layout and pipeline stage. Each byte crosses once to each
     rank that gets it, and memory is needed for one bucket at a time (at least 64 MiB).
 
-    Every pass reads the tensors anew. The tensor objects must stay the same; their values may change.
+    Every pass reads the tensors again. The tensor objects must stay the same; their values may change.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ __all__ = ["BLOCK", "DeltaExchange"]
 #
 # What is compared is bits in the dtype that crosses: of the target itself, where it has that
 # dtype. A larger target does not show what arrived, so the receiver keeps that beside it,
-# and converts all of it anew in each run.
+# and converts all of it again in each run.
 
 
 BLOCK = 1 << 16

@@ -337,7 +337,7 @@ def go_through(
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both are the very same elements in memory."""
+    """Whether both are the same elements in memory."""
     alike = (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
     return alike and a.data_ptr() == b.data_ptr() and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
 

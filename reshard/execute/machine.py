@@ -197,7 +197,7 @@ class MachineReading:
     def compared_elsewhere(
         self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
     ) -> dict[FileSource, Elsewhere]:
-        """What others compare with checksums for this rank, and what it had better compare for them before anybody
+        """What others compare with checksums for this rank, and what it should compare for them before any rank
         writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
         that have a view: what is far away is compared when it is read, and with `in_place` what is read for all.
         `whole`: what this rank reads of each file."""
@@ -624,7 +624,7 @@ class OwnMemory:
 
 class MachineMemory:
     """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
-    many. Where they are is said as (number of the memory, byte in it)."""
+    many. Their address is given as (number of the memory, byte in it)."""
 
     step = 2 * _COUNTER_STEP
     """Bytes from a counter to the same one of the next rank."""

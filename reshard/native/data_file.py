@@ -189,7 +189,7 @@ class BlockSums:
         pieces: Iterable[memoryview],
         on_bytes: Callable[[int], None] | None,
     ) -> None:
-        """Write pieces into runs (first byte, length) one behind another: the last bytes that pass."""
+        """Write pieces into runs (first byte, length) one after another: the last bytes that pass."""
         places, at, left = iter(runs), 0, 0
         for piece in pieces:
             done = 0

@@ -298,7 +298,7 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: list[tuple[int, int, int]]
     """By whose number the files are called: runs (first, step, how many), ascending."""
     pages: str
-    """XXH3-64 of each page, in hex, one behind another."""
+    """XXH3-64 of each page, in hex, concatenated."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for ranks that do not ascend, or without a digest for each of their pages."""

@@ -105,7 +105,7 @@ def open(files: Files) -> Contents:
         raise CorruptCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     if other := [key for key, path in paths.items() if key_of(path) != key]:
         raise CorruptCheckpointError(
-            f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
+            f"{storage.url}/{MANIFEST} contradicts itself: it places {other[0]!r} at {key_of(paths[other[0]])!r}"
         )
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:

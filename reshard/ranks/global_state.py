@@ -284,7 +284,7 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
     """What some ranks have sent of their values."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
-    """By a digest of who the holders are: one of what they hold (empty if they differ), how many were heard, and how
+    """By a digest of who the holders are: one of what they hold (empty if they differ), how many have sent it, and how
     many there are."""
     objects: bytes
     """A digest of all objects; empty if ranks have others, or other values."""
@@ -325,7 +325,7 @@ class DigestTable:
         on_device: bool = False,
     ) -> DigestTable:
         """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare fingerprints,
-        which devices compute where the elements are, in the place of hashes of the bytes."""
+        which devices compute where the elements are, instead of hashes of the bytes."""
         table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
         if not check_replicas:
             return table
@@ -386,7 +386,7 @@ class DigestTable:
 
 
 def _anybody(key: str) -> tuple[bytes, int]:
-    """Of a value that anybody may have under that key."""
+    """Of a value that any rank may have under that key."""
     return xxhash.xxh3_64_digest(key.encode()), _ANYBODY
 
 

@@ -69,7 +69,7 @@ class _GroupPhase(NamedTuple):
 
 
 class Group:
-    """The ranks that do one thing together, a save or a load: made anew for each, by all ranks in the same order.
+    """The ranks that do one thing together, a save or a load: a new one for each, made by all ranks in the same order.
 
     The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
     it does not wait. Once a phase has failed, every later verb raises that same failure.
@@ -88,7 +88,7 @@ class Group:
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
             one process of a job that has not been initialised: all of them would act at once, each for itself; a
-            timeout that is none, or a group for a process alone, of which all members hear.
+            timeout that is none, or a group for a process alone, which all members then raise.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class Group:
         parcels: Mapping[str, bytes] | None = None,
         only: int | None = None,
     ) -> T:
-        """Everybody's value, combined to one answer for all.
+        """The values of all ranks, combined to one answer for all.
 
         Args:
             combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
-                what it made. What comes out had better not grow with the ranks: every rank gets it.
+                what it made. The result should not grow with the ranks: every rank gets it.
             what: what is put together, for the message about ranks that do different things.
             kind: the type of values, as msgspec knows them; default: the class of this one, which is enough of bytes,
                 which travel as they are, of numbers and texts, and of structs.
@@ -204,7 +204,7 @@ class Group:
         return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def exchange(self, value: T, *, kind: Any = None) -> list[T]:
-        """Everybody's value, in rank order, for what every rank needs of every other. Equal ones travel once."""
+        """The values of all ranks, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
             return [value]
         pool = self.merge(DistinctValues.of(_encode(value)), DistinctValues.join, "an exchange")
@@ -212,14 +212,14 @@ class Group:
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
-        """Everybody's value, in rank order, for the rank `root` (its place in the group); None for the others."""
+        """The values of all ranks, in rank order, for the rank `root` (its place in the group); None for the others."""
         found = self.gather_and_sum(value, b"", b"".join, root, kind=kind)
         return None if found is None else found[0]
 
     def gather_and_sum(
         self, value: T, summed: S, add: Callable[[list[S]], S], root: int = 0, *, kind: Any = None
     ) -> tuple[list[T], S] | None:
-        """`gather`, and what everybody has of what adds up, added on the way: for the root, too.
+        """`gather`, and the sum of what adds up, added on the way: for the root, too.
 
         Args:
             add: makes one of several, which are in the order of the ranks; called on what it made, too.
@@ -418,7 +418,7 @@ def _decode(data: bytes, kind: Any) -> Any:
 # Flags that all ranks have, a bit each and compressed: what is so on any of them, whichever that
 # is.
 #
-# heard = group.merge(pack_flags(mine), either, "names in use") unpack_flags(heard, len(mine))
+# received = group.merge(pack_flags(mine), either, "names in use") unpack_flags(received, len(mine))
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:

@@ -148,14 +148,14 @@ def start_of(pid: int) -> str:
 # may still be.
 #
 # A process of this machine that no longer exists is dead. One that cannot be seen from here, on
-# another machine, in another container or before the machine was started anew, is given a day.
+# another machine, in another container or before a restart of the machine, is given a day.
 
 
 _FOREIGN_AGE_S = 86_400.0
 """After so long a process that cannot be seen from here is taken for dead."""
 
 BEAT_S = 5.0
-"""So often a claim that is kept is published anew."""
+"""Interval at which a claim that is kept is published again."""
 WATCH_S = 12.0
 """A claim that is not, for so long, is that of a process that is gone."""
 
@@ -250,7 +250,7 @@ def may_be_alive(found: WriterLease | None, work: str) -> bool:
 
 
 class KeptLease:
-    """This process's claim, published anew every `BEAT_S` seconds: who cannot see the process sees that."""
+    """This process's claim, published again every `BEAT_S` seconds: processes that cannot see this one see that."""
 
     def __init__(self, storage: Storage, name: str, work: str) -> None:
         self._storage, self._name, self._work = storage, name, work
@@ -267,7 +267,7 @@ class KeptLease:
                     return
                 self._say(has_left=False)
             except ReshardError as error:
-                _log.warning("%s of %s could not be published anew: %s", self._name, self._storage.url, error)
+                _log.warning("%s of %s could not be published again: %s", self._name, self._storage.url, error)
 
     def _say(self, *, has_left: bool) -> None:
         said = msgspec.structs.replace(self.holder, unix_s=time.time(), has_left=has_left)
@@ -286,7 +286,7 @@ class KeptLease:
 
 
 def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:
-    """Whether the claim, of a process that cannot be seen from here, is published anew within `WATCH_S` seconds."""
+    """Whether the claim, of a process that cannot be seen from here, is published again within `WATCH_S` seconds."""
     _log.info("waiting %.0f s to see whether %s is still at work in %s", WATCH_S, found, storage.url)
     stop = time.monotonic() + WATCH_S
     while time.monotonic() < stop:

@@ -165,7 +165,7 @@ class StoreClient:
 
     Args:
         store: a client that no other caller uses meanwhile.
-        reopen: makes a second one, for what is said while the first one waits; None where one serves many threads.
+        reopen: makes a second one, for requests while the first one waits; None if one serves many threads.
 
     All methods raise RankFailedError if the store is gone.
     """

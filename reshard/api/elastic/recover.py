@@ -234,7 +234,7 @@ def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts)
 
 @dataclass
 class _JudgedGeneration:
-    """A generation as this rank sees it, while it is judged and loaded."""
+    """A generation as this rank sees it, while it is checked and loaded."""
 
     settings: Settings
     kept: GenerationFolder

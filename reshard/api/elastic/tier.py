@@ -348,7 +348,7 @@ class Pace:
     """Lets this number of bytes pass per second.
 
     Args:
-        check: called while it waits; raises where waiting is in vain.
+        check: called while it waits; raises if waiting is useless.
     """
 
     def __init__(self, bytes_per_s: float, check: Callable[[], None]) -> None:

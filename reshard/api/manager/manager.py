@@ -437,7 +437,7 @@ class CheckpointManager:
             found = load()
         except (CheckpointNotFoundError, CorruptCheckpointError) as caught:
             error, problem = caught, str(caught)
-        except Exception as caught:  # the others wait to hear of it
+        except Exception as caught:  # the others wait for this rank's result
             error = caught
         said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
         if error is not None and not said:
