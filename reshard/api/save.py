@@ -259,7 +259,8 @@ def _prepare(
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
-    """Raises where the save must not go."""
+    """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
+    there."""
     commit.refuse_foreign(storage)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
@@ -272,8 +273,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """The base that was chosen, None where it is gone or cannot be read from here: this rank then writes all that is
-    its, and the choice says why."""
+    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its data, and the choice
+    says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
@@ -328,7 +329,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:
-    """Remove what a failed save has written, unless it failed after it was published."""
+    """Remove what a failed save has written, unless it failed after publishing."""
     save_id = job.generation.save_id
     try:
         if not commit.counts(job.storage, save_id):
@@ -359,7 +360,7 @@ _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """What is known from a save before. No tensor, and no value."""
+    """What is kept of an earlier save. It contains no tensor and no value."""
 
     told: bytes
     """A digest of the descriptions of all ranks: if it is the same, so is all of this."""
@@ -377,7 +378,7 @@ FirstWord = tuple[str, Choice, str | None]
 
 
 class Agreement(NamedTuple):
-    """What all ranks know when they have met."""
+    """What all ranks know after the meeting."""
 
     census: GlobalState | None
     """Of what all of them hold, if all have the plan for just that; None if any has not."""
@@ -387,7 +388,7 @@ class Agreement(NamedTuple):
 
 
 class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or several, say when they meet."""
+    """What one rank, or several, report at the meeting."""
 
     call: bytes
     """A digest of the options; empty where ranks were called with different ones."""
@@ -403,7 +404,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(votes: list[_SaveVote]) -> _SaveVote:
-        """Of several."""
+        """Combine several votes."""
         calls, kept = {vote.call for vote in votes}, {vote.kept for vote in votes}
         values = [vote.values for vote in votes if vote.values is not None] if len(kept) == 1 else []
         return _SaveVote(
@@ -449,14 +450,14 @@ def keep_plan(
 
 
 def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
-    """Of what a plan depends on, as far as this rank knows."""
+    """A key of all that a plan depends on, as far as this rank knows."""
     said = hashlib.sha256(holdings.description).digest()
     chosen = (options.globs, options.divide_above_bytes)
     return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, list(group.ranks), chosen))).digest()
 
 
 class AgreedPlan(NamedTuple):
-    """The plan that all ranks have of what they hold."""
+    """The plan of all ranks."""
 
     holdings: LocalState
     kept: CachedPlan
@@ -584,7 +585,7 @@ has asked for the result: an error must not be lost."""
 
 
 def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:
-    """Run `save` on a thread of this name; the future has what it returns or raises.
+    """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
         place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all that is known of it.
@@ -616,7 +617,7 @@ def forget_background_save(future: Future[Any]) -> None:
 
 
 def await_place(place: str) -> None:
-    """Wait for the saves to the same place: if one took longer, it would take the place of a later one."""
+    """Wait for saves to the same place. Otherwise a slow one could replace a later one."""
     wait([future for future, where in list(_saves.items()) if where == place])
 
 
