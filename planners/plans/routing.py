@@ -336,7 +336,7 @@ def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Inters
 # Which holder sends what to whom, for all tensors of one geometry.
 #
 # A rank that holds an element itself copies it. Other ranks are served by a holder on their own
-# host if there is one, and else by all holders in turn: deliveries are assigned like cards, least
+# host if there is one, and else by all holders in turn: deliveries go around like cards, least
 # loaded holder first, and each tensor of the geometry starts where the one before it stopped. So
 # the load is even without a search, and any rank can work out its own part alone.
 

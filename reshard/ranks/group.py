@@ -51,7 +51,7 @@ DEADLINE_S = 1800.0
 
 
 def seconds(timeout: float | timedelta) -> float:
-    """A time that a caller gave, in seconds."""
+    """Return a time that a caller gave, in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
@@ -145,7 +145,7 @@ class Group:
             weakref.finalize(self._rounds, shared.give_back, client)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         self.merge(b"", b"".join, "a barrier")
 
     def merge(
@@ -238,7 +238,7 @@ class Group:
         return [_decode(found[place], kind or type(value)) for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
-        """What the rank `root` has for this one, and what it has for all; the others give None."""
+        """Return what the rank `root` has for this rank, and what it has for all; the others pass None."""
         self._check_root(root, "scatter from")
         if self.rank == root and (data is None or len(data) != self.world_size):
             raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
@@ -274,7 +274,7 @@ class Group:
         return [(_decode(one, kind or type(value)), ranks) for one, ranks in zip(answers, parties, strict=True)]
 
     def share(self, value: T | None, root: int = 0, *, kind: Any = bytes) -> T:
-        """What the rank `root` (its place in the group) has; the others give None."""
+        """Return the value of the rank `root` (its place in the group); the others pass None."""
         self._check_root(root, "share from")
         if self.rank == root and value is None:
             raise ReshardError(f"rank {root} is to share its data, but gave None")
@@ -326,12 +326,12 @@ class Group:
         )
 
     def refuse(self, error: ReshardError) -> NoReturn:
-        """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""
+        """Raise an error that every rank raises in the same way. The group stays usable."""
         self._common = error
         raise error
 
     def raised_alike(self, error: BaseException) -> bool:
-        """Whether every rank has raised this error just so: see `refuse`."""
+        """Return True if every rank has raised this error in the same way: see `refuse`."""
         return error is self._common
 
     @property
@@ -345,7 +345,8 @@ class Group:
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
-        """Raise if another rank has failed meanwhile. For the inside of long work: cheap, any thread, no collective."""
+        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any thread, not
+        collective."""
         if self._rounds is not None:
             self._rounds.look()
             if self._rounds.failure is not None:
@@ -407,7 +408,7 @@ class Group:
 
 
 def _encode(value: object) -> bytes:
-    """For another rank: bytes as they are."""
+    """Encode a value for another rank; bytes stay as they are."""
     return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
 
 
@@ -422,12 +423,12 @@ def _decode(data: bytes, kind: Any) -> Any:
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
-    """For `either`."""
+    """Pack flags for `either`."""
     return zlib.compress(np.packbits(np.array(flags, dtype=bool)).tobytes())
 
 
 def either(parts: Iterable[bytes]) -> bytes:
-    """What is set in any of them, which have equally many flags."""
+    """Combine packed flags of equal number: set if set in any."""
     first, *others = dict.fromkeys(parts)
     if not others:
         return first
@@ -444,7 +445,7 @@ def unpack_flags(data: bytes, count: int) -> list[bool]:
 
 
 def refuse_unjoined() -> None:
-    """Raises ReshardError where the environment, as of torchrun, says that there are more processes than this one."""
+    """Raise ReshardError if the environment, such as torchrun's, says that there are more processes than this one."""
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise ReshardError(
@@ -463,7 +464,8 @@ _FROM_HOST = ("gloo", "mpi")
 
 
 def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
-    """The kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu" and so on."""
+    """Return the kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu", and
+    so on."""
     if not (dist.is_available() and dist.is_initialized()):
         return ["cpu"]
     backends = _backends(process_group)
@@ -478,7 +480,7 @@ def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def _is_here(kind: str) -> bool:
-    """A backend may be registered for devices that this machine has none of."""
+    """Return True if this machine has the device. A backend may be registered without it."""
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (RuntimeError, AttributeError):
@@ -500,7 +502,7 @@ def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.dev
 
 
 def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Where elements on `device` are taken by the collectives of a group: there, or on one that its backends know, as
-    those of the CPU have to be where there is only NCCL."""
+    """Return the device from which the collectives of a group take elements of `device`: itself, or one that its
+    backends support."""
     kinds = sending_kinds(process_group)
     return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])

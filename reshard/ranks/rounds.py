@@ -2,7 +2,7 @@
 
 A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
 combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
-than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
+more than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
 arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
 all they wait for.
 

@@ -30,7 +30,7 @@ class GenerationOrder(NamedTuple):
     newest_first: list[GenerationFolder]
     tied: list[GenerationFolder]
     """All others are older than some of these: the last of each incarnation of those of which
-    which it is unknown which came later. Empty if the order is known."""
+    it is unknown which came later. Empty if the order is known."""
 
     @property
     def newest(self) -> list[GenerationFolder]:
