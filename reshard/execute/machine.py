@@ -1,4 +1,4 @@
-"""Reading for all ranks of a machine: each segment is read by one of them into memory that they share."""
+"""Reads for all ranks of a machine: one rank reads each segment into memory that they share."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class MachineReading:
-    """What this rank reads for all, what it copies of what others read, and the rest, which it reads for itself."""
+    """What this rank reads for all, what it copies of segments that others read, and what it reads for itself."""
 
     memory: MachineMemory | None
     """None where each rank reads for itself."""
@@ -143,7 +143,7 @@ class MachineReading:
     def _with_checks(
         self, place: int, files: Mapping[str, FileSource], lists: Sequence[Sequence[Segment]]
     ) -> MachineReading:
-        """The same, where the rank at each place checks a list of segments for all."""
+        """Return the same, with the list of segments that the rank at each place checks for all."""
         checks: list[tuple[FileSource, Segment]] = []
         others: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
         for i, segments in enumerate(lists):
@@ -233,13 +233,13 @@ class MachineReading:
 
 
 def _common(copy: Copy) -> FileSource | None:
-    """The file of a copy, if the other ranks of the machine see the same one under its name."""
+    """Return the file of a copy if the other ranks of the machine see the same one under its name."""
     source = copy.place.source
     return source if isinstance(source, FileSource) and source.storage.is_common else None
 
 
 def _common_bytes(segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
-    """Of a segment, and ranges in order."""
+    """Return the bytes of a segment that are in some ranges, which are in order."""
     first = bisect_right(ranges, segment.start, key=lambda bounds: bounds[1])
     near = itertools.takewhile(lambda bounds: bounds[0] < segment.stop, itertools.islice(ranges, first, None))
     return sum(min(stop, segment.stop) - max(start, segment.start) for start, stop in near)
@@ -265,7 +265,7 @@ class _SlotFiller:
             self._pool.shutdown(cancel_futures=True)
 
     def fill(self, turn: int) -> None:
-        """Until the slot of this turn, which all ranks have taken from, is filled."""
+        """Wait until the slot of this turn, which all ranks have taken from, is filled."""
         if self._pool is None:
             self._read(turn)
             return
@@ -283,7 +283,7 @@ class _SlotFiller:
 
 @dataclass(frozen=True)
 class _Turns:
-    """The pieces of segments that one rank reads for all, in order: one a turn."""
+    """The pieces of segments that one rank reads for all, in order: one per turn."""
 
     labels: tuple[str, ...]
     file: npt.NDArray[np.int64]
@@ -310,7 +310,7 @@ class _Turns:
     def by_file(
         self, span: slice, files: Mapping[str, FileSource]
     ) -> Iterator[tuple[FileSource, npt.NDArray[np.int64]]]:
-        """Of the pieces of some turns: each file that is known, and which of these pieces are of it."""
+        """Return each known file of the pieces of some turns, and its pieces."""
         for number, label in enumerate(self.labels):
             here = np.flatnonzero(self.file[span] == number)
             if len(here) and label in files:
@@ -347,7 +347,8 @@ class _MachineRun:
         self._find_copies(reading.copies)
 
     def _find_copies(self, copies: Mapping[FileSource, list[Copy]]) -> None:
-        """The table of copies, file by file in order of position, and those that only Python can do."""
+        """Build the table of copies, file by file in order of position, and the list of those that only Python can
+        do."""
         rows: list[int] = []
         self._in_file: dict[str, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         """By label: its first row, each row's first byte, and the end of all up to each row."""
@@ -386,14 +387,14 @@ class _MachineRun:
         return done
 
     def _look(self, awaited: tuple[int, int] | None) -> None:
-        """What was copied since the last time is reported; raises if a rank has failed or the time is over."""
+        """Report what was copied since the last look. Raise an error if a rank has failed or the time is over."""
         copied = int(self._tallies.sum())
         self._on_bytes(copied - self._told)
         self._told = copied
         self._memory.look(awaited)
 
     def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
-        """Turns [first, last).
+        """List the turns [first, last).
 
         wait until my slot is free | read | compare | say so | for each rank, nearest first: wait for its slot,
         take my part | say so
@@ -425,7 +426,7 @@ class _MachineRun:
         return WorkList(self._regions, entries, self._copies, digests, self._tallies, call)
 
     def _call(self, turn: int, column: int, filler: _SlotFiller) -> Callable[[], None] | None:
-        """What Python does at a column of a turn."""
+        """Do what Python does at a column of a turn."""
         if column == _READ:
             return partial(filler.fill, turn)
         if column == _COMPARE:
@@ -441,7 +442,7 @@ class _MachineRun:
         of: npt.NDArray[np.int64],
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
-        """What this rank reads for all, in the first columns; the digests that it is compared with."""
+        """List what this rank reads for all, in the first columns, and the digests that it is compared with."""
         mine, memory, digests = self._turns[self._place], self._memory, [np.zeros(0, np.uint64)]
         rows = max(0, min(last, len(mine)) - first)
         turn, span = np.arange(first, first + rows), slice(first, first + rows)
@@ -482,7 +483,7 @@ class _MachineRun:
         kinds: npt.NDArray[np.int64],
         of: npt.NDArray[np.int64],
     ) -> None:
-        """What this rank takes of what one rank reads: wait, take, and what only Python can do."""
+        """List what this rank takes of the segments that one rank reads: wait, take, and what only Python can do."""
         turns = self._turns[reader]
         rows = slice(0, max(0, min(last, len(turns)) - first))
         span = slice(first, first + rows.stop)
@@ -527,7 +528,7 @@ class _MachineRun:
             self._compare(turn)
 
     def _mark_right(self, first: int, last: int) -> None:
-        """What the loop has compared."""
+        """Mark what the loop has compared."""
         mine, span = self._turns[self._place], slice(first, last)
         for source, here in mine.by_file(span, self._files):
             sums = source.checksums
@@ -609,7 +610,7 @@ class OwnMemory:
         """For the other ranks."""
 
     def open(self, address: Address) -> int:
-        """The memory of another process, closed with this."""
+        """Open the memory of another process. It is closed with this one."""
         self._files.append(os.open(f"/proc/{address.pid}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC))
         return self._files[-1]
 
@@ -653,11 +654,11 @@ class MachineMemory:
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 
     def counter(self, what: int, place: int) -> tuple[int, int]:
-        """Where it is counted how many slots a rank has `FILLED`, or through how many turns it is."""
+        """The counter of the slots that a rank has `FILLED`, or of the turns that it has finished."""
         return 0, self.step * place + _COUNTER_STEP * what
 
     def slot_at(self, place: int, turn: OneOrMany) -> OneOrMany:
-        """The byte of its memory at which a rank fills in a turn, or in each of several: one of its few slots."""
+        """The byte of its memory at which a rank fills in a turn, or in each of several turns: one of its slots."""
         slots, slot_bytes = self._sizes[place]
         return _COUNTER_BYTES + turn % slots * slot_bytes
 
@@ -667,7 +668,7 @@ class MachineMemory:
         return self.slots_of[place].data[start : start + self._sizes[place][1]]
 
     def taken(self) -> int:
-        """How many turns all ranks are through."""
+        """The number of turns that all ranks have finished."""
         return int(self._taken.min())
 
     def look(self, awaited: tuple[int, int] | None) -> None:
