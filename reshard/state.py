@@ -80,6 +80,6 @@ class State(Generic[T]):
     containers: Mapping[KeyPath, str] = field(default_factory=dict)
     """Kinds of containers that are tuples or empty, or of a class: see `reshard.live.tree.Flat`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors that are the very same as that of another name: tied weights."""
+    """Names of tensors that are the same tensor as that of another name: tied weights."""
     per_rank: Mapping[str, Any] = field(default_factory=dict)
     """Values that are each rank's own, by key."""

@@ -37,6 +37,17 @@ RETIRED = {
     r"\bunder way\b": "in progress",
     r"\bwhat there is\b|\bas it stands\b|\bby then\b": "say it directly",
     r"\bso many\b|\bas many as\b": "give the number",
+    r"\b(any|every)body\b|\banyone\b": "any rank, all ranks, say who",
+    r"\bthe very\b": "the same",
+    r"\b(is|was|were|has|have|had|been) said\b": "reported, sent, given",
+    r"\bone behind (the )?(an)?other\b|\b(is|are|was|were) laid\b": "one after another",
+    r"\bin (its|their) stead\b|\bin the place of\b": "instead of",
+    r"\bdealt\b|\b(is|are|be) deal\b": "distributed",
+    r"\bhears?\b|\bheard\b": "receive, learn",
+    r"\bjudge[sd]?\b": "check, decide",
+    r"\bhad better\b": "should",
+    r"\bin vain\b": "without result",
+    r"\banew\b": "again",
 }
 """What is retired, and what to write instead."""
 ALLOWED = {

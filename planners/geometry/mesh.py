@@ -439,7 +439,7 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
 def _cut(own: Ownership, bounds: Ints) -> Ownership:
     """Every owner c becomes owners (c, k): the parts k of all its pieces, in order of the pieces."""
     owners, pieces, parts = bounds.shape[0], bounds.shape[1], bounds.shape[2] - 1
-    base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims laid one behind another
+    base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims, one after another
     ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
     begins = bounds[:, :, :-1] + base[:-1, None, None]
     # split the intervals, in the same order, at every boundary

@@ -117,7 +117,7 @@ def plan_copies(hosts: Sequence[str], nbytes: Sequence[int], *, copies: int = 1)
 
 
 def _rings(written: dict[str, int], copies: int) -> tuple[tuple[str, ...], ...]:
-    """Dealt out from the host with most to the one with least, to and fro."""
+    """Distributed from the host with most to the one with least, back and forth."""
     count = len(written) // (copies + 1)
     rings: list[list[str]] = [[] for _ in range(count)]
     for number, host in enumerate(sorted(written, key=lambda host: (-written[host], host))):

@@ -80,7 +80,7 @@ class Provable(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """What is judged."""
+        """What is checked."""
 
     def findings(self) -> Iterator[Finding]:
         """All that is wrong."""
@@ -122,7 +122,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
     """What every rank is to read, write or get. Frozen; a function of its layouts alone.
 
     Items are enumerated for the rank that asks. A plan whose items were listed explicitly (`with_items`) keeps them,
-    and `verify` judges them.
+    and `verify` checks them.
     """
 
     __slots__ = ("explicit", "names", "world_size")

@@ -19,7 +19,7 @@ __all__ = ["Message", "Schedule", "color_edges", "schedule"]
 
 # What one rank sends to another is one stream of bytes: the items between the two, in their order,
 # each row-major. A stream is divided into messages that are small enough for the budget, and the
-# messages are dealt to rounds by edge coloring, so that there are as few rounds as the busiest rank
+# messages are assigned to rounds by edge coloring, so that there are as few rounds as the busiest rank
 # has messages. A schedule is a few columns of numbers; what is in a message is worked out for the
 # rank that asks, in the same way by sender and receiver.
 

@@ -336,7 +336,7 @@ def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Inters
 # Which holder sends what to whom, for all tensors of one geometry.
 #
 # A rank that holds an element itself copies it. Other ranks are served by a holder on their own
-# host if there is one, and else by all holders in turn: deliveries are dealt like cards, least
+# host if there is one, and else by all holders in turn: deliveries go around like cards, least
 # loaded holder first, and each tensor of the geometry starts where the one before it stopped. So
 # the load is even without a search, and any rank can work out its own part alone.
 
@@ -578,7 +578,7 @@ def _sum(blocks: list[Traffic]) -> Traffic:
 
 
 def _first_turn(tensor: int, waiting: int, holding: int) -> int:
-    """At which holder the dealing of a tensor starts, if each tensor is dealt to `waiting` receivers by `holding`
+    """The first holder of a tensor's deliveries, if each tensor is delivered to `waiting` receivers by `holding`
     holders. It continues where the last tensor stopped, and moves by one after each full circle, so that a receiver
     gets tensors from all holders: after `holding` tensors, from each once."""
     return tensor * waiting + tensor // (holding // math.gcd(holding, waiting))

@@ -390,7 +390,7 @@ def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding
 
 
 def _dealing_findings(route: Route) -> Iterator[Finding]:
-    """The order in which holders are dealt deliveries must name each of them once."""
+    """The order in which holders get deliveries must name each of them once."""
     holders = route.intersection.holders
     order = np.lexsort((route.order, holders.source_of))
     wrong = np.flatnonzero(route.order[order] != holders.ranks)
@@ -597,7 +597,7 @@ class ReadOncePlan:
 def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) -> ReadOncePlan:
     """Share the reading of what several ranks want evenly among them, each element once.
 
-    A tensor of which ranks want regions that overlap without being equal is left out: everybody reads its own.
+    A tensor of which ranks want regions that overlap without being equal is left out: each rank reads its own.
     Lists the regions of all ranks: meant for some thousands of ranks times tensors with replicas.
     """
     common: dict[str, TensorLayout] = {}

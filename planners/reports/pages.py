@@ -127,7 +127,7 @@ def _rates(cluster: Cluster) -> str:
 
 
 def _figure(name: str, value: str) -> str:
-    """A figure; what is in brackets is said smaller."""
+    """A figure; text in brackets is smaller."""
     main, _, aside = value.partition(" (")
     small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
     return f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>"

@@ -106,7 +106,7 @@ def flat_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
 
 @st.composite
 def box_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
-    """Irregular boxes that tile the tensor: the full box, split repeatedly and dealt to up to 6 ranks."""
+    """Irregular boxes that tile the tensor: the full box, split repeatedly, on up to 6 ranks."""
     pieces = [Box.full(spec.shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = pieces.pop(draw(st.integers(0, len(pieces) - 1)))

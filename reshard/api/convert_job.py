@@ -1,4 +1,5 @@
-"""What is to be converted, as a value that workers get; the files of it, a task each; and what is done already."""
+"""The arguments of a conversion, as a value that workers receive; its files, one task each; and what is already
+done."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class ConvertJob:
 
     @property
     def writing(self) -> Writing:
-        """How the format is written. Raises FormatError for one that is not known, or not written."""
+        """How the format is written. Raises FormatError for an unknown format, or one that is only read."""
         return writing_of(self.format)
 
     def storage(self) -> Storage:
@@ -84,7 +85,7 @@ class ConvertJob:
         return open_storage(self.target)
 
     def state(self) -> Checkpoint:
-        """What will be written, lazily, under its new names."""
+        """The state to write, lazily, under its new names."""
         state = self.source
         if not isinstance(state, Checkpoint):
             state = open_checkpoint(state, check=self.check)
@@ -106,7 +107,7 @@ class ConvertJob:
         return state
 
     def writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
-        """What writes the state. Raises FormatError where the format cannot hold it."""
+        """The writer of the state. Raises FormatError if the format cannot hold it."""
         writer = self._writer(state, job_id)
         for key, why in writer.refused.items():
             globs = [*(self.select or ("*",)), *("!" + escape(key) for key in writer.refused)]
@@ -130,11 +131,11 @@ class ConvertJob:
         return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
 
     def absolute(self) -> ConvertJob:
-        """The same for processes with another working directory."""
+        """Return the same job for processes with another working directory."""
         return replace(self, source=absolute(self.source), target=absolute(self.target))
 
     def digest(self, state: Checkpoint) -> str:
-        """The same for equal work on an unchanged source, so that interrupted work is found again."""
+        """A digest that is equal for equal work on an unchanged source, so that interrupted work is found again."""
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
         facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
@@ -150,7 +151,7 @@ def _widened(tensor: StoredTensor, name: str) -> StoredTensor:
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
-    """A mapping for other names would change nothing, and that in silence."""
+    """Refuse a mapping for other names, which would silently change nothing."""
     is_needed = mapping.stages and not any(rule.optional for stage in mapping.stages for rule in stage)
     names = [*state, *state.aliases, *state.objects]
     if is_needed and names and not mapping.names(names):
@@ -172,7 +173,7 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
 
 
 def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
-    """The names that some glob matches, and none that begins with `!`.
+    """Return the names that match a glob, and none that a glob with `!` matches.
 
     Raises KeyMismatchError if a glob matches nothing at all `where` these names are.
     """
@@ -187,7 +188,7 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
 
 
 def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
-    """What is chosen of a checkpoint. Raises KeyMismatchError as `chosen` does."""
+    """Return the chosen part of a checkpoint. Raises KeyMismatchError as `chosen` does."""
     contents = state.contents
     own = dict(contents.per_rank)
     names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
@@ -224,7 +225,7 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
 
 
 def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> dict[Any, str]:
-    """The kinds of those containers that still hold something."""
+    """Return the kinds of the containers that still hold something."""
     above = {path[:i] for path in paths for i in range(len(path) + 1)}
     return {path: kind for path, kind in known.items() if path in above}
 
@@ -237,7 +238,7 @@ _ASK_S = 2.0
 
 
 def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
-    """The files in `count` hands of about equal bytes: a function of the plan alone."""
+    """Distribute the files into `count` groups of about equal bytes. The result depends on the plan alone."""
     hands: list[list[FilePlan]] = [[] for _ in range(count)]
     loads = [0] * count
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
@@ -257,7 +258,7 @@ class ConvertWork:
     holder: WriterLease
 
     def begin(self) -> FileTasks:
-        """Open the source, and find the target. Raises StorageError where these are not the driver's."""
+        """Open the source, and find the target. Raises StorageError if they differ from the driver's."""
         journal = Journal(self.job.storage(), self.digest)
         journal.holder = self.holder
         journal.check()
@@ -271,7 +272,7 @@ class ConvertWork:
 
 
 class FileTasks:
-    """Writes one file after another. After the file `last`, whatever was not compared with its checksums is."""
+    """Writes one file after another. After the file `last`, compares everything that was not compared yet."""
 
     def __init__(
         self,
@@ -387,7 +388,7 @@ class Journal:
         return liveness.is_kept(self.storage, f"{folder}/{_CLAIM}", claim)
 
     def check(self) -> None:
-        """Raises StorageError if the claim, as it is seen here, is not that of the job's driver any more."""
+        """Raise StorageError if the claim is no longer that of the job's driver."""
         if self.holder is None:
             return
         found = self._claim()
@@ -430,30 +431,30 @@ class Journal:
             _remove_records(self.storage, names, self.folder)
 
     def add(self, file: str, done: WrittenFile) -> None:
-        """This file is whole and durable."""
+        """Record that this file is complete and durable."""
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
 
     def recorded(self) -> set[str]:
-        """The files that have a record, not checked."""
+        """The files that have a record, unchecked."""
         records = [name for name in self.storage.list(f"{self.folder}/") if name.endswith(".json")]
         return {name.removeprefix(f"{self.folder}/").removesuffix(".json").replace("~", "/") for name in records}
 
     def is_finished(self, file: str) -> bool:
-        """Whether a file has a record, and still has the length and checksum that this says."""
+        """Return True if a file has a record, with the length and checksum that the record gives."""
         done = self._record(f"{self.folder}/{_flat(file)}.json")
         if done is None or self.storage.list(done.name).get(done.name) != done.nbytes:
             return False
         return self._digest(done.name, done.nbytes) == done.digest
 
     def _record(self, name: str) -> WrittenFile | None:
-        """None if there is none that can be read."""
+        """Read a record; None if there is none that can be read."""
         try:
             return msgspec.json.decode(self.storage.read(name), type=WrittenFile)
         except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
-        """The records of all files. Raises StorageError if one is missing, or its file is not as long as it was."""
+        """Return the records of all files. Raises StorageError if one is missing, or its file has another length."""
         out, seen = {}, self.storage.list()
         for file in files:
             name = f"{self.folder}/{_flat(file)}.json"
@@ -467,7 +468,7 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """All is published: the records go."""
+        """Remove the records after everything is published."""
         self.leave()
         _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
 
@@ -506,12 +507,12 @@ def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str =
 
 
 def is_job(folder: str) -> bool:
-    """Whether a folder, by its name, holds the records of a conversion."""
+    """Return True if a folder, by its name, holds the records of a conversion."""
     return _FOLDER.fullmatch(f"{folder}/") is not None
 
 
 def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease | None, str]]:
-    """Folder, claim and id of each job that has records; "" if its id is not known."""
+    """Return the folder, claim, and id of each job that has records; "" if its id is unknown."""
     found = []
     for folder in {match[0] for name in names if (match := _FOLDER.match(name))}:
         try:
@@ -546,7 +547,7 @@ def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> lis
 
 
 def _remove_records(storage: Storage, names: Iterable[str], folder: str) -> None:
-    """The claim and the id last, so that an interrupted removal is continued."""
+    """Remove the claim and the id last, so that an interrupted removal is continued."""
     mine = [name for name in names if name.startswith(f"{folder}/")]
     for name in sorted(mine, key=lambda name: (name.endswith(f"/{_HEAD}"), name.endswith(f"/{_CLAIM}"))):
         storage.delete(name)

@@ -159,7 +159,7 @@ def load_with(
 
 
 def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | None) -> Checkpoint:
-    """As rules make it; names alone change nothing here."""
+    """Apply a mapping. Renames alone change nothing here."""
     if mapping is None or isinstance(mapping, Mapping):
         return checkpoint
     from reshard.mapping import Mapping as StateMapping
@@ -172,7 +172,7 @@ def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | 
 
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """What a checkpoint has, tensor by tensor, further names of tensors, and object by object."""
+    """Return what a checkpoint has: tensors, further names of tensors, and objects."""
     paths = checkpoint.contents.paths
     for key in dict.fromkeys((*checkpoint, *checkpoint.aliases)):
         spec, read = checkpoint[key].stored.spec, partial(checkpoint[key].__getitem__, ...)
@@ -183,7 +183,7 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
 
 @dataclass(frozen=True)
 class _Load:
-    """A load whose keys are matched: it plans, proves, and only then reads."""
+    """A load whose keys are matched. It plans, proves, and then reads."""
 
     group: Group
     process_group: dist.ProcessGroup | None
@@ -194,7 +194,7 @@ class _Load:
     prefetch: Callable[[ReadPlan], None] | None = None
 
     def run(self) -> LoadReport:
-        """Collective. Nothing is written before all that can be checked before is."""
+        """Load. Collective. Nothing is written before all checks that are possible without writing."""
         match, options = self.match, self.options
         targets, checkpoint = match.targets, match.checkpoint
         with phase("plan"):
@@ -340,7 +340,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
 def _landings(
     targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
 ) -> Callable[[ReadItem], Array | Staged]:
-    """A function from an item to what it goes into: the target's own memory, where that can be written to at once."""
+    """Return a function from an item to its destination: the target's own memory if it can be written directly."""
 
     @cache
     def land(key: str) -> list[Array | Staged]:
@@ -366,7 +366,7 @@ def _landings(
 def own_values(
     targets: Mapping[str, PerRank], keys: Iterable[str], checkpoint: Checkpoint, group: Group
 ) -> dict[str, PerRank]:
-    """What each of `keys` becomes on this rank, by the rule of its target.
+    """Return the new value of each of `keys` on this rank, by the rule of its target.
 
     Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that, or where the value
     is of a class that the target has none of.
@@ -407,7 +407,7 @@ _WORK = 10_000
 
 
 class _MemorySpan(NamedTuple):
-    """From the first byte of a local tensor to its last."""
+    """The address range of a local tensor."""
 
     device: str
     start: int

@@ -142,7 +142,7 @@ class KeyMatch:
         self.missing: list[str] = []
         self.mismatched: list[str] = []
         self.dropped: list[str] = []
-        """Values of the target in the place of which nothing was saved, though something was saved around it."""
+        """Values of the target for which nothing was saved, though something was saved around them."""
         self.cast: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, tuple[str, str]] = {}
         """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""

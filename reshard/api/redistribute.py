@@ -91,7 +91,7 @@ _cache: OrderedDict[tuple[object, ...], Steps] = OrderedDict()
 
 
 class Prepared:
-    """A transfer whose plan and buffers are made. `run` moves what the tensors hold at that time; made by `prepare`."""
+    """A transfer with its plan and buffers, made by `prepare`. `run` moves the current values of the tensors."""
 
     def __init__(
         self,
@@ -135,17 +135,17 @@ class Prepared:
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """Who sends what to whom, for the whole job: one plan, or two where receivers pass on what they got."""
+        """Which rank sends what to which, for the whole job: one plan, or two if receivers pass on what they got."""
         return self._steps.plans
 
     @property
     def rounds(self) -> tuple[Schedule, ...]:
-        """The same as rounds of messages."""
+        """The plans as rounds of messages."""
         return self._steps.rounds
 
     @property
     def pairing(self) -> TensorMatches:
-        """Which target is made of what."""
+        """The sources of each target."""
         return self._steps.pairing
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Prepared:
         return f"Prepared({len(self.pairing.transfers)} tensors)"
 
     def run(self) -> TransferReport:
-        """Collective: move everything, once more.
+        """Move everything once. Collective.
 
         Raises:
             UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank
@@ -326,8 +326,8 @@ class Prepared:
 
 
 def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
-    """Collective: have the backend of a device make its connections, in which all ranks must take
-    part. The rounds of a transfer may be between some of them only."""
+    """Collective: let the backend of a device connect all ranks. The rounds of a transfer may involve only some of
+    them."""
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
 
@@ -464,7 +464,7 @@ def verify_live(
 
 
 def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:
-    """What this rank's own part adds to the fingerprint of a target."""
+    """Return this rank's part of the fingerprint of a target."""
     layout, tensor = pairing.after[key], wanted.state.tensors.get(key)
     if tensor is None:
         return
@@ -477,7 +477,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
 
 
 def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[Holding]:
-    """What this rank's sources add to the fingerprint of a target."""
+    """Return the part that this rank's sources add to the fingerprint of a target."""
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
     yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that some rank names it
@@ -494,7 +494,7 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
 
 
 def _one_nan(elements: torch.Tensor) -> torch.Tensor:
-    """The same with one NaN for all; of complex numbers in both parts. The very tensor where there
+    """The same with one NaN for all; of complex numbers in both parts. The tensor itself if there
     is none.
 
     torch converts in vectors and what is left one by one, which make different NaNs of the same.
@@ -513,7 +513,7 @@ def _one_nan(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Iterator[tuple[torch.Tensor, Box]]:
-    """(elements, where they are in the target) of a local tensor of a source."""
+    """Yield (elements, where they are in the target) of a local tensor of a source."""
     for box, local in part.boxes():
         for patch in patches:
             common = box & patch.source

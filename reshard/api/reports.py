@@ -124,7 +124,7 @@ differences, the clocks are as good as the meeting."""
 
 
 class _RankPhases(msgspec.Struct):
-    """What one rank gives."""
+    """The phases of one rank."""
 
     rank: int
     met_ns: int
@@ -133,7 +133,7 @@ class _RankPhases(msgspec.Struct):
 
 
 def trace_of(phases: Mapping[int, Span], skews: Mapping[int, int]) -> dict[str, Any]:
-    """A trace of all of them.
+    """Build a trace of all ranks.
 
     Args:
         skews: by how many ns the clock of a rank is fast.
@@ -152,7 +152,7 @@ def trace_of(phases: Mapping[int, Span], skews: Mapping[int, int]) -> dict[str, 
 
 
 def _events(span: Span, rank: int, start_ns: int, threads: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Of a span and all within it; numbers threads as they come."""
+    """Return the events of a span and all within it. Threads are numbered in order."""
     thread = threads.setdefault(span.thread, len(threads))
     facts: dict[str, Any] = {"bytes": span.nbytes} if span.nbytes else {}
     yield {
@@ -170,7 +170,7 @@ def _named(what: str, rank: int, thread: int, value: Any) -> dict[str, Any]:
 
 
 def _write(path: str, trace: Mapping[str, Any]) -> None:
-    """Whole, or not at all."""
+    """Write the file completely, or not at all."""
     made = ""
     try:
         number, made = tempfile.mkstemp(prefix=".timeline-", dir=os.path.dirname(path) or ".")

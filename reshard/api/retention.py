@@ -35,7 +35,7 @@ class Step:
     nbytes: int
     """Size of its tensors, as far as known."""
     problem: str | None
-    """Why it is not complete; None if it is complete, judged by the names and sizes of its files.
+    """Why it is not complete; None if it is complete, according to the names and sizes of its files.
     """
 
 

@@ -259,7 +259,8 @@ def _prepare(
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
-    """Raises where the save must not go."""
+    """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
+    there."""
     commit.refuse_foreign(storage)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
@@ -272,8 +273,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """The base that was chosen, None where it is gone or cannot be read from here: this rank then writes all that is
-    its, and the choice says why."""
+    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its data, and the choice
+    says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
@@ -346,7 +347,7 @@ def _remove_together(group: Group, generation: Generation) -> None:
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:
-    """Remove what a failed save has written, unless it failed after it was published."""
+    """Remove what a failed save has written, unless it failed after publishing."""
     save_id = job.generation.save_id
     try:
         if not commit.counts(job.storage, save_id):
@@ -360,11 +361,11 @@ def _clear(job: SaveJob, cause: BaseException) -> None:
 #
 #     rank 0   has a plan for what it holds  A ─┐
 #     rank 1   has a plan for what it holds  A ─┼─► all have the same: it is obeyed;  any has none, or another: all plan
-#     rank 2   has a plan for what it holds  A ─┘   out of what was said, and meet once more
+#     rank 2   has a plan for what it holds  A ─┘   from all descriptions, and meet once more
 #
 # A plan is a function of what each rank says of its holdings, names, types, shapes and placements,
-# and of a few options. A rank takes up what it has kept only if it would say the very same again,
-# and sends the others a digest of what all ranks had said. If all send the same digest, all of
+# and of a few options. A rank uses the plan that it kept only if its description is the same,
+# and sends the others a digest of all descriptions. If all send the same digest, all of
 # them hold what they held when it was planned. Values are compared each time.
 
 
@@ -377,10 +378,10 @@ _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """What is known from a save before. No tensor, and no value."""
+    """What is kept of an earlier save. It contains no tensor and no value."""
 
     told: bytes
-    """A digest of what each rank has said of its holdings: where it is the same, so is all of this."""
+    """A digest of the descriptions of all ranks: if it is the same, so is all of this."""
 
     census: GlobalState
     """Without objects."""
@@ -395,7 +396,7 @@ FirstWord = tuple[str, Choice, str | None]
 
 
 class Agreement(NamedTuple):
-    """What all ranks know when they have met."""
+    """What all ranks know after the meeting."""
 
     census: GlobalState | None
     """Of what all of them hold, if all have the plan for just that; None if any has not."""
@@ -405,12 +406,12 @@ class Agreement(NamedTuple):
 
 
 class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or several, say when they meet."""
+    """What one rank, or several, report at the meeting."""
 
     call: bytes
     """A digest of the options; empty where ranks were called with different ones."""
     kept: bytes
-    """A digest of what all ranks had said when what this one has kept was planned; empty where any has none, or ranks
+    """A digest of all descriptions when the kept plan was made; empty if any rank has none, or ranks
     have others."""
     pool: DistinctValues
     """Digests of descriptions of what they hold; of nothing where that is known."""
@@ -421,7 +422,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(votes: list[_SaveVote]) -> _SaveVote:
-        """Of several."""
+        """Combine several votes."""
         calls, kept = {vote.call for vote in votes}, {vote.kept for vote in votes}
         values = [vote.values for vote in votes if vote.values is not None] if len(kept) == 1 else []
         return _SaveVote(
@@ -434,7 +435,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> CachedPlan | None:
-    """What was kept by this rank when it held the very same. It counts only once all have met."""
+    """The plan that this rank kept for the same description. It counts only once all have met."""
     if holdings.state.per_rank:
         return None
     with _lock:
@@ -449,12 +450,12 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
 def keep_plan(
     holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
 ) -> CachedPlan:
-    """Keep a plan that is proved. Values that are each rank's own are gathered anew for each save, so with any it is
+    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it is
     for this one alone.
 
     Args:
         census: without objects.
-        said: digests of what each rank has said of its holdings.
+        said: digests of the descriptions of all ranks.
     """
     told = digest_of(msgspec.msgpack.encode(said))
     kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.job_rank))
@@ -467,14 +468,14 @@ def keep_plan(
 
 
 def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
-    """Of what a plan depends on, as far as this rank knows."""
+    """A key of all that a plan depends on, as far as this rank knows."""
     said = hashlib.sha256(holdings.description).digest()
     chosen = (options.globs, options.divide_above_bytes)
     return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, list(group.ranks), chosen))).digest()
 
 
 class AgreedPlan(NamedTuple):
-    """The plan that all ranks have of what they hold."""
+    """The plan of all ranks."""
 
     holdings: LocalState
     kept: CachedPlan
@@ -555,7 +556,7 @@ def meet_before_save(
     Args:
         kept: what this rank has found, or planned.
         first: on the first rank, where it has a plan.
-        before: of the meeting before, after which all have planned anew: what was said there is not said again.
+        before: of the meeting before, after which all have planned again: its content is not repeated.
 
     Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """
@@ -602,7 +603,7 @@ has asked for the result: an error must not be lost."""
 
 
 def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:
-    """Run `save` on a thread of this name; the future has what it returns or raises.
+    """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
         place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all that is known of it.

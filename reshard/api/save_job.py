@@ -535,7 +535,7 @@ def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
     return FileGroup(ranks, places.index(own), tell)
 
 
-# What the caller of a save may choose: the one owner of what holds where nothing is said.
+# What the caller of a save may choose: the one owner of the defaults.
 
 
 _OWN = frozenset({"memory_budget_bytes", "progress"})

@@ -1,4 +1,4 @@
-"""What goes where in a transfer, and how its ranks come to agree on what all of them hold and want."""
+"""Which tensors go where in a transfer, and how its ranks agree on what they hold and want."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorTransfer:
-    """One tensor of the transfer plan: elements of one source that go into one target."""
+    """One tensor of the transfer plan: elements of one source that go to one target."""
 
     name: str
     """In the plan."""
@@ -50,7 +50,7 @@ class TensorTransfer:
 
 @dataclass(frozen=True)
 class TensorMatches:
-    """The tensor transfers of a job, and the truth about what has none. The same on every rank."""
+    """The tensor transfers of a job, and the tensors that have none. The same on every rank."""
 
     before: StateLayout
     """Of all sources."""
@@ -60,7 +60,7 @@ class TensorMatches:
     views: dict[str, View] = field(default_factory=dict)
     """The view that each target is of its sources: a rename, or what was given."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Target -> the target of the very same memory that is filled in its stead."""
+    """Target -> the target of the same memory that is filled instead."""
     objects: dict[str, str] = field(default_factory=dict)
     """Target -> source, of what is no tensor."""
     missing: list[str] = field(default_factory=list)
@@ -82,10 +82,10 @@ class TensorMatches:
         strict: bool = True,
         allow_cast: bool = False,
     ) -> TensorMatches:
-        """Pair everything.
+        """Match all targets with their sources.
 
         Args:
-            tied: targets that are the very memory of another target, on every rank.
+            tied: targets that are the same memory as another target, on every rank.
             views: target -> the view that it is of sources.
             mapping: target -> source, for names that differ.
 
@@ -207,8 +207,8 @@ def _names(view: View) -> str:
 
 
 def _wire(dtype: str, target: TensorSpec) -> str:
-    """The dtype in which elements cross: the target's, so that those who send convert them and all
-    copies are the same bits; or the source's where that has fewer bytes."""
+    """The dtype that is sent: the target's, so that senders convert and all copies have the same bits; or the
+    source's if that has fewer bytes."""
     return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
@@ -242,7 +242,8 @@ def _section(title: str, keys: list[str], others: list[str] | None = None) -> li
 
 
 class TransferOptions(TypedDict, total=False):
-    """What `prepare`, `redistribute` and `verify_live` take by name; the same on every rank, but for layouts."""
+    """The keyword arguments of `prepare`, `redistribute`, and `verify_live`. The same on every rank, except for
+    layouts."""
 
     mapping: Mapping[str, str] | StateMapping
     views: Iterable[View]
@@ -270,14 +271,14 @@ DEFAULTS = TransferOptions(
     delta=False,
     timeout=1800.0,
 )
-"""What holds where nothing is said."""
+"""The defaults."""
 _OWN = ("views", "source_layouts", "target_layouts", "timeout")
 """What ranks may choose each for itself, or is compared in another form."""
 
 
 def complete(given: TransferOptions) -> TransferOptions:
-    """All options. Raises TypeError for one that there is not, OptionError for a policy that is not
-    known, LayoutError for a budget that is too small, or two views of one name."""
+    """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy, LayoutError for a
+    budget that is too small, or two views of one name."""
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
@@ -306,7 +307,7 @@ def digest_of(options: TransferOptions) -> str:
 
 @dataclass(frozen=True)
 class TransferSide:
-    """What this rank gives, or wants."""
+    """What this rank sends, or wants."""
 
     state: Targets
     layouts: Mapping[str, TensorLayout]
@@ -314,22 +315,22 @@ class TransferSide:
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
-        """Take a state dict apart; None holds nothing. Raises FormatError for what is none."""
+        """Take a state dict apart; None is empty. Raises FormatError for other values."""
         return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # refused if it is none
 
     @classmethod
     def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
-        """The same for a source, which may be a mapping that cannot be changed."""
+        """Like `of`, for a source, which may be an immutable mapping."""
         fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
         return cls.of(dict(state) if fixed and state is not None else state, layouts)
 
     @property
     def objects(self) -> list[str]:
-        """Keys of what is no tensor."""
+        """Keys of the values that are not tensors."""
         return [*self.state.objects, *self.state.units]
 
     def describe(self) -> _SideDescription:
-        """Without any values."""
+        """Describe it without values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
         return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.aliases), empty)
@@ -374,7 +375,7 @@ class Agreed:
     """Whether one of any target does."""
 
     def pair(self, options: TransferOptions) -> TensorMatches:
-        """Raises KeyMismatchError; NormalizationError for a mapping that computes."""
+        """Match targets with sources. Raises KeyMismatchError; NormalizationError for a mapping that computes."""
         views, names = {view.spec.fqn: view for view in options["views"]}, options["mapping"]
         if isinstance(names, StateMapping):
             made = names.views(self.before.specs)
@@ -401,7 +402,7 @@ def agree(
     group: Group,
     process_group: dist.ProcessGroup | None,
 ) -> Agreed:
-    """Collective: what all ranks hold and want, by digests.
+    """Collective: exchange what all ranks hold and want, by digests.
 
     Raises LayoutError, on every rank: ranks disagree about a layout or an option, or have no
     part at all.
@@ -446,7 +447,7 @@ def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> S
 
 
 def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
-    """Kinds of device that this rank can send from, the one that holds most of its bytes first."""
+    """Return the kinds of device that this rank can send from, the one with most of its bytes first."""
     held: dict[str, int] = {}
     for tensor in tensors:
         for local in tensor.local:
@@ -455,7 +456,8 @@ def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None)
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:
-    """The kind of device that messages are packed on: one that every rank can send from, best not by way of the CPU."""
+    """Return the kind of device that messages are packed on: one that every rank can send from, if possible not the
+    CPU."""
     everyone = [description.devices for description, _ in found]
     preferred = [devices[0] for devices in everyone if devices]
     for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):

@@ -156,7 +156,7 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
 
 
 def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
-    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one behind another."""
+    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one after another."""
     sizes = [part.sizes for part in parts]
     numels = [part.numel for part in parts]
     shape = tuple(local.shape)

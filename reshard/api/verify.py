@@ -124,7 +124,7 @@ def verify(
 
 
 def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
-    """How far a look reaches with a comparison behind it."""
+    """Extend the coverage by what a comparison adds."""
     if other is None:
         return covered
     read, checked = other.read_bytes, other.checked_bytes
@@ -135,7 +135,7 @@ def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
 def _deep_findings(
     checkpoint: Checkpoint, against: Any, total_bytes: int, executor: Executor | None, progress: bool
 ) -> list[Finding]:
-    """What reading every byte brings to light."""
+    """Return what reading every byte finds."""
     opening = Opening.of(checkpoint) if executor is not None else None
     native = checkpoint.contents.details(NativeFacts)
     sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
@@ -152,7 +152,7 @@ def _deep_findings(
 def _compared(
     checkpoint: Checkpoint, against: Any, by_fingerprint: bool, executor: Executor | None, progress: bool
 ) -> Report:
-    """`compare`, where damage is a finding."""
+    """Call `compare`, with damage as a finding."""
     try:
         return _compare(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
     except CorruptCheckpointError as error:
@@ -160,7 +160,7 @@ def _compared(
 
 
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
-    """How far a deep look reaches: files with checksums are all of ours, and the zip archives of torch.save."""
+    """Return what a deep check covers: our files, and the zip archives of torch.save."""
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         files = set(native.files)
@@ -185,7 +185,7 @@ def _plan_findings(native: NativeFacts) -> list[Finding]:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Files of a checkpoint against the checksums of their blocks, a part of a file a task."""
+    """Compares files with the checksums of their blocks. A task is a part of a file."""
 
     checkpoint: Opening
 
@@ -201,7 +201,7 @@ _Problem = tuple[str, int, int]
 
 
 class _Blocks:
-    """Every block, whether a tensor uses it, or read it before, or not."""
+    """Compares every block, whether or not a tensor uses it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._native = checkpoint.contents.details(NativeFacts)
@@ -232,7 +232,7 @@ class _Blocks:
 def _block_findings(
     checkpoint: Checkpoint, opening: Opening | None, sizes: Mapping[str, int], executor: Executor | None, step: Phase
 ) -> list[Finding]:
-    """Of our own files in parts, which end where blocks do; of others whole."""
+    """Check our own files in parts that end between blocks, and other files in full."""
     native = checkpoint.contents.details(NativeFacts)
     asked = [
         (name, start, min(start + size, nbytes))
@@ -253,8 +253,8 @@ def _block_findings(
 
 
 def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) -> Iterator[Finding]:
-    """For each part of a file that was changed the tensors in it: of several, those that do not have their saved
-    fingerprints any more, if any."""
+    """Return the tensors of each changed part of a file: of several, those that no longer have their saved
+    fingerprints, if any."""
     checking = checkpoint.contents.checking
     was_enabled, checking.enabled = checking.enabled, False  # what was changed is read here to find out what it is
     try:
@@ -277,7 +277,7 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
 
 
 def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_FileRange]]:
-    """By file, the tensors in it: name, first byte, and one past the last."""
+    """Return the tensors in each file: name, first byte, and one past the last."""
     places: dict[str, list[_FileRange]] = {}
     for fqn, tensor in checkpoint.items():
         for chunk in tensor.stored.chunks:
@@ -309,7 +309,7 @@ def _block_bytes(native: NativeFacts, name: str) -> int:
 
 @dataclass(frozen=True)
 class ReadWork:
-    """Reading parts of the tensors of a checkpoint, and summing up what has a fingerprint to be compared with."""
+    """Reads parts of the tensors of a checkpoint, and sums up those whose fingerprints are compared."""
 
     checkpoint: Opening
     also: frozenset[str]
@@ -322,7 +322,7 @@ class ReadWork:
 
 @gc_paused()
 def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Share) -> list[bytes | str]:
-    """For each box the sum over it, or what is wrong."""
+    """Return for each box the sum over it, or the error."""
     wrong: dict[int, str] = {}
     sums = [Partial()] * len(share)
     small: list[tuple[int, tuple[torch.Tensor, Box, torch.Size]]] = []  # summed up together, since that costs less
@@ -348,8 +348,8 @@ def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Shar
 def _read_findings(
     checkpoint: Checkpoint, other: Any, opening: Opening | None, executor: Executor | None, step: Phase
 ) -> list[Finding]:
-    """Every tensor read, and its fingerprint compared with the one that was saved, and the one of the checkpoint that
-    must hold the same, where there are any."""
+    """Read every tensor, and compare its fingerprint with the saved one and with that of the other checkpoint, if
+    there are any."""
     prints = checkpoint.fingerprints or {}
     theirs = (other.fingerprints or {}) if isinstance(other, Checkpoint) else {}
     totals, wrong = dict.fromkeys(checkpoint, Partial()), dict[str, str]()
@@ -507,7 +507,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bool) -> str | None:
-    """How a tensor of both sides differs, or "" if it does not, as far as that is known before it is read; else
+    """Return how a tensor of both sides differs, or "" if it does not, if this is known without reading it; else
     None."""
     x, y = left.tensors[name], right.tensors[name]
     if tuple(x.shape) != tuple(y.shape):
@@ -570,7 +570,7 @@ class _Difference:
 
 @dataclass(frozen=True)
 class CompareWork:
-    """Parts of the tensors of two checkpoints, compared."""
+    """Compares parts of the tensors of two checkpoints."""
 
     a: Opening
     b: Opening
@@ -589,7 +589,7 @@ def _differences(
     executor: Executor | None,
     step: Phase,
 ) -> dict[str, _Difference]:
-    """By name, of tensors that have to be read."""
+    """Return the differences by name, of tensors that must be read."""
     sizes = {name: max(side.tensors[name].dtype.itemsize for side in (left, right)) for name in names}
     asked = list(shares((name, left.tensors[name].shape, sizes[name]) for name in names))
     answers: dict[Share, list[_Difference]] = {}
@@ -656,7 +656,7 @@ class _Side:
 
 
 def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Single values: some formats keep a list of them as one object, others each under a key of its own."""
+    """Return single values. Some formats keep a list of them as one object, others each under a key of its own."""
     out: dict[str, Any] = {}
     for key, value in objects.items():
         try:
@@ -667,7 +667,7 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    """That all names differ by a prefix alone, such as `model.`, before they are listed one by one."""
+    """Report names that differ only by a prefix, such as `model.`, before they are listed one by one."""
     if left.tensors.keys() & right.tensors.keys():
         return
     (x, of_left), (y, of_right) = _without_prefix(left.tensors), _without_prefix(right.tensors)
@@ -682,7 +682,7 @@ def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
 
 
 def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
-    """The parts of a dotted prefix that all names share, and the rest of each name."""
+    """Split all names into the parts of their common dotted prefix and the rest."""
     parts = [name.split(".") for name in names]
     one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
     shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
@@ -690,7 +690,7 @@ def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
 
 
 def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
-    """What one side alone has."""
+    """Report what only one side has."""
     for side, its, others in ((left, x, y), (right, y, x)):
         yield from (Finding(f"is only in {side.label}", key) for key in its if key not in others)
 
@@ -704,7 +704,7 @@ def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
 
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    """What is each rank's own; of a state dict, which is one rank's, only that rank's."""
+    """Compare per-rank values. A state dict has those of one rank only."""
     yield from _only_findings(left, right, left.own, right.own)
     for key in left.own:
         if key not in right.own:
@@ -764,7 +764,7 @@ def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Where two tensors of one shape differ: on the device on which both are, or on the host."""
+    """Return where two tensors of one shape differ, computed on their common device, or on the host."""
     if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
         x, y = to_host([x, y])
     if rtol or atol:

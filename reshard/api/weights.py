@@ -1,4 +1,4 @@
-"""The weights of a training job for any inference engine: full tensors, under its names, in buckets."""
+"""Full weights of a sharded training job for any inference engine, in buckets, under the engine's names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRANSFER_BYTES = 64 << 20
 
 
 class WeightPlace(NamedTuple):
-    """Where a tensor is in a bucket."""
+    """The position of a tensor in a bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class WeightPlace(NamedTuple):
 
 
 class ChangedElements(NamedTuple):
-    """What changed in a tensor since the last pass."""
+    """The elements of a tensor that changed since the last pass."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,13 +53,13 @@ class ChangedElements(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Of the tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Tensors one after another in one buffer, without gaps and each aligned to its dtype."""
+    """Tensors in one buffer, without gaps, each aligned to its dtype."""
 
     places: tuple[WeightPlace, ...]
     flat: torch.Tensor
@@ -69,12 +69,12 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, places: tuple[WeightPlace, ...], device: torch.device | str) -> WeightBucket:
-        """A bucket to be filled."""
+        """Create a bucket that is filled later."""
         return cls(places, torch.empty(places[-1].stop, dtype=torch.uint8, device=device))
 
     @classmethod
     def pack(cls, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Copies of full tensors in buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
+        """Copy full tensors into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket."""
         waiting: dict[str, torch.Tensor] = {}
 
         def described() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -87,12 +87,13 @@ class WeightBucket:
             yield cls(places, torch.cat([_as_bytes(tensor) for tensor in taken]))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each; the tensors share the memory of the bucket."""
+        """Return (name, tensor) pairs. The tensors share the memory of the bucket."""
         for place in self.places:
             yield place.name, self.flat[place.start : place.stop].view(place.dtype).view(place.shape)
 
     def changes(self) -> Iterator[ChangedElements]:
-        """Elements whose bits differ from `before`, of each tensor that has any; all without `before`."""
+        """Return the elements whose bits differ from `before`, for each tensor that has any. Without `before`, return
+        all elements."""
         old = dict.fromkeys(place.name for place in self.places)
         if self.before is not None:
             old = dict(WeightBucket(self.places, self.before.to(self.flat.device)).tensors())
@@ -106,7 +107,7 @@ class WeightBucket:
                 yield ChangedElements(name, place.shape, positions, elements)
 
     def _of(self, names: set[str]) -> Iterator[WeightBucket]:
-        """Some of its tensors, packed again."""
+        """Pack some of the tensors again."""
         if len(names) == len(self.places):
             yield self
             return
@@ -119,17 +120,17 @@ class WeightBucket:
 
 
 class SinceLastPass:
-    """A copy of the buckets of the last pass in the memory of the CPU, to give only what changed since."""
+    """A CPU copy of the buckets of the last pass, to find what changed since."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[WeightPlace, ...], torch.Tensor] | None = None
 
     def forget(self) -> None:
-        """The next pass gives everything."""
+        """Make the next pass yield all weights."""
         self._kept = None
 
     def of(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-        """The tensors that changed since the last pass that was iterated to its end, with what they were."""
+        """Yield the tensors that changed since the last complete pass, with their earlier values."""
         kept, self._kept = self._kept, None
         now: dict[tuple[WeightPlace, ...], torch.Tensor] = {}
         for bucket in buckets:
@@ -143,11 +144,11 @@ class SinceLastPass:
 
 
 class WeightSource:
-    """What all ranks of a training job hold, as an inference engine loads it: under its names, in
-    its dtype, as full tensors, from any layout and pipeline stage. Each byte crosses once to each
-    rank that gets it, and memory is needed for one bucket at a time (at least 64 MiB).
+    """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
+    names, in its dtype. Any layout and pipeline stage works. Each byte is sent once to each rank that gets it. A pass
+    needs memory for one bucket at a time (at least 64 MiB).
 
-    Every pass reads the tensors anew. The tensor objects must stay the same; their values may change.
+    Every pass reads the tensors again. The tensor objects must stay the same; their values may change.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class WeightSource:
         delta: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Collective over the ranks of the trainer.
+        """Create a source. Collective over the ranks of the trainer.
 
         Args:
             state: this rank's part of the model's state dict.
@@ -202,21 +203,23 @@ class WeightSource:
         self._passes, self._since = 0, SinceLastPass() if delta else None
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) pairs; collective, as `buckets`."""
+        """Yield (name, tensor) pairs. Collective, like `buckets`."""
         for bucket in self.buckets():
             yield from bucket.tensors()
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Collective: every rank must run it to its end, also one that gets nothing. A bucket's memory is yours."""
+        """Yield the buckets that this rank gets. Collective: every rank must run it to its end, even if it gets
+        nothing. You may keep a bucket's memory."""
         return self._pass() if self._since is None else self._since.of(self._pass())
 
     def forget(self) -> None:
-        """The next pass gives everything, such as after an engine was restarted. Needed with `delta` only."""
+        """Make the next pass yield all weights, for example after an engine was restarted. Needed only with
+        `delta`."""
         if self._since is not None:
             self._since.forget()
 
     def send(self, to: Callable[[WeightBucket, bool], None]) -> None:
-        """Collective: call `to` with each bucket that this rank gets, and whether it is the last one.
+        """Call `to` with each bucket that this rank gets, and with True for the last one. Collective.
 
         After an error in `to` nothing more is sent. It is raised on all ranks at the end of the pass,
         and the next pass gives everything.
@@ -237,7 +240,7 @@ class WeightSource:
             raise
 
     def _pass(self) -> Iterator[WeightBucket]:
-        """Every rank goes through all batches; those that own nothing give what they hold."""
+        """Go through all batches on every rank. Ranks that get nothing send what they hold."""
         for number, batch in enumerate(self._batches()):
             views = [self._views[spec.fqn] for spec in batch]
             wanted = {source.fqn for view in views for source in view.sources}
@@ -258,7 +261,8 @@ class WeightSource:
         self._passes += 1
 
     def _batches(self) -> Iterator[list[TensorSpec]]:
-        """What is transferred at a time: the same on every rank, so counted in full tensors."""
+        """Group the tensors into transfers. All ranks get the same groups, because sizes are those of full
+        tensors."""
         limit = self._bucket_bytes * max(1, _TRANSFER_BYTES // self._bucket_bytes)
         batch: list[TensorSpec] = []
         held_bytes = 0
@@ -283,7 +287,7 @@ def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
 def _places(
     described: Iterable[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
 ) -> Iterator[tuple[WeightPlace, ...]]:
-    """Tensors one after another; a new bucket where one does not fit in or would not be aligned."""
+    """Place tensors one after another. Start a new bucket if a tensor does not fit or would not be aligned."""
     held: list[WeightPlace] = []
     for name, shape, dtype in described:
         start = held[-1].stop if held else 0
@@ -301,12 +305,12 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(elements: torch.Tensor) -> torch.Tensor:
-    """As integers; an element of 16 bytes is a row of two."""
+    """View elements as integers. An element of 16 bytes becomes a row of two."""
     return elements.view(torch.int64).view(-1, 2) if elements.itemsize == 16 else raw_elements(elements)
 
 
 def marked_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last: one is held back."""
+    """Yield each item, and whether it is the last. One item is held back."""
     waiting: list[T] = []
     for item in items:
         if waiting:

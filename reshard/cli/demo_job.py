@@ -51,8 +51,8 @@ class Ways:
         return " × ".join(parts) or "one rank"
 
 
-# The demo from outside: start the ranks, plan and prove between the jobs, and judge what came of
-# it.
+# The demo from outside: start the ranks, plan and prove between the jobs, and check the
+# results.
 
 
 BEFORE = Ways(fsdp=2, tp=2)

@@ -379,7 +379,7 @@ def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: byt
     return b"".join(pieces)
 
 
-# One file of DCP's: items one behind another, each as `torch.save` would write it or as bytes.
+# One file of DCP's: items one after another, each as `torch.save` would write it or as bytes.
 
 
 _TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together

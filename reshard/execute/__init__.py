@@ -1,1 +1,1 @@
-"""What obeys plans: reading, sharing and exchanging bytes."""
+"""Executes plans: reads, shares, and exchanges bytes."""

@@ -1,4 +1,4 @@
-"""The same exchange for values that change little from run to run: only what changed crosses."""
+"""An exchange for values that change little from run to run: only changes are sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["BLOCK", "DeltaExchange"]
 #
 # What is compared is bits in the dtype that crosses: of the target itself, where it has that
 # dtype. A larger target does not show what arrived, so the receiver keeps that beside it,
-# and converts all of it anew in each run.
+# and converts all of it again in each run.
 
 
 BLOCK = 1 << 16
@@ -62,7 +62,7 @@ def _length(block: int, words: int) -> int:
 
 @dataclass
 class _ChangedPiece:
-    """Elements of a local tensor that cross, as words: integers of their size, or two for 16 bytes."""
+    """Elements of a local tensor that are sent, as words: integers of their size, or two for 16 bytes."""
 
     elements: torch.Tensor
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class _ChangedPiece:
 
     @property
     def size(self) -> int:
-        """Words."""
+        """Number of words."""
         return self.elements.numel() * max(self.dtype.itemsize // 8, 1)
 
     @property
@@ -95,7 +95,7 @@ def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
 
 @dataclass
 class _Sent(_ChangedPiece):
-    """What the other side has, if it has the last run, and how that differs from what is there now."""
+    """What the other side has since the last run, and how the current values differ from it."""
 
     last: torch.Tensor | None = None
     summed: int = 0
@@ -110,7 +110,7 @@ class _Sent(_ChangedPiece):
         return self.size * self.word_bytes
 
     def begin(self) -> None:
-        """Nothing was sent before: all of it comes."""
+        """Start without earlier values: all of it is sent."""
         self.last = self.words().clone()
         self.counts = torch.full((_blocks(self.size),), _ALL, dtype=torch.int64, device="cpu")
 
@@ -133,7 +133,7 @@ class _Sent(_ChangedPiece):
         return True
 
     def fill(self, room: torch.Tensor, *, everything: bool, is_pinned: bool) -> int:
-        """Put into `room`, which is bytes, what the receiver must get; how many bytes that is."""
+        """Write what the receiver must get into `room`, as bytes. Return the number of bytes."""
         assert self.last is not None
         if everything:
             parts = [self.last]
@@ -148,7 +148,7 @@ class _Sent(_ChangedPiece):
 
 
 def _counted(changed: torch.Tensor) -> torch.Tensor:
-    """How many are set in each block."""
+    """Return the number of set elements in each block."""
     full = changed.numel() // BLOCK * BLOCK
     counts = [changed[:full].view(-1, BLOCK).sum(dim=1)] if full else []
     counts += [changed[full:].sum().view(1)] if full < changed.numel() else []
@@ -156,7 +156,7 @@ def _counted(changed: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(which: torch.Tensor) -> list[tuple[int, int]]:
-    """The blocks that are set, neighbours together, as ranges."""
+    """Return the set blocks as ranges; neighbors are joined."""
     edge = torch.zeros(1, dtype=torch.int8, device="cpu")
     edges = torch.diff(torch.cat((edge, which.to(torch.int8), edge)))
     return list(zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True))
@@ -164,7 +164,7 @@ def _runs(which: torch.Tensor) -> list[tuple[int, int]]:
 
 @dataclass
 class _Got(_ChangedPiece):
-    """What comes from the other side."""
+    """What arrives from the other side."""
 
     summed: int = 0
     counts: list[int] = field(default_factory=list)
@@ -177,7 +177,7 @@ class _Got(_ChangedPiece):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes come."""
+        """The number of bytes that arrive."""
         each = _POSITION_BYTES + self.word_bytes
         return sum(
             count * each if count != _ALL else _length(block, self.size) * self.word_bytes
@@ -185,7 +185,7 @@ class _Got(_ChangedPiece):
         )
 
     def take(self, room: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        """Put what came where it belongs; all of the piece as it is then, in the dtype that crosses."""
+        """Put what arrived in its place. Return the complete piece, in the dtype that was sent."""
         words = self.words() if self.kept is None else self.kept
         counts = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
         few = counts.clamp(min=0)
@@ -207,7 +207,7 @@ class _Got(_ChangedPiece):
         return words
 
     def put(self, words: torch.Tensor) -> None:
-        """Set the target; nothing is done where `words` are its own memory."""
+        """Set the target, unless `words` are its own memory."""
         came = words.view(torch.uint8)
         if self.kept is not None:
             self.elements.copy_(came.view(self.dtype).view(self.elements.shape))
@@ -281,7 +281,8 @@ class DeltaExchange(Exchange):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory besides sources and targets: mostly what was sent last, and what came and was converted."""
+        """Bytes of memory besides sources and targets: mostly what was sent last, and what arrived and was
+        converted."""
         kept = (got.kept for pieces in self._from.values() for got in pieces)
         held = [*(sent.last for sent in self._sent.values()), *kept]
         return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)
@@ -311,7 +312,7 @@ class DeltaExchange(Exchange):
             self._run_copies(iter(self._copies), group)
 
     def _compare(self, group: Group) -> None:
-        """What changed, and digests of the pieces. Each device is waited for once per group of pieces."""
+        """Find what changed, and digest the pieces. Each device is waited for once per group of pieces."""
         for together in batches(self._sent.values(), lambda piece: piece.nbytes, TOGETHER_BYTES):
             old, new = ([piece for piece in together if (piece.last is None) == is_new] for is_new in (False, True))
             for piece in new:
@@ -327,7 +328,7 @@ class DeltaExchange(Exchange):
             group.check()
 
     def keep(self, *, ended_well: bool) -> None:
-        """What was got counts from now on, but for what is wrong; or nothing does."""
+        """Keep what arrived as the last run, except for pieces that are wrong."""
         self._held = {peer: run for peer, run in self._runs.items() if peer not in self.wrong} if ended_well else {}
 
     def _head(self, pieces: Sequence[_Sent], everything: bool) -> list[int]:
@@ -400,7 +401,7 @@ class DeltaExchange(Exchange):
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of 1-D tensors of one dtype, those of a device all at once."""
+    """Copy 1-D tensors of one dtype to the host; those of a device all at once."""
     out = list(tensors)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]

@@ -1,4 +1,4 @@
-"""Obeys a transfer plan: copies within this rank, and messages to and from other ranks in rounds of bounded size."""
+"""Executes a transfer plan: copies within this rank, and messages between ranks in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TAG = 0x52_53
 
 
 class PeerMessage(NamedTuple):
-    """What this rank sends to, or gets from, another one in a round."""
+    """What this rank sends to another one in a round, or receives from it."""
 
     peer: int
     sends: bool
@@ -66,7 +66,7 @@ class PeerMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does for a transfer plan. It names no memory, so it serves all tensors of these layouts."""
+    """One rank's part of a transfer plan. It names no memory, so it serves all tensors of these layouts."""
 
     rank: int
     copies: tuple[TransferItem, ...]
@@ -75,7 +75,7 @@ class RankWork:
 
     @classmethod
     def of(cls, rounds: Schedule, rank: int) -> RankWork:
-        """The part of `rank` in a schedule, which may be beyond the ranks of the plan."""
+        """The part of `rank` in a schedule. The rank may be beyond the ranks of the plan."""
         if rank >= rounds.plan.world_size:
             return cls(rank, (), ())
         messages: dict[int, list[PeerMessage]] = {}
@@ -99,7 +99,7 @@ def round_bytes(budget_bytes: int) -> int:
 
 
 def _runs_of(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
-    """Large pieces alone, then all small ones. Of the sizes only, so that both ends find the same."""
+    """Large pieces one by one, then all small ones together. Depends on sizes only, so both ends find the same."""
     pieces = [piece for piece in message.pieces if piece.nbytes]
     large = [(piece,) for piece in pieces if piece.nbytes >= LARGE_BYTES]
     small = [piece for piece in pieces if piece.nbytes < LARGE_BYTES]
@@ -108,7 +108,7 @@ def _runs_of(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
 
 
 class _Packed(NamedTuple):
-    """Pieces that travel through a buffer."""
+    """Pieces that are sent through a buffer."""
 
     start: int
     nbytes: int
@@ -127,7 +127,7 @@ class _Round(NamedTuple):
 
 
 class Exchange:
-    """The work of a rank bound to memory: built once, run as often as one likes. Ranks that run it do so together.
+    """A rank's part of a transfer, bound to memory: built once and run any number of times, by all ranks together.
 
     Args:
         work: this rank's part.
@@ -262,7 +262,7 @@ class Exchange:
         ]
 
     def _draft(self, message: PeerMessage) -> list[torch.Tensor | _Packed]:
-        """The runs of memory of a message, as they are or to be packed; where in a buffer comes later."""
+        """The memory runs of a message, sent directly or packed. Positions in a buffer follow later."""
         out: list[torch.Tensor | _Packed] = []
         for run in message.runs:
             pieces, at = [], 0
@@ -337,7 +337,7 @@ def go_through(
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both are the very same elements in memory."""
+    """Return True if both are the same elements in memory."""
     alike = (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
     return alike and a.data_ptr() == b.data_ptr() and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
 
@@ -347,7 +347,7 @@ def _nothing(fqn: str) -> Sequence[torch.Tensor]:
 
 
 class _Memo:
-    """Local tensors that were asked for before."""
+    """Local tensors that were requested before."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -399,7 +399,7 @@ class Waiter:
                 self._worker.pending.get(timeout=_DRAIN_S)
 
     def post(self, ops: list[dist.P2POp]) -> list[Any]:
-        """Begin to send and to receive. Raises as `wait`: what is sent to a rank that has died may fail at once."""
+        """Start to send and receive. Raises as `wait`: sending to a dead rank may fail at once."""
         try:
             return dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
@@ -444,13 +444,14 @@ class Waiter:
         raise ReshardError(f"a message to or from another rank was lost: {error}") from error
 
     def _look(self, what: str, who: str) -> None:
-        """Raises the failure of another rank, DeadlineError when the time is up."""
+        """Raise the failure of another rank, or DeadlineError when the time is up."""
         self._group.check()
         if time.monotonic() > self._deadline:
             raise DeadlineError(f"{what} within {self._allowed_s:g} s. Check what {who} in, or waits for")
 
     def settle(self, devices: Iterable[torch.device]) -> None:
-        """Until the current streams of these devices have done all that was asked, messages between devices included.
+        """Wait until the current streams of these devices have done all queued work, including messages between
+        devices.
 
         Raises the failure of another rank, DeadlineError where a device waits for a message that does not come.
         """
@@ -464,7 +465,7 @@ class Waiter:
                 time.sleep(_DEVICE_LOOK_S)
 
     def meet(self, process_group: dist.ProcessGroup | None) -> None:
-        """Until all ranks have come here, and the device has done what was asked of it.
+        """Wait until all ranks are here, and the device has done its queued work.
 
         The smallest collective of the backend, since who sleeps in it wakes as soon as the last has come. Raises as
         `wait`; a DeadlineError names the ranks that are not there.
@@ -474,7 +475,7 @@ class Waiter:
         self.settle([self._device])
 
     def total(self, numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
-        """The sums of all ranks' numbers. Raises as `meet`."""
+        """Return the sums of all ranks' numbers. Raises as `meet`."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         if self._group.world_size > 1:
             self._sum_up(found, process_group)
@@ -518,7 +519,7 @@ BUDGET_BYTES = 256 << 20
 
 
 class SharedReading:
-    """The plan of a load in which no byte is read twice."""
+    """The plan of a load that reads no byte twice."""
 
     def __init__(self, plan: ReadOncePlan, rank: int) -> None:
         self.plan, self._rank = plan, rank
@@ -526,7 +527,7 @@ class SharedReading:
 
     @classmethod
     def agree(cls, tensors: Mapping[str, LiveTensor], group: Group) -> SharedReading:
-        """Collective: by what all ranks want. `tensors`: targets of this rank that are to be read, by key.
+        """Collective: plan what all ranks want. `tensors`: targets of this rank that are to be read, by key.
 
         Raises LayoutError, on every rank, if ranks disagree about a tensor. The plan is proved.
         """
@@ -535,17 +536,17 @@ class SharedReading:
         return cls(plan, group.job_rank)
 
     def form(self, key: str) -> Form | None:
-        """Who reads what of a tensor that is shared; None for one that each rank reads for itself."""
+        """Return which rank reads what of a shared tensor; None for one that each rank reads for itself."""
         return self.plan.readers[key].form if key in self.plan.readers else None
 
     def parts(self, key: str, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank reads of a shared tensor: views of its local tensors, one for each part of `form`."""
+        """Return what this rank reads of a shared tensor: views of its local tensors, one for each part of `form`."""
         return [local[own.part][own.box.slices] for own in self._boxes.get(key, ())]
 
     def pass_on(
         self, local: Callable[[str], Sequence[torch.Tensor]], group: Group, process_group: dist.ProcessGroup | None
     ) -> int:
-        """Collective: give the others what they want, once all have read. Returns the bytes that this rank got.
+        """Collective: send the others what they want, once all have read. Return the bytes that this rank received.
 
         If a rank has failed, nothing is sent: a message that no rank receives would be taken for one of the next load.
 

@@ -1,4 +1,4 @@
-"""Brings the bytes of a load: what can be checked before anything is written is, then all of it is read.
+"""Reads the bytes of a load. All checks that are possible before writing come first.
 
 For itself, or together with the other ranks of the machine where that touches much less of the storage.
 """
@@ -22,7 +22,7 @@ __all__ = ["Fetch"]
 
 @dataclass
 class Fetch:
-    """The copies of one rank, on their way. A context; `check`, `settle` and `read` come in this order.
+    """The copies of one rank. A context; call `check`, `settle`, and `read` in this order.
 
     Args:
         is_checked: whether bytes are compared with their checksums.
@@ -147,5 +147,5 @@ class Fetch:
 
 
 def _is_near(source: Source) -> bool:
-    """Whether it is a file of which there is a view."""
+    """Return True if it is a file with a view."""
     return isinstance(source, FileSource) and source.view() is not None

@@ -1,4 +1,4 @@
-"""Reads that are checked in their targets: piece by piece, while what was read is still in a cache."""
+"""Reads into targets that are checked piece by piece, while each piece is still in a cache."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class _TargetPiece(NamedTuple):
         return memoryview(cast("Any", self.copy.out.reshape(-1).view(np.uint8)))[first : first + self.stop - self.start]
 
     def read(self) -> None:
-        """In another way than the list does. Raises CorruptCheckpointError for a file that ends early."""
+        """Read without the list. Raises CorruptCheckpointError for a file that ends early."""
         self.source.read_directly(self.start, self.target())
 
     def compare(self) -> None:
-        """Raises CorruptCheckpointError with the first block that was changed."""
+        """Raise CorruptCheckpointError for the first changed block."""
         self.source.compare_data(self.start, self.target())
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """Copies that are one run of bytes on both sides, each with the ranges that are compared when they are read."""
+    """Copies that are one run of bytes on both sides, with the ranges that are compared as they are read."""
 
     copies: Sequence[tuple[Copy, list[Range]]]
 
@@ -126,7 +126,8 @@ class InPlace:
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
-    """What is compared, and what is only read since others compare it, or it was compared before."""
+    """Return the pieces that are compared, and those that are only read because they are compared elsewhere or were
+    before."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)
     rest = subtract_ranges([(window.offset, window.stop)], compared)

@@ -1,4 +1,4 @@
-"""Reading for all ranks of a machine: each segment is read by one of them into memory that they share."""
+"""Reads for all ranks of a machine: one rank reads each segment into memory that they share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class MachineReading:
-    """What this rank reads for all, what it copies of what others read, and the rest, which it reads for itself."""
+    """What this rank reads for all, what it copies of segments that others read, and what it reads for itself."""
 
     memory: MachineMemory | None
     """None where each rank reads for itself."""
@@ -155,7 +155,7 @@ class MachineReading:
     def compared_elsewhere(
         self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
     ) -> dict[FileSource, Elsewhere]:
-        """What others compare with checksums for this rank, and what it had better compare for them before anybody
+        """What others compare with checksums for this rank, and what it should compare for them before any rank
         writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
         that have a view: what is far away is compared when it is read, and with `in_place` what is read for all.
         `whole`: what this rank reads of each file."""
@@ -185,7 +185,7 @@ class MachineReading:
 
 
 def _common(copy: Copy) -> FileSource | None:
-    """The file of a copy, if the other ranks of the machine see the same one under its name."""
+    """Return the file of a copy if the other ranks of the machine see the same one under its name."""
     source = copy.place.source
     return source if isinstance(source, FileSource) and source.storage.is_common else None
 
@@ -263,7 +263,7 @@ class _SlotFiller:
             self._pool.shutdown(cancel_futures=True)
 
     def fill(self, turn: int) -> None:
-        """Until the slot of this turn, which all ranks have taken from, is filled."""
+        """Wait until the slot of this turn, which all ranks have taken from, is filled."""
         if self._pool is None:
             self._read(turn)
             return
@@ -353,7 +353,8 @@ class _MachineRun:
         self._find_copies(reading.copies)
 
     def _find_copies(self, copies: Mapping[FileSource, list[Copy]]) -> None:
-        """The table of copies, file by file in order of position, and those that only Python can do."""
+        """Build the table of copies, file by file in order of position, and the list of those that only Python can
+        do."""
         rows: list[int] = []
         self._in_file: dict[str, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         """By label: its first row, each row's first byte, and the end of all up to each row."""
@@ -393,14 +394,14 @@ class _MachineRun:
         return done
 
     def _look(self, awaited: tuple[int, int] | None) -> None:
-        """What was copied since the last time is reported; raises if a rank has failed or the time is over."""
+        """Report what was copied since the last look. Raise an error if a rank has failed or the time is over."""
         copied = int(self._tallies.sum())
         self._on_bytes(copied - self._told)
         self._told = copied
         self._memory.look(awaited)
 
     def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
-        """Turns [first, last).
+        """List the turns [first, last).
 
         wait until my slot is free | read | compare | say so | for each rank, nearest first: wait for its slot,
         take my part | say so
@@ -429,7 +430,7 @@ class _MachineRun:
         return WorkList(self._regions, entries, self._copies, digests, self._tallies, call)
 
     def _call(self, turn: int, column: int, filler: _SlotFiller) -> Callable[[], None] | None:
-        """What Python does at a column of a turn."""
+        """Do what Python does at a column of a turn."""
         if column == _READ:
             return partial(filler.fill, turn)
         if column == _COMPARE:
@@ -608,7 +609,7 @@ class OwnMemory:
         """For the other ranks."""
 
     def open(self, address: Address) -> int:
-        """The memory of another process, closed with this."""
+        """Open the memory of another process. It is closed with this one."""
         self._files.append(os.open(f"/proc/{address.pid}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC))
         return self._files[-1]
 
@@ -623,7 +624,7 @@ class OwnMemory:
 
 class MachineMemory:
     """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
-    many. Where they are is said as (number of the memory, byte in it)."""
+    many. Their address is given as (number of the memory, byte in it)."""
 
     step = 2 * _COUNTER_STEP
     """Bytes from a counter to the same one of the next rank."""
@@ -666,7 +667,7 @@ class MachineMemory:
         return self.slots_of[place].data[start : start + int(self._slot_bytes[place])]
 
     def taken(self) -> int:
-        """How many turns all ranks are through."""
+        """The number of turns that all ranks have finished."""
         return int(self._taken.min())
 
     def look(self, awaited: tuple[int, int] | None) -> None:

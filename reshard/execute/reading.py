@@ -1,4 +1,4 @@
-"""Obeys a load plan: finds the bytes of every item first, and only then compares and copies them."""
+"""Executes a load plan: finds the bytes of every item first, and then compares and copies them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TELL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Workspace:
-    """How much memory copying may take beside the targets.
+    """The memory that copying may take besides the targets.
 
     Each thread has one piece in work: what it reads where there is no view of the file, and what it stages on the way
     to another dtype or device.
@@ -74,7 +74,8 @@ class Workspace:
         return cls(count, min(MAX_BUFFER_BYTES, memory_budget_bytes // (2 * count)))
 
     def uploads(self) -> Uploads:
-        """Two pieces for each thread, of half the size: one is read while the other is on its way to a device."""
+        """The upload stream: two pieces for each thread, of half the size. One is read while the other goes to a
+        device."""
         return Uploads(2 * self.threads, self.piece_bytes // 2)
 
 
@@ -93,7 +94,7 @@ class ByteCounts:
     """That other ranks of the machine read for this one."""
 
     def add(self, more: ByteCounts) -> None:
-        """Count what more was done."""
+        """Count more bytes."""
         self.read += more.read
         self.extra += more.extra
         self.unchecked += more.unchecked
@@ -102,7 +103,8 @@ class ByteCounts:
 
 @dataclass(frozen=True)
 class Staged:
-    """A target that numpy cannot write into: of another dtype or device than what was saved, or lazily conjugated."""
+    """A target that numpy cannot write into: of another dtype or device than the saved tensor, or lazily
+    conjugated."""
 
     tensor: torch.Tensor
     saved: torch.dtype
@@ -113,7 +115,7 @@ class Staged:
         return Staged(self.tensor[index], self.saved, self.uploads)
 
     def limit(self, piece_bytes: int) -> int:
-        """The largest piece that can be filled at once, where `piece_bytes` may be staged."""
+        """The largest piece that can be filled at once if `piece_bytes` may be staged."""
         return piece_bytes if self.uploads is None else min(piece_bytes, self.uploads.slot_bytes)
 
     def fill(self, place: Extent, buffer_bytes: int, *, compared: bool = False) -> None:
@@ -141,7 +143,7 @@ def find_copies(
     stored: Callable[[str], StoredTensor],
     target: Callable[[ReadItem], Array | Staged],
 ) -> list[Copy]:
-    """Where the bytes of every item are. Touches no target.
+    """Find the bytes of every item. Touches no target.
 
     Args:
         stored: the stored tensor of an item's name.
@@ -184,7 +186,7 @@ def run_copies(
     compared: Callable[[Source], bool] = lambda _: False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
-    """Copy everything, file by file in order of position, on several threads; returns the bytes that were copied.
+    """Copy everything, file by file in order of position, on several threads. Return the number of bytes copied.
 
     Args:
         space: threads and memory.
@@ -223,7 +225,7 @@ def run_copies(
 
 
 def on_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: str) -> list[R]:
-    """What `work` gives for each of some items, in their order; the first that it raises ends all."""
+    """Return the results of `work` for some items, in order. The first error ends all."""
     if threads == 1 or len(items) <= 1:
         return list(map(work, items))
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
@@ -266,7 +268,7 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of elements."""
+        """The number of bytes of elements."""
         return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
 
     def without(self, blocks: npt.NDArray[np.bool_], sums: BlockChecksums) -> Wanted:
@@ -282,7 +284,7 @@ class Wanted:
 
 
 def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
-    """What some copies read of each file."""
+    """Return what some copies read of each file."""
     found: dict[FileSource, Wanted] = {}
     for copy in copies:
         source, window = copy.place.source, copy.place.window
@@ -299,7 +301,7 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, with those that touch or overlap put together; empty ones are left out."""
+    """Return ranges in order. Those that touch or overlap are joined; empty ones are left out."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start <= out[-1][1]:
@@ -310,7 +312,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is left of `ranges` outside of `holes`; both are in order, and so is the answer."""
+    """Return the parts of `ranges` outside of `holes`. Both are in order, and so is the result."""
     out: list[tuple[int, int]] = []
     at = 0
     for start, stop in ranges:
@@ -388,8 +390,8 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
 
 
 def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], total: int) -> None:
-    """Add to a plan as many blocks as may be read to check `total` bytes, those first of which the least is read for
-    nothing else. `rows`: blocks of a file, and how many bytes of each are wanted."""
+    """Add blocks to a plan, up to the number that may be read to check `total` bytes, in the order of their extra
+    bytes. `rows`: blocks of a file, and how many bytes of each are wanted."""
     lengths = [blocks[:, 1] - blocks[:, 0] for _, blocks, _ in rows]
     cost = np.concatenate((np.zeros(0, np.int64), *lengths))
     lacking = np.maximum(cost - np.concatenate((np.zeros(0, np.int64), *(counts for _, _, counts in rows))), 0)

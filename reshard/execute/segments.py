@@ -1,4 +1,4 @@
-"""Which parts of files the ranks of one machine would each read, and which of them one rank reads or checks for all."""
+"""Which parts of files the ranks of a machine would each read, and which of them one rank reads or checks for all."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ReadFootprint = dict[str, FileFootprint]
 
 
 def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
-    """Of all that is read of each file."""
+    """Return the footprint of all reads, by file."""
     by_file: dict[FileSource, list[Window]] = defaultdict(list)
     for source, window in windows:
         by_file[source].append(window)
@@ -185,8 +185,8 @@ def _in_turns(touches: npt.NDArray[np.bool_], load: Numbers) -> Numbers:
 
 
 def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
-    """What it costs to touch a MiB of these files, in microseconds of processor time: nothing if there are none, very
-    much where the storage has no view of its bytes.
+    """Return the cost of touching a MiB of these files, in microseconds of processor time: 0 without files, very much
+    if the storage has no view of its bytes.
 
     Tried on a few segments. It depends on the size of the pages: tmpfs has small ones, a disk's file system with large
     folios is ten times cheaper. What else the machine does is not counted, but may slow it down: the least counts.
@@ -204,7 +204,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
 
 
 def _table(label: str, ranks: Sequence[ReadFootprint]) -> npt.NDArray[np.int64]:
-    """Bytes touched by rank and segment."""
+    """The bytes touched, by rank and segment."""
     parts = [
         (rank[label].first, np.frombuffer(rank[label].touched, "<u4")) if label in rank else None for rank in ranks
     ]
@@ -236,7 +236,7 @@ class SegmentPart(NamedTuple):
     copy: Copy
 
     def as_copy(self, segment_start: int) -> Copy:
-        """A copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
+        """Return a copy of these elements alone, from the file whose segment begins at byte `segment_start`."""
         window = replace(self.window, offset=self.window.offset + segment_start)
         return Copy(self.copy.place.with_window(window), self.out, self.copy.fqn)
 
@@ -265,7 +265,7 @@ def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Windo
 
 
 def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterator[SegmentPart]:
-    """What of some parts begins in bytes [start, stop) of their segment, with windows counted from `start`."""
+    """Return the parts that begin in bytes [start, stop) of their segment, with windows counted from `start`."""
     index: Any
     for window, out, copy in parts:
         for box in window.within(start, stop):
@@ -277,17 +277,17 @@ OneOrMany = TypeVar("OneOrMany", int, npt.NDArray[np.int64])
 
 
 def segment_end(source: FileSource, stop: OneOrMany) -> OneOrMany:
-    """How far a piece that ends at byte `stop`, or each of many, is read."""
+    """Return how far a piece that ends at byte `stop`, or each of many, is read."""
     return cast("OneOrMany", np.minimum(stop + TAIL_BYTES, source.nbytes))
 
 
 def read_segment(source: FileSource, start: int, stop: int, slot: memoryview) -> None:
-    """Read bytes [start, stop) of a file, and a little more, into `slot`."""
+    """Read bytes [start, stop) of a file, and a few more, into `slot`."""
     source.read_directly(start, slot[: segment_end(source, stop) - start])
 
 
 def compare_segment(source: FileSource, start: int, data: memoryview, check: Check = FileSource.compare_data) -> None:
-    """Check bytes of a file, from `start`, that were read just now.
+    """Check bytes of a file, from `start`, that were just read.
 
     Raises CorruptCheckpointError, which says that targets may be partly written.
     """
@@ -316,7 +316,7 @@ def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
 
 
 def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int) -> int:
-    """Copy the parts of a segment, whose bytes are in `view`, into their targets; returns the bytes copied.
+    """Copy the parts of a segment, whose bytes are in `view`, into their targets. Return the number of bytes copied.
 
     `piece_bytes`: for what is staged on its way to another dtype or device.
     """
@@ -347,7 +347,7 @@ _MAX_READ_SHARE = 1.5
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes [start, stop) of a file, within a segment, that are read at once."""
+    """Bytes [start, stop) of a file, within a segment, that are read in one request."""
 
     source: FileSource
     number: int
@@ -356,7 +356,7 @@ class _Stretch:
     parts: list[SegmentPart]
 
     def whole_blocks(self) -> _Stretch:
-        """The same with all of the blocks that it touches, where the file has checksums of some."""
+        """Return the range with all blocks that it touches, if the file has checksums of some."""
         if not has_whole_blocks(self.source):
             return self
         assert isinstance(self.source.checksums, BlockChecksums)
@@ -374,7 +374,7 @@ class RemoteReading:
 
     @classmethod
     def of(cls, copies: Iterable[Copy], *, is_checked: bool) -> RemoteReading:
-        """Choose by storage and by how much of a segment is wanted. What `is_checked` is read in whole blocks."""
+        """Choose by storage and by the requested share of each segment. Checked data is read in full blocks."""
         wanted: dict[tuple[FileSource, int], list[SegmentPart]] = defaultdict(list)
         rest: list[Copy] = []
         for copy in copies:
@@ -401,7 +401,7 @@ class RemoteReading:
         piece_bytes: int,
         on_bytes: Callable[[int], None],
     ) -> ByteCounts:
-        """Read, check and copy everything.
+        """Read, check, and copy everything.
 
         Args:
             requests: in flight at a time, each with memory of its own.
@@ -436,8 +436,8 @@ class RemoteReading:
 
 
 def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, Iterable[SegmentPart]]]:
-    """(byte that windows count from, first byte, one past the last, parts that begin there): all at once, or as much as
-    the limit allows."""
+    """Return the requests (byte that windows count from, first byte, one past the last, parts that begin there), as
+    large as the limit allows."""
     base = stretch.number * segment_bytes(stretch.source)
     if stretch.stop - base <= limit:
         yield base, stretch.start, stretch.stop, stretch.parts
@@ -448,7 +448,7 @@ def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, It
 
 
 def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stretch:
-    """From the first byte that is wanted to the last."""
+    """Return the range from the first requested byte to the last."""
     size = segment_bytes(source)
     base = number * size
     start = base + min(part.window.offset for part in parts)
@@ -457,7 +457,7 @@ def _stretch(source: FileSource, number: int, parts: list[SegmentPart]) -> _Stre
 
 
 class PassingBlocks:
-    """Compares what is read of a file from byte `start` on, one piece behind another, block by block."""
+    """Compares consecutive pieces of a file, from byte `start` on, block by block."""
 
     def __init__(self, source: FileSource, start: int) -> None:
         self._source, self._at = source, start
@@ -465,7 +465,7 @@ class PassingBlocks:
         """The bytes of a block that has begun, copied: their memory is used again."""
 
     def add(self, data: memoryview) -> int:
-        """The next bytes; returns how many bytes were compared. Raises CorruptCheckpointError."""
+        """Add the next bytes. Return how many bytes were compared. Raises CorruptCheckpointError."""
         blocks = self._source.checksums
         if not isinstance(blocks, BlockChecksums):
             return 0

@@ -1,4 +1,4 @@
-"""A finished list of reads, comparisons, copies and waits, and what runs it: a compiled loop, or the same in numpy.
+"""A finished list of reads, comparisons, copies, and waits, and its execution by a compiled loop or by numpy.
 
 The code that makes a list has planned and proved all of it. An entry names memory by its region, and a place within it:
 
@@ -56,7 +56,7 @@ COPY = np.dtype(
 
 
 class Kind(IntEnum):
-    """What an entry does, and what its numbers mean."""
+    """What an entry does, and the meaning of its numbers."""
 
     READ = 0
     """File descriptor, position in it, nbytes, region, byte."""
@@ -106,26 +106,26 @@ class _Loop(Protocol):
 
 
 def compiled() -> _Loop | None:
-    """The compiled loop, where `reshard-kernels` is installed."""
+    """The compiled loop, if `reshard-kernels` is installed."""
     return cast("_Loop | None", kernel())
 
 
 class Memory:
-    """Regions of memory, by number, which stay as long as this does."""
+    """Numbered regions of memory, which stay as long as this object."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._kept: list[Any] = []
 
     def add(self, array: npt.NDArray[Any]) -> int:
-        """From the first byte of an array's elements to the last; strides are not negative."""
+        """Add the memory from the first byte of an array's elements to the last. Strides are not negative."""
         last = sum((n - 1) * step for n, step in zip(array.shape, array.strides))
         self._kept.append(array)
         self._rows += (_address(array), last + array.itemsize if array.size else 0, array.flags.writeable)
         return len(self._kept) - 1
 
     def table(self) -> Table:
-        """As lists have it."""
+        """The table in the form that lists use."""
         return np.array(self._rows, np.int64).view(REGION)
 
 
@@ -134,8 +134,8 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 
 def copy_row(window: Window, region: int, out: npt.NDArray[Any]) -> list[int] | None:
-    """A row of the table of copies: the elements of a window of a file, which go into all of `out`, a region. None if
-    it has too many dims."""
+    """A row of the table of copies: the elements of a window of a file, which fill `out`, a region. None if it has
+    too many dims."""
     dims = [(n, a, b) for n, a, b in zip(window.sizes, window.strides, out.strides) if n != 1]
     if len(dims) > MAX_DIMS:
         return None
@@ -163,7 +163,7 @@ class WorkList:
 
     @property
     def tables(self) -> tuple[Table, Table, Table, Table, Table]:
-        """As both ways of running them want them."""
+        """The tables in the form that both ways of running use."""
         return self.memory.table(), self.entries, self.copies, self.digests, self.tallies
 
     def run(self, look: Callable[[tuple[int, int] | None], None], loop: _Loop | None) -> None:
@@ -221,7 +221,7 @@ class _Landing(NamedTuple):
 
 
 class NumpyRun:
-    """What the compiled loop does with a list. What was made of its numbers once is kept for its further calls."""
+    """Does what the compiled loop does. Conversions of its numbers are kept for further calls."""
 
     def __init__(self, regions: Table, entries: Table, copies: Table, digests: Table, tallies: Table) -> None:
         self.regions, self.tallies = regions.tolist(), tallies
@@ -234,7 +234,8 @@ class NumpyRun:
         self.until = 0.0
 
     def run(self, first: int, limit_ns: int) -> tuple[int, int, int]:
-        """Run entries from `first` on, for at most about `limit_ns`. Where it ended, why, and what comes with that."""
+        """Run entries from `first` on, for at most about `limit_ns`. Return where and why it ended, and the
+        details."""
         self.until = time.monotonic() + limit_ns / 1e9
         does = {
             Kind.READ: self.read,

@@ -43,7 +43,7 @@ class Writing:
     is_sharded: bool = False
     """Whether its files can be those of the ranks of a layout."""
     is_one_file: bool = False
-    """Whether the target is a file, and its folder anybody's."""
+    """Whether the target is a file, whose folder may contain anything."""
 
     @property
     def foreign(self) -> list[str]:

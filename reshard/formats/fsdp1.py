@@ -118,7 +118,7 @@ def layout_of(
 
 
 def ask_copies(what: str, held: int, hints: Hints) -> None:
-    """Raise the NormalizationError that asks how many ranks hold a copy, unless it was said already."""
+    """Raise the NormalizationError that asks how many ranks hold a copy, unless the hints say so."""
     if "shard_ranks" not in hints:
         hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
 

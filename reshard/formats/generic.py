@@ -104,7 +104,7 @@ def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> l
 
 
 def _override_groups(result: Canonical, hints: Hints) -> None:
-    """Lists of names that the caller gives in the place of those in the file."""
+    """Lists of names that the caller gives instead of those in the file."""
     given = hints.get("param_groups")
     if given is None:
         return

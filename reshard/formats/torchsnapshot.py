@@ -4,7 +4,7 @@
 replicated/model/weight_0      what all ranks have the same is stored once
 sharded/model/weight_0_0       boxes of sharded tensors
 0/progress/steps               what is rank 0's own
-batched/<id>                   small tensors one behind the other
+batched/<id>                   small tensors, one after another
 
 The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one name and that
 were not declared as replicated are per-rank values (`Contents.per_rank`).

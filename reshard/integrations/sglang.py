@@ -24,7 +24,7 @@ _FORMAT = "flattened_bucket"
 
 
 def flattened(bucket: WeightBucket) -> Any:
-    """The bucket as SGLang's, in the same memory."""
+    """Return SGLang's form of the bucket, in the same memory."""
     places = [
         FlattenedTensorMetadata(p.name, p.shape, p.dtype, p.start, p.stop, p.stop - p.start) for p in bucket.places
     ]
@@ -106,7 +106,7 @@ def _check_engine(engine: Any, leads: bool) -> None:
 
 
 def _check(answer: Any) -> None:
-    """SGLang's engines answer with a pair, its servers with a dict."""
+    """Raise an error if the engine refused. Engines answer with a pair, servers with a dict."""
     said = answer if isinstance(answer, Mapping) else dict(zip(("success", "message"), answer))
     if not said.get("success"):
         raise ReshardError(f"SGLang refused the weights: {said.get('message')}")

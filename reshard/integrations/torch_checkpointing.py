@@ -1,4 +1,4 @@
-"""torch_checkpointing's manager on this library: one import.
+"""torch_checkpointing's checkpoint manager on reshard. Change one import:
 
     from reshard.integrations.torch_checkpointing import CheckpointManager, ItemSpec
 
@@ -46,7 +46,7 @@ _RANK = re.compile(r"rank_\d+")
 
 @dataclass(kw_only=True, slots=True)
 class ItemsOptions(_theirs.CheckpointManager.Config):
-    """torch_checkpointing's, and what it has no option for."""
+    """torch_checkpointing's options, and options that it does not have."""
 
     format: str = "native"
     """Of what is written: `"native"` or `"torch_checkpointing"`, which is written before `save` returns."""
@@ -67,17 +67,18 @@ class ItemsOptions(_theirs.CheckpointManager.Config):
             raise OptionError(f"items {placed} have a layout: files have the names of the format")
 
     def build(self) -> ItemsManager:
-        """The manager that is described here."""
+        """Create the manager."""
         return ItemsManager(self)
 
 
 class ItemsManager(_theirs.CheckpointManager):
-    """The methods of torch_checkpointing's manager. All are collective but `lock`, `prewarm_staging`, and `close`."""
+    """A manager with the methods of torch_checkpointing's. All are collective except `lock`, `prewarm_staging`, and
+    `close`."""
 
     Config = ItemsOptions
 
     def __init__(self, config: Any = None) -> None:
-        """Without the processes and threads of torch_checkpointing's.
+        """Create the manager, without the processes and threads of torch_checkpointing's.
 
         Raises OptionError for what would be left undone: layouts of items, callbacks, other storages.
         """
@@ -148,11 +149,11 @@ class ItemsManager(_theirs.CheckpointManager):
         return {key: found[key] for key in values if key in found}
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing to do: the second save reuses the memory of the first."""
+        """Do nothing: the second save reuses the memory of the first."""
         self._values(checkpoint)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Nothing to wait for: `save` has copied the values when it returns."""
+        """Do nothing: `save` has copied the values when it returns."""
         return nullcontext()
 
     def close(self) -> None:
@@ -178,7 +179,7 @@ class ItemsManager(_theirs.CheckpointManager):
 
 
 def _own_places(state: dict[str, Any], checkpoint: Checkpoint) -> dict[KeyPath, str]:
-    """Where a state has values that differ from rank to rank, and the names of those that this rank saved."""
+    """Find the values of a state that differ from rank to rank, and the names of those that this rank saved."""
     names = {*checkpoint, *checkpoint.objects}
     differing = {name.rpartition(".")[0] for name in names if _RANK.fullmatch(name.rpartition(".")[2])}
     own = {path: f"{key_of(path)}.rank_{this_rank()}" for path in leaves_of(state) if key_of(path) in differing}
@@ -188,7 +189,7 @@ def _own_places(state: dict[str, Any], checkpoint: Checkpoint) -> dict[KeyPath, 
 
 
 def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: Mapping[KeyPath, str], strict: bool) -> None:
-    """Load in place; `own` by this rank alone."""
+    """Load in place. Values in `own` are loaded by this rank alone."""
     sources = {key_of(path): name for path, name in own.items()}
     if strict:
         report = load(state, checkpoint, strict=False, dry_run=True)
@@ -211,7 +212,7 @@ def _holder(nest: Any, path: KeyPath) -> Any:
 
 
 def _of_this_rank(nest: Any) -> Any:
-    """Of values that differ from rank to rank, this rank's: `{"a.rank_0": 1}` or `{"a": {"rank_0": 1}}`."""
+    """Select this rank's value among per-rank values such as `{"a.rank_0": 1}` or `{"a": {"rank_0": 1}}`."""
     if type(nest) in (list, tuple):
         return type(nest)(map(_of_this_rank, nest))
     if not isinstance(nest, dict):
@@ -245,7 +246,7 @@ def _moved(leaf: Any, device: str | torch.device | None) -> Any:
 
 
 def _write_theirs(state: dict[str, Any], folder: str) -> None:
-    """Save what each rank has, and write torch_checkpointing's files of it; collective."""
+    """Save each rank's part, and write torch_checkpointing's files from it. Collective."""
     group = Group()
     with group.together("torch_checkpointing's files"):
         if "://" in os.fspath(folder):

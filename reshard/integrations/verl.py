@@ -1,4 +1,4 @@
-"""verl's checkpoint engines on this library: full weights, or only the elements that changed.
+"""verl's checkpoint engines on reshard: full weights, or only the elements that changed.
 
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=reshard.integrations.verl
     actor_rollout_ref.rollout.checkpoint_engine.backend=reshard          # or reshard_delta
@@ -31,7 +31,7 @@ __all__ = ["ReshardCheckpointEngine", "ReshardDeltaEngine"]
 
 
 class _WeightMessage(NamedTuple):
-    """What is broadcast at a time."""
+    """One broadcast message."""
 
     header: dict[str, Any]
     """As JSON, through the store of the group."""
@@ -41,8 +41,8 @@ class _WeightMessage(NamedTuple):
 
 @CheckpointEngineRegistry.register("reshard")
 class ReshardCheckpointEngine(CheckpointEngine):
-    """Full tensors, broadcast by the first trainer rank to all rollout ranks. Other trainer ranks are
-    not in the group."""
+    """Broadcasts full tensors from the first trainer rank to all rollout ranks. Other trainer ranks are not in the
+    group."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._leave()
 
     def _leave(self) -> None:
-        """Under a new name, so that all make a new group."""
+        """Switch to a new group name, so that all ranks create a new group."""
         self._id, self._members, self._is_new = uuid.uuid4().hex, "", True
 
     def prepare(self) -> dict[str, Any]:
-        """What the other ranks must know of this one."""
+        """Return what the other ranks must know about this one."""
         if not self._is_master:
             return {"id": self._id}
         if self._store is None:
@@ -95,7 +95,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Arguments of `init_process_group` for each trainer rank, and for each rollout rank."""
+        """Return the arguments of `init_process_group` for each trainer rank and each rollout rank."""
         first, rollout = metadata[0], metadata[actor_wg_world_size:]
         common = {"host": first["host"], "port": first["port"], "members": [one["id"] for one in (first, *rollout)]}
 
@@ -105,7 +105,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return each([0] + [-1] * (actor_wg_world_size - 1)), each(list(range(1, rollout_world_size + 1)))
 
     def init_process_group(self, rank: int, host: str, port: int, members: list[str]) -> None:
-        """Collective over the group: meet, unless just these ranks have met before."""
+        """Join the group. Collective. If the same ranks have joined before, do nothing."""
         name = "/".join(members)
         if rank < 0 or self._members == name:
             return
@@ -122,14 +122,14 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._messages = self._deleted = 0
 
     def finalize(self) -> None:
-        """All ranks have received the update. The group stays for the next one."""
+        """End an update that all ranks have received. The group stays for the next one."""
         if self._is_master:
             for number in range(self._deleted, self._messages):
                 self._headers.delete_key(str(number))
         self._deleted = self._messages
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """Collective over the trainer.
+        """Send all weights. Collective over the trainer.
 
         Args:
             weights: pairs of names and full tensors, a `WeightSource`, or verl's training engine.
@@ -152,7 +152,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._is_new = False
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) of each."""
+        """Yield (name, full tensor) pairs."""
         messages = self._received()
         while (found := await asyncio.to_thread(next, messages, None)) is not None:
             message, _ = found
@@ -190,7 +190,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
             self._group.broadcast(part.to(self._device), 0).wait()
 
     def _received(self) -> Iterator[tuple[_WeightMessage, bool]]:
-        """Each message, and whether it is the last."""
+        """Yield each message, and whether it is the last."""
         is_last = False
         try:
             while not is_last:
@@ -209,13 +209,13 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
 @CheckpointEngineRegistry.register("reshard_delta")
 class ReshardDeltaEngine(ReshardCheckpointEngine):
-    """Everything first, then only elements that changed, for verl's loaders of differences. The first trainer rank
-    keeps a copy of all weights in the memory of its host."""
+    """Sends all weights first, then only elements that changed, in the form that verl's delta loaders read. The first
+    trainer rank keeps a copy of all weights in host memory."""
 
     wire_format = "delta_flush"
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As `ReshardCheckpointEngine`."""
+        """Take the arguments of `ReshardCheckpointEngine`."""
         super().__init__(*args, **options)
         self._since = SinceLastPass()
 
@@ -226,7 +226,7 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
         return buckets if isinstance(weights, WeightSource) and weights.delta else self._since.of(buckets)
 
     def _encoded(self, buckets: Iterable[WeightBucket]) -> Iterator[_WeightMessage]:
-        """A message has one dtype, and positions for all of its tensors or for none."""
+        """Encode tensors in messages. A message has one dtype, and positions for all of its tensors or for none."""
         for bucket in buckets:
             alike: dict[torch.dtype, list[ChangedElements]] = {}
             for change in bucket.changes():
@@ -236,7 +236,7 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
     def receive_weights(  # type: ignore[override]  # as verl's own engine of differences
         self, global_steps: int | None = None
     ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
-        """(named tensors, whether they are the last), as verl's rollouts take differences."""
+        """Yield (named tensors, whether they are the last), as verl's rollouts receive differences."""
         for message, is_last in self._received():
             spec = json.dumps(message.header["spec"]).encode()
             found = {"__delta_spec__": torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(self._device)}

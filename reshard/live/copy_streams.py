@@ -72,7 +72,7 @@ def has_copy_streams(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a device has done all that it was asked by anybody. It need not be the current one."""
+    """Until a device has done all queued work. It need not be the current device."""
     module = device_module(device)
     if hasattr(module, "Stream"):
         module.synchronize(device)
@@ -279,7 +279,7 @@ def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> Str
         return lane.mark()
 
 
-# From devices: elements one behind another in pinned memory, one piece of it being filled while
+# From devices: elements one after another in pinned memory, one piece of it being filled while
 # another is written.
 #
 # lane   slot 0 filled ......... slot 1 filled ......... slot 0 filled host                  slot 0
@@ -323,7 +323,7 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
 
 @gc_paused()
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One behind another, in memory of its own."""
+    """One after another, in memory of its own."""
     return torch.cat([tensor.detach().view(-1) for tensor in tensors])
 
 
@@ -455,7 +455,7 @@ class HostMemory:
         return rooms, blocks
 
     def _block(self, nbytes: int) -> torch.Tensor:
-        """The smallest that fits, or new memory in the place of some that does not."""
+        """The smallest that fits, or new memory instead of some that does not."""
         with self._lock:
             fits = [i for i, memory in enumerate(self._free) if memory.numel() >= nbytes]
             if fits:

@@ -55,7 +55,7 @@ class Key:
     """
 
     secret: bytes = b""
-    """Any bytes; none for the public key that everybody shares."""
+    """Any bytes; none for the public key that everyone shares."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes):
@@ -86,7 +86,7 @@ class Key:
 
 
 PUBLIC = Key()
-"""The key that everyone shares: finds accidents. To detect tampering, use a key that is
+"""The key without a secret: finds accidents. To detect tampering, use a key that is
 secret."""
 
 

@@ -492,8 +492,8 @@ def _tried(device: torch.device, strict: bool) -> bool:
 # ranks at a time.
 #
 # Ranks that hold the same elements must have the same sums, which then count once. Where it is
-# known how many hold them, their part is added to the tensor's total as soon as all were heard, and
-# forgotten; at the latest when all ranks were. So what is put together for many ranks is no larger
+# known how many hold them, their part is added to the tensor's total as soon as all have sent it, and
+# forgotten; at the latest when all ranks have. So what is put together for many ranks is no larger
 # than for few.
 
 
@@ -523,9 +523,9 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     total: bytes
-    """Of elements of which all holders were heard."""
+    """Of elements of which all holders have sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
-    """Of all others: how many holders there are, and by their sums, which were heard."""
+    """Of all others: how many holders there are, and by their sums, which have sent them."""
     other: tuple[int, str, tuple[int, ...]] | None = None
     """A rank that says another dtype or shape."""
 
@@ -556,7 +556,7 @@ class HeldSums(msgspec.Struct, array_like=True):
     """What some ranks hold of all tensors."""
 
     ranks: int
-    """How many were heard."""
+    """How many have sent their sums."""
     tensors: dict[str, _SummedTensor]
 
     def add(self, fqn: str, tensor: _SummedTensor) -> None:

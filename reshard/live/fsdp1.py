@@ -30,7 +30,7 @@ __all__ = [
 
 # reads FSDP1's private names.
 #
-# Each FSDP1 unit lays its original parameters one behind another in one flat tensor, padded so that
+# Each FSDP1 unit puts its original parameters one after another into one flat tensor, padded so that
 # every rank of the unit's group holds an equal range of it:
 #
 #     unsharded   | a a a a a a . . | b b b b | pad |        . is padding for alignment (use_orig_params=True only)

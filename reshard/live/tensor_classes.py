@@ -95,7 +95,7 @@ def register_tensor_class(
     """
     words = get_args(Follows)
     if unknown := [name for name, how in parts.items() if how not in words]:
-        raise KeyMismatchError(f"{unknown[0]!r} is said to be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
+        raise KeyMismatchError(f"{unknown[0]!r} cannot be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     _registered[name] = _TensorClass(dict(parts), make)
 
@@ -104,7 +104,7 @@ def register_tensor_class(
 
 
 def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """`leaves`, with the inner tensors in the place of a tensor that is made of them, at its path
+    """`leaves`, with the inner tensors instead of a tensor that is made of them, at its path
     and their attribute.
 
     Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's

@@ -80,8 +80,8 @@ def map_leaves(
     is_leaf: Callable[[Any], bool] | None = None,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """The dicts, lists and tuples of a nest made anew, as plain ones, with `change(path, leaf)` in
-    the place of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for
+    """The dicts, lists and tuples of a nest, copied as plain ones, with `change(path, leaf)`
+    instead of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for
     what is to be saved."""
     kind = type(nest)
     if is_leaf is None or not is_leaf(nest):
@@ -93,7 +93,7 @@ def map_leaves(
 
 
 def copy_containers(value: Any) -> Any:
-    """Nested dicts, lists and tuples made anew; the leaves are shared."""
+    """Copies of nested dicts, lists and tuples; the leaves are shared."""
     if isinstance(value, dict) and set(map(type, value.values())) == {torch.Tensor}:
         return dict(value)  # nearly always, and there are many
     return map_leaves(lambda path, leaf: leaf, value)
@@ -430,7 +430,7 @@ def _make(cls: type, plain: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; of sequences, whether their items are the very same
+    """Whether two plain values are the same; of sequences, whether their items are the same
     objects."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b))

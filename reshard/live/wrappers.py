@@ -59,7 +59,7 @@ class ClassFacts:
     modifiers: bool
     """Whether it has the method that declares hidden children."""
     flattens: bool
-    """Whether it lays the parameters below it one behind another in a flat one, as FSDP1 does."""
+    """Whether it puts the parameters below it one after another into a flat one, as FSDP1 does."""
 
 
 class ModuleReader:
@@ -100,8 +100,8 @@ class ModuleReader:
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def touched(self, module: nn.Module) -> bool:
-        """Whether anybody has a say in how this very module is saved and loaded; hardly ever, of
-        very many modules."""
+        """Whether hooks or overrides decide how this module is saved and loaded; that is rare, in
+        many modules."""
         get = module.__dict__.get
         return bool(
             get("_state_dict_hooks")
@@ -165,7 +165,7 @@ def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of a parameter or buffer, for places on the meta device that
+    """Replace a parameter or buffer by `tensor`, for those on the meta device that
     cannot be copied into. FSDP2 learns of its new parameter by its own hook."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[name] = tensor

@@ -520,7 +520,7 @@ def _gate_up(block: str) -> list[Rule]:
 #     layernorm_mlp.{layer_norm_weight, fc1_weight (gate, then up), fc2_weight}
 #
 # What is outside the layers keeps Hugging Face's names. With `fuse_qkv_params` queries, keys and
-# values are one `weight`, by query groups or one behind another, as `qkv_weight_interleaved` says:
+# values are one `weight`, by query groups or one after another, as `qkv_weight_interleaved` says:
 # such a file is read, and written with three.
 
 

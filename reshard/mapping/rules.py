@@ -390,7 +390,7 @@ def _check_parts(rule: Rule, parts: tuple[int, ...], count: int, needed: bool = 
         raise NormalizationError(f"{count} tensors need as many parts, each >= 1, got {parts}")
 
 
-# Rules whose targets are computed from their sources, and not made of the very same elements.
+# Rules whose targets are computed from their sources, and are not the same elements.
 
 
 _MASTERS = ("fp32_param", "master_param", "fp32", "param")

@@ -1,1 +1,1 @@
-"""The library's own format: safetensors files and one JSON manifest, published last (docs/format.md)."""
+"""The native format: safetensors files and one JSON manifest, published last (docs/format.md)."""

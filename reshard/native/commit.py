@@ -1,4 +1,4 @@
-"""Makes a save count: a folder for each generation, the manifest published last, leftovers removed."""
+"""Publishes saves: a folder for each generation, the manifest last, leftovers removed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Written(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Generation:
-    """One save: what it holds, who writes what, and where to."""
+    """One save: its contents, which rank writes what, and where."""
 
     storage: Storage
     save_id: str
@@ -89,7 +89,7 @@ class Generation:
 
     @gc_paused()
     def publish(self, written: Mapping[int, Written], parts: Sequence[Mapping[str, Partial]] = ()) -> None:
-        """Make the generation count. For the first rank, when all ranks have written.
+        """Make the generation count. On the first rank, when all ranks have written.
 
         Args:
             written: by each rank.
@@ -163,7 +163,7 @@ class Generation:
             )
 
     def _table(self, written: Mapping[int, Written]) -> TableRecord | None:
-        """Of many data files a table, which is stored."""
+        """Store a table of many data files."""
         records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
         if len(records) <= FEW_FILES:
             return None
@@ -177,7 +177,7 @@ class Generation:
         parts: Sequence[Mapping[str, Partial]] = (),
         table: TableRecord | None = None,
     ) -> Manifest:
-        """What makes the generation count; arguments are those of `publish`.
+        """Return the manifest. Arguments are those of `publish`.
 
         Args:
             table: of the data files, which are listed in the manifest without one.
@@ -221,14 +221,14 @@ class Generation:
 
 
 def _version(linked: Sequence[LinkedRecord], *, has_more: bool) -> int:
-    """The oldest version that says everything."""
+    """Return the oldest version that can express everything."""
     if any(record.block_bytes is not UNSET for record in linked):
         return 3
     return 2 if has_more else 1
 
 
 def _together(written: Iterable[Written]) -> list[LinkedRecord]:
-    """The files of earlier saves, each with what all ranks have of it."""
+    """Return the files of earlier saves, each with what all ranks have of it."""
     found: dict[str, LinkedRecord] = {}
     for one in written:
         for record in one.linked:
@@ -260,12 +260,12 @@ _VISIBLE_S = 2.0
 
 
 def new_save_id() -> str:
-    """A name that sorts by time and that no other save has."""
+    """Return a unique name that sorts by time."""
     return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
 
 
 def save_id_of(job_id: str) -> str:
-    """The save id for a job that knows itself by 24 digits."""
+    """Return the save id for a job that identifies itself by 24 digits."""
     return f"{job_id[:12]}-{job_id[12:24]}"
 
 
@@ -273,13 +273,14 @@ _begun: list[float] = [0.0]
 
 
 def begin() -> float:
-    """When a save begins, in seconds since 1970: later than all others of this process, though clocks are set back."""
+    """Return the time at which a save begins, in seconds since 1970: later than all others of this process, even if
+    clocks are set back."""
     _begun[0] = max(time.time(), _begun[0] + 1e-6)
     return _begun[0]
 
 
 def folder_of(save_id: str) -> str:
-    """The generation's folder, within the checkpoint's."""
+    """Return the generation's folder, within the checkpoint's."""
     return f"data-{save_id}"
 
 
@@ -303,12 +304,12 @@ def refuse_foreign(storage: Storage) -> None:
 
 
 def claim(storage: Storage, save_id: str) -> None:
-    """Say that this process is writing the generation, until `ended`."""
+    """Publish that this process is writing the generation, until `ended`."""
     liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
 def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
-    """Make sure that what the first rank claims is what this rank writes to, before it writes anything.
+    """Make sure that the first rank's claim is in the storage that this rank writes to, before it writes anything.
 
     Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
     """
@@ -328,17 +329,17 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
 
 
 def ended(save_id: str) -> None:
-    """Say that this process writes the generation no more, even if its claim could not be removed."""
+    """Publish that this process no longer writes the generation, even if its claim could not be removed."""
     liveness.release_lease(save_id)
 
 
 def release(storage: Storage, save_id: str) -> None:
-    """Say that the generation is published, or given up: from now on it stays only while a manifest names it."""
+    """Record that the generation is published or given up. From now on it stays only while a manifest names it."""
     storage.delete(f"{folder_of(save_id)}/{CLAIM}")
 
 
 def published(storage: Storage) -> str | None:
-    """The save id that counts, or None."""
+    """Return the save id that counts, or None."""
     try:
         return read_save_id(storage)
     except CheckpointNotFoundError:
@@ -346,7 +347,7 @@ def published(storage: Storage) -> str | None:
 
 
 def counting(storage: Storage) -> str | None:
-    """The save id that counts; None also where the manifest cannot be read, or is of a newer version."""
+    """Return the save id that counts; None also if the manifest cannot be read, or is of a newer version."""
     try:
         return published(storage)
     except CheckpointError:
@@ -354,7 +355,7 @@ def counting(storage: Storage) -> str | None:
 
 
 def counts(storage: Storage, save_id: str) -> bool:
-    """Whether the manifest names this generation."""
+    """Return True if the manifest names this generation."""
     return counting(storage) == save_id
 
 
@@ -421,7 +422,7 @@ def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
 
 
 def _began(save_id: str) -> float:
-    """Seconds since 1970 when the save began; 0 if that is no save id."""
+    """Return when the save began, in seconds since 1970; 0 if that is no save id."""
     try:
         return int(save_id.partition("-")[0], 16) / 1000
     except ValueError:
@@ -459,7 +460,8 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
 
 
 def index_problem(native: NativeFacts) -> str | None:
-    """What would lead Hugging Face tools to other tensors than the manifest names; None if there is no index."""
+    """Return how the index would lead Hugging Face tools to other tensors than the manifest names; None if there is
+    no problem."""
     if HF_INDEX not in native.storage.list(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"

@@ -1,4 +1,4 @@
-"""Writes data files, of one rank or of several together: safetensors, streamed, with checksums and digests."""
+"""Writes the data files of one rank or of several together: safetensors, streamed, with checksums and digests."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Itera
 
 
 def _in_file_order(plan: SavePlan, rank: int) -> list[WriteItem]:
-    """The arrays of a rank's file, in the order in which they are written."""
+    """Return the arrays of a rank's file, in the order in which they are written."""
     return sorted(plan.items(rank), key=lambda item: -plan.layout[item.fqn].spec.itemsize)
 
 
 def header_of(plan: SavePlan, rank: int) -> bytes:
-    """What a rank's file begins with: it follows from the plan, as do the arrays."""
+    """Return the header of a rank's file. It follows from the plan, as do the arrays."""
     specs = plan.layout.specs
     return encode_header(
         (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
@@ -142,7 +142,7 @@ def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, B
 
 
 def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[str, Partial]:
-    """What `entries` add to the fingerprints of their tensors, by name: computed where they are, on these lanes."""
+    """Return what `entries` add to the fingerprints of their tensors, by name, computed in place on these lanes."""
     out: dict[str, Partial] = {}
     lanes = lanes or CopyStreams()
     for device in dict.fromkeys(entry.tensor.device for entry in entries):
@@ -155,7 +155,7 @@ def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[s
 
 
 class BlockSums:
-    """Passes bytes on to their places in a file, and takes a digest of what passes of each block of it."""
+    """Passes bytes on to their places in a file, and digests each block of them."""
 
     def __init__(self, out: Writer, nbytes: int, seen: Callable[[memoryview], object] | None = None) -> None:
         """`nbytes`: of the whole file, which ends its last block; `seen` is called with all that passes."""
@@ -197,7 +197,7 @@ class BlockSums:
         pieces: Iterable[memoryview],
         on_bytes: Callable[[int], None] | None,
     ) -> None:
-        """Write pieces into runs (first byte, length) one behind another: the last bytes that pass."""
+        """Write pieces into runs (first byte, length) one after another: the last bytes that pass."""
         places, at, left = iter(runs), 0, 0
         for piece in pieces:
             done = 0
@@ -225,7 +225,7 @@ class BlockSums:
 
 
 def _packed(digests: Iterable[int]) -> bytes:
-    """Little-endian 64-bit numbers."""
+    """Return little-endian 64-bit numbers."""
     return np.fromiter(digests, dtype="<u8").tobytes()
 
 
@@ -243,7 +243,7 @@ def _packed(digests: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True)
 class FileGroup:
-    """The ranks that write one file, all of one machine."""
+    """The ranks of one machine that write one file."""
 
     ranks: tuple[int, ...]
     """Ascending; the file has the name of the first."""
@@ -282,7 +282,7 @@ class _Wrote(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the file is like, and what of it is this rank's."""
+    """The structure of the file, and which part of it is this rank's."""
 
     nbytes: int
     header_bytes: int
@@ -392,7 +392,7 @@ def _write(
 
 
 def _consecutive(blocks: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
-    """Runs of blocks that follow one another: the first one's number, and the digests."""
+    """Return runs of consecutive blocks: the number of the first, and the digests."""
     for _, run in groupby(enumerate(sorted(blocks)), key=lambda row: row[1] - row[0]):
         numbers = [number for _, number in run]
         yield numbers[0], [blocks[number] for number in numbers]
@@ -485,12 +485,12 @@ def _cut(offsets: tuple[int, ...], sizes: tuple[int, ...], dim: int, itemsize: i
 
 
 def probe_of(head: bytes | memoryview) -> int:
-    """The probe of a block that begins with these bytes."""
+    """Return the probe of a block that begins with these bytes."""
     return xxhash.xxh3_64_intdigest(head[:PROBE_BYTES])
 
 
 class BlockDigests:
-    """Takes the digests of what passes by."""
+    """Digests passing bytes."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
         """`lengths` are those of the blocks that will pass, in bytes, none of them 0."""
@@ -527,7 +527,8 @@ class BlockDigests:
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of blocks. The first ones had other fields, of which the digest covered a part: these are not believed."""
+    """A file of digests. The first releases wrote other fields, of which the digest covered only a part: these are
+    rejected."""
 
     version: int
     body: bytes

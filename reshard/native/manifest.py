@@ -1,4 +1,4 @@
-"""The library's own format: safetensors data files and one JSON manifest, published last."""
+"""The manifest of the native format: safetensors data files and one JSON manifest, published last."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
 
 
 class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of a table of parts: see `reshard.native.reader`."""
+    """The manifest's record of a table of parts: see `reshard.native.reader`."""
 
     name: str
     nbytes: int
@@ -61,14 +61,14 @@ class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def entry_key(fqn: str, box: Box, shape: Sequence[int]) -> str:
-    """The name of a region of a tensor within a data file: the tensor's own where it is whole."""
+    """Return the name of a region of a tensor in a data file: the tensor's own name for a full tensor."""
     if box.sizes == tuple(shape):
         return fqn
     return f"{fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of a checkpoint but its tensors' bytes. See `docs/format.md` for what each field means."""
+    """All of a checkpoint except the bytes of its tensors. See `docs/format.md` for the meaning of each field."""
 
     reshard: str = "checkpoint"
     version: int = 1
@@ -152,7 +152,7 @@ def _check_save_id(save_id: str) -> None:
 
 
 def is_generation(folder: str) -> bool:
-    """Whether a folder, by its name, belongs to a save."""
+    """Return True if a folder, by its name, belongs to a save."""
     return GENERATION.fullmatch(f"{folder.rpartition('/')[2]}/") is not None
 
 
@@ -173,13 +173,13 @@ _DIGEST_BYTES = len(_DIGEST % bytes(32))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Its text, whose last field is a digest of all before it."""
+    """Return its text. The last field is a digest of all before it."""
     body = msgspec.json.encode(manifest)[:-1]
     return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
 
 
 def has_digest(storage: Storage) -> bool:
-    """Whether the manifest has a digest of itself, which those of older versions lack."""
+    """Return True if the manifest has a digest of itself, which older versions lack."""
     return _is_digested(storage.read(MANIFEST))
 
 
@@ -188,7 +188,7 @@ def _is_digested(data: bytes) -> bool:
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The manifest in `storage`.
+    """Return the manifest in `storage`.
 
     Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
     one that was changed, or is no manifest.
@@ -235,7 +235,7 @@ def _check_version(data: bytes, where: str) -> None:
 
 
 def refuse_newer(data: bytes, where: str) -> None:
-    """Raises FormatError for a manifest of a newer version, which must not be replaced by what knows less than it."""
+    """Raise FormatError for a manifest of a newer version, which an older release must not replace."""
     try:
         _check_version(data, where)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -262,7 +262,7 @@ _HEX = 16
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of a data file."""
+    """The manifest's record of a data file."""
 
     name: str
     """Relative to the checkpoint's folder."""
@@ -278,7 +278,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of an earlier save's data file."""
+    """The manifest's record of an earlier save's data file."""
 
     live_bytes: int
     """How many of its bytes are elements of this checkpoint."""
@@ -295,13 +295,13 @@ class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
 
 
 class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of a table of data files."""
+    """The manifest's record of a table of data files."""
 
     name: str
     ranks: list[tuple[int, int, int]]
     """By whose number the files are called: runs (first, step, how many), ascending."""
     pages: str
-    """XXH3-64 of each page, in hex, one behind another."""
+    """XXH3-64 of each page, in hex, concatenated."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for ranks that do not ascend, or without a digest for each of their pages."""

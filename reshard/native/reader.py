@@ -1,4 +1,4 @@
-"""Reads the library's own format: which file holds which region follows from the layouts."""
+"""Reads the native format. The layouts say which file holds which region."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ALL = Share(0, 1)
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a manifest of ours, or data that we wrote beside a damaged one or none."""
+    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing one."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:
@@ -76,7 +76,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def is_replaced(native: NativeFacts) -> bool:
-    """Whether a later save has taken the checkpoint's place since it was opened, or it was removed."""
+    """Return True if the checkpoint was replaced or removed since it was opened."""
     try:
         return read_manifest(native.storage).save_id != native.manifest.save_id
     except CheckpointNotFoundError:
@@ -86,7 +86,7 @@ def is_replaced(native: NativeFacts) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint, out of its manifest alone: see `look_for_files`.
+    """Open the checkpoint, from its manifest alone: see `look_for_files`.
 
     Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest of nonsense.
     """
@@ -105,7 +105,7 @@ def open(files: Files) -> Contents:
         raise CorruptCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     if other := [key for key, path in paths.items() if key_of(path) != key]:
         raise CorruptCheckpointError(
-            f"{storage.url}/{MANIFEST} contradicts itself: {other[0]!r} is said to be at {key_of(paths[other[0]])!r}"
+            f"{storage.url}/{MANIFEST} contradicts itself: it places {other[0]!r} at {key_of(paths[other[0]])!r}"
         )
     hidden = {row["tensor"] for rows in manifest.per_rank.values() for row in rows.values() if "tensor" in row}
     if absent := [*(hidden - set(layout)), *(name for name in manifest.aliases.values() if name not in layout)]:
@@ -128,7 +128,7 @@ def open(files: Files) -> Contents:
 
 
 def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share = ALL) -> None:
-    """See that data files and their checksums are there, and as long as the manifest says.
+    """Check that data files and their checksums exist with the lengths in the manifest.
 
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
@@ -146,7 +146,8 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
 
 
 def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
-    """Names and sizes of a share of the files beside the manifest: of neighbours, whose rows are neighbours, too."""
+    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are neighbors,
+    too."""
     manifest = native.manifest
     if manifest.table is not UNSET and share.number == 0:
         yield manifest.table.name, manifest.table.nbytes
@@ -166,7 +167,7 @@ def _size(storage: Storage, name: str) -> int | None:
 
 
 def check_inside(storage: Storage, file: str) -> None:
-    """Raises CorruptCheckpointError for a link out of the checkpoint's folder, to what is of something else."""
+    """Raise CorruptCheckpointError for a link out of the checkpoint's folder."""
     if storage.leads_out(file):
         raise CorruptCheckpointError(
             f"{storage.url}: {file} is a link to outside the checkpoint's folder, and such links are not "
@@ -180,7 +181,7 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
 
 
 class Once(Generic[T]):
-    """What a function gives for a name, made once, whichever of many threads asks first; an error is not kept."""
+    """The result of a function for a name, computed once, whichever thread asks first. Errors are not kept."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self._make = make
@@ -196,8 +197,8 @@ class Once(Generic[T]):
 
 
 class NativeFacts(Facts):
-    """What a load needs of a checkpoint of ours beyond its contents: its data files, and their headers, checksums and
-    tables of parts, each read when first needed."""
+    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums, and tables of
+    parts, each read when first needed."""
 
     def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
         self.storage, self.manifest, self.plan = sources.storage, manifest, plan
@@ -388,7 +389,7 @@ class _PartTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[ArrayPart]]) -> PartsRecord:
-    """Store a rank's table: by the key that an array would have in its file, the parts that make it up."""
+    """Store a rank's table of parts, by the key that an array would have in its file."""
     files = dict.fromkeys(part.file for parts in arrays.values() for part in parts if part.file)
     numbers = {"": -1, **{file: i for i, file in enumerate(files)}}
     table = _PartTable(list(files), {key: [_row(part, numbers) for part in parts] for key, parts in arrays.items()})
@@ -399,7 +400,7 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
-    """What `write_parts` stored. Raises CorruptCheckpointError."""
+    """Read what `write_parts` stored. Raises CorruptCheckpointError."""
     data = storage.read(record.name)
     if xxhash.xxh3_128_hexdigest(data) != record.digest:
         raise CorruptCheckpointError(f"{storage.url}: {record.name} was changed since it was written")

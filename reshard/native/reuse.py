@@ -1,4 +1,5 @@
-"""What a save need not write: the elements that a file of an earlier checkpoint has already, by digest of their block.
+"""Finds what a save need not write: elements that a file of an earlier checkpoint has already, by digest of their
+block.
 
 A file that still has some of them gets a second name in the new checkpoint's folder, and its parts are listed. So each
 checkpoint is whole by itself: it refers to files, never to another checkpoint, and removing one harms no other.
@@ -214,7 +215,7 @@ def reuse(
 def _looked_up(
     entry: Entry, base: Base, possible: dict[str, int], same: Collection[str], lanes: CopyStreams, stage_bytes: int
 ) -> _Found:
-    """What the earlier checkpoint has of an entry. Adds to `possible` how many bytes each file could have."""
+    """Look up what the earlier checkpoint has of an entry. Adds to `possible` how many bytes each file could have."""
     one = _Found(entry, [], [])
     for part, inside in base.parts_near(entry):
         possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
@@ -228,7 +229,7 @@ def _looked_up(
 
 
 def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: dict[str, int]) -> Reused:
-    """What to write, now that it is known which files are kept, by second name."""
+    """Return what to write, now that it is known which files are kept, by second name."""
     entries: list[Entry] = []
     arrays: dict[str, list[ArrayPart]] = {}
     for one in found:
@@ -290,7 +291,7 @@ def _are_equal(blocks: Sequence[Entry], wanted: Sequence[np.void], lanes: CopySt
 
 
 def _digests(blocks: Sequence[Sequence[torch.Tensor]], lanes: CopyStreams, stage_bytes: int) -> Digests:
-    """Of some elements each, one tensor behind another."""
+    """Digest groups of elements, one tensor after another."""
     passing = BlockDigests([sum(tensor.nbytes for tensor in block) for block in blocks])
     for piece in row_major_pieces([tensor for block in blocks for tensor in block], lanes, stage_bytes):
         passing.write(piece)
@@ -324,7 +325,7 @@ def _part_of(entry: Entry, box: Box) -> Entry:
 
 
 def _merged(boxes: Sequence[Box]) -> list[Box]:
-    """Neighbours in row-major order that are a box together as one: rows of rows, then rows."""
+    """Join neighbors in row-major order that together are a box: rows of rows, then rows."""
     out = list(boxes)
     while True:
         before, out = out, []

@@ -1,4 +1,4 @@
-"""The library's own format, as if the ranks of a layout had saved it."""
+"""Writes the native format, as if the ranks of a layout had saved it."""
 
 from __future__ import annotations
 

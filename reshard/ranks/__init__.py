@@ -1,1 +1,1 @@
-"""What ranks say to one another: verbs over small bytes, in which the first error reaches everybody."""
+"""Messages between ranks: verbs over small bytes, in which the first error reaches all ranks."""

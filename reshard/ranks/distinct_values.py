@@ -1,4 +1,4 @@
-"""What many ranks say, each distinct answer once: pools of answers that can be joined to larger ones."""
+"""The distinct answers of many ranks, in pools that can be joined."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAN = 128
 
 
 def digest_of(data: bytes) -> bytes:
-    """What stands for an answer in a pool, where it may be long: 16 bytes."""
+    """The key of an answer in a pool, 16 bytes, since the answer may be long."""
     return hashlib.sha256(data).digest()[:16]
 
 
 class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
-    """The answers of some ranks in a row."""
+    """The answers of a run of ranks."""
 
     distinct: list[bytes]
     count: int
@@ -33,12 +33,12 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(data: bytes) -> DistinctValues:
-        """What one rank says."""
+        """The pool of one rank's answer."""
         return DistinctValues([data], 1, b"")
 
     @staticmethod
     def join(pools: list[DistinctValues]) -> DistinctValues:
-        """One pool of several, in their order."""
+        """Join several pools, in order."""
         known: dict[bytes, int] = {}
         for pool in pools:
             for answer in pool.distinct:
@@ -51,5 +51,5 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
         return DistinctValues(list(known), count, zlib.compress(places.tobytes(), 1) if places else b"")
 
     def numbers(self) -> Sequence[int]:
-        """Of each rank, where its answer stands."""
+        """The index of each rank's answer."""
         return array("I", zlib.decompress(self.places)) if self.places else [0] * self.count

@@ -1,4 +1,5 @@
-"""One layout, and one nest, out of what each rank says of its own: no coordinator, all ranks put the same together.
+"""One layout, and one nested structure, from the descriptions of all ranks. There is no coordinator: every rank
+computes the same.
 
 Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one value: were lists of
 different lengths put together key by key, a rank would get back what it never had.
@@ -42,14 +43,14 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Described(msgspec.Struct, frozen=True):
-    """The tensors of one rank without their values. Equal on ranks that hold the same kind of thing."""
+    """The tensors of one rank without their values. Equal on ranks that hold the same."""
 
     tensors: dict[str, _DescribedTensor]
     forms: list[dict[str, Any]]
 
 
 def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
-    """What this rank has to say about its tensors, by key.
+    """Describe this rank's tensors, by key.
 
     Args:
         layouts: layouts of plain local tensors. Default: the tensors' own.
@@ -71,7 +72,7 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
 
 
 def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
-    """The layout of what all ranks hold together, out of each distinct description and the ranks that gave it.
+    """Return the layout of what all ranks hold together, from each distinct description and the ranks that gave it.
 
     Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
     """
@@ -89,7 +90,7 @@ def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: It
 
 
 def resolve_layouts(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout], rank: int) -> None:
-    """What all ranks found of tensors that one rank alone cannot place: from now on, each says this itself."""
+    """Set what all ranks found for tensors whose layout one rank alone cannot determine."""
     for key, tensor in tensors.items():
         if tensor.is_ambiguous and key in layouts:
             tensor.settle(layouts[key], rank)
@@ -146,7 +147,7 @@ class _Participants:
 
 
 def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
-    """The one layout that all ranks' descriptions of a tensor amount to."""
+    """Return the one layout that all ranks' descriptions of a tensor imply."""
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
         if other != spec:
@@ -192,7 +193,7 @@ def _stack(key: str, forms: list[Form]) -> Form:
 
 
 def _only(form: Form, spec: TensorSpec, job: _Participants) -> Form:
-    """The form without ranks that do not take part. Raises LayoutError if only they hold some element."""
+    """Return the form without ranks that do not take part. Raises LayoutError if only they hold some element."""
     everyone = job.everyone
     if isinstance(form, ProductForm):
         _, all_take_part = job.of(form)
@@ -221,7 +222,7 @@ class _NestPlace(NamedTuple):
 
 
 def check_nests(states: Iterable[State[Any]]) -> None:
-    """Raises KeyMismatchError for a place that is one thing in some of the states and another in others."""
+    """Raise KeyMismatchError for a place that has different kinds in different states."""
     known: dict[KeyPath, _NestPlace] = {}
     for state in states:
         for path, place in _places(state).items():

@@ -1,4 +1,4 @@
-"""What a whole job holds, agreed among its ranks; and whether those that hold the same have the same values."""
+"""What all ranks of a job hold together, and whether replicas have the same values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OWN_TENSOR_BYTES = 1 << 20
 
 
 def check_globs(select: Iterable[str], census: GlobalState) -> None:
-    """Raises KeyMismatchError for a glob that fits no key of any rank."""
+    """Raise KeyMismatchError for a glob that matches no key of any rank."""
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not any(fnmatch.fnmatchcase(key, glob) for key in keys):
@@ -49,7 +49,7 @@ def check_globs(select: Iterable[str], census: GlobalState) -> None:
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """A rank's state without its values, as it is sent. Equal on ranks that hold the same kind of thing."""
+    """A rank's state without its values, as it is sent. Equal on ranks that hold the same."""
 
     tensors: Described
     objects: list[str]
@@ -88,7 +88,7 @@ class GlobalState(State[TensorLayout]):
 
 @dataclass(frozen=True)
 class LocalState:
-    """What one rank has to say of its state."""
+    """The description of one rank's state."""
 
     state: LiveState
     objects: dict[str, Any]
@@ -167,7 +167,7 @@ def _describe(state: LiveState) -> _Description:
 
 
 def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
-    """Whether any tensor is elsewhere than in the memory of the CPU."""
+    """Return True if any tensor is not in CPU memory."""
     return any(local.device.type not in ("cpu", "meta") for tensor in tensors for local in tensor.local)
 
 
@@ -195,7 +195,7 @@ def agree_on_values(
 
 
 def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """Collective: the objects of all ranks; of those that several have, what the lowest one has."""
+    """Collective: the objects of all ranks. If several have a key, the lowest rank's value counts."""
     merged: dict[str, Any] = {}
     for data, _ in group.distinct_answers(msgspec.json.encode(objects)):
         for key, value in msgspec.json.decode(data).items():
@@ -204,12 +204,12 @@ def joined_objects(objects: Mapping[str, Any], group: Group) -> dict[str, Any]:
 
 
 def per_rank_name(key: str, rank: int) -> str:
-    """The name in the layout of a tensor that is one rank's own."""
+    """The name of a per-rank tensor in the layout."""
     return f"{key}@rank{rank}"
 
 
 def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any]], dict[str, TensorLayout]]:
-    """All values that are each rank's own: a table of them, and the layouts of those that are tensors."""
+    """All per-rank values: a table of them, and the layouts of those that are tensors."""
     specs: dict[str, Any] = {}
     mine: dict[str, Any] = {}
     for key, value in ((key, wrapper.value) for key, wrapper in state.per_rank.items()):
@@ -284,7 +284,7 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
     """What some ranks have sent of their values."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
-    """By a digest of who the holders are: one of what they hold (empty if they differ), how many were heard, and how
+    """By a digest of who the holders are: one of what they hold (empty if they differ), how many have sent it, and how
     many there are."""
     objects: bytes
     """A digest of all objects; empty if ranks have others, or other values."""
@@ -325,7 +325,7 @@ class DigestTable:
         on_device: bool = False,
     ) -> DigestTable:
         """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare fingerprints,
-        which devices compute where the elements are, in the place of hashes of the bytes."""
+        which devices compute where the elements are, instead of hashes of the bytes."""
         table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
         if not check_replicas:
             return table
@@ -386,7 +386,7 @@ class DigestTable:
 
 
 def _anybody(key: str) -> tuple[bytes, int]:
-    """Of a value that anybody may have under that key."""
+    """Of a value that any rank may have under that key."""
     return xxhash.xxh3_64_digest(key.encode()), _ANYBODY
 
 
@@ -399,7 +399,7 @@ def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
 
 
 def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The local tensors that other ranks may hold, too, each under a name that says which elements it is."""
+    """The local tensors that other ranks may hold, too, each under a name of its elements."""
     if tensor.is_meta:
         return {}
     if not tensor.is_sharded:

@@ -51,7 +51,7 @@ DEADLINE_S = 1800.0
 
 
 def seconds(timeout: float | timedelta) -> float:
-    """A time that a caller gave, in seconds."""
+    """Return a time that a caller gave, in seconds."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
@@ -69,7 +69,7 @@ class _GroupPhase(NamedTuple):
 
 
 class Group:
-    """The ranks that do one thing together, a save or a load: made anew for each, by all ranks in the same order.
+    """The ranks that do one thing together, a save or a load: a new one for each, made by all ranks in the same order.
 
     The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
     it does not wait. Once a phase has failed, every later verb raises that same failure.
@@ -88,7 +88,7 @@ class Group:
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
             one process of a job that has not been initialised: all of them would act at once, each for itself; a
-            timeout that is none, or a group for a process alone, of which all members hear.
+            timeout that is none, or a group for a process alone, which all members then raise.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Group:
             weakref.finalize(self._rounds, shared.give_back, client)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         self.merge(b"", b"".join, "a barrier")
 
     def merge(
@@ -160,11 +160,11 @@ class Group:
         parcels: Mapping[str, bytes] | None = None,
         only: int | None = None,
     ) -> T:
-        """Everybody's value, combined to one answer for all.
+        """The values of all ranks, combined to one answer for all.
 
         Args:
             combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
-                what it made. What comes out had better not grow with the ranks: every rank gets it.
+                what it made. The result should not grow with the ranks: every rank gets it.
             what: what is put together, for the message about ranks that do different things.
             kind: the type of values, as msgspec knows them; default: the class of this one, which is enough of bytes,
                 which travel as they are, of numbers and texts, and of structs.
@@ -205,7 +205,7 @@ class Group:
         return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def exchange(self, value: T, *, kind: Any = None) -> list[T]:
-        """Everybody's value, in rank order, for what every rank needs of every other. Equal ones travel once."""
+        """The values of all ranks, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
             return [value]
         pool = self.merge(DistinctValues.of(_encode(value)), DistinctValues.join, "an exchange")
@@ -213,14 +213,14 @@ class Group:
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
-        """Everybody's value, in rank order, for the rank `root` (its place in the group); None for the others."""
+        """The values of all ranks, in rank order, for the rank `root` (its place in the group); None for the others."""
         found = self.gather_and_sum(value, b"", b"".join, root, kind=kind)
         return None if found is None else found[0]
 
     def gather_and_sum(
         self, value: T, summed: S, add: Callable[[list[S]], S], root: int = 0, *, kind: Any = None
     ) -> tuple[list[T], S] | None:
-        """`gather`, and what everybody has of what adds up, added on the way: for the root, too.
+        """`gather`, and the sum of what adds up, added on the way: for the root, too.
 
         Args:
             add: makes one of several, which are in the order of the ranks; called on what it made, too.
@@ -239,7 +239,7 @@ class Group:
         return [_decode(found[place], kind or type(value)) for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
-        """What the rank `root` has for this one, and what it has for all; the others give None."""
+        """Return what the rank `root` has for this rank, and what it has for all; the others pass None."""
         self._check_root(root, "scatter from")
         if self.rank == root and (data is None or len(data) != self.world_size):
             raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
@@ -275,7 +275,7 @@ class Group:
         return [(_decode(one, kind or type(value)), ranks) for one, ranks in zip(answers, parties, strict=True)]
 
     def share(self, value: T | None, root: int = 0, *, kind: Any = bytes) -> T:
-        """What the rank `root` (its place in the group) has; the others give None."""
+        """Return the value of the rank `root` (its place in the group); the others pass None."""
         self._check_root(root, "share from")
         if self.rank == root and value is None:
             raise ReshardError(f"rank {root} is to share its data, but gave None")
@@ -327,12 +327,12 @@ class Group:
         )
 
     def refuse(self, error: ReshardError) -> NoReturn:
-        """Raise an error that every rank raises just so, out of what all of them know. The group stays usable."""
+        """Raise an error that every rank raises in the same way. The group stays usable."""
         self._common = error
         raise error
 
     def raised_alike(self, error: BaseException) -> bool:
-        """Whether every rank has raised this error just so: see `refuse`."""
+        """Return True if every rank has raised this error in the same way: see `refuse`."""
         return error is self._common
 
     @property
@@ -346,7 +346,8 @@ class Group:
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
-        """Raise if another rank has failed meanwhile. For the inside of long work: cheap, any thread, no collective."""
+        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any thread, not
+        collective."""
         if self._rounds is not None:
             self._rounds.look()
             if self._rounds.failure is not None:
@@ -408,7 +409,7 @@ class Group:
 
 
 def _encode(value: object) -> bytes:
-    """For another rank: bytes as they are."""
+    """Encode a value for another rank; bytes stay as they are."""
     return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
 
 
@@ -419,16 +420,16 @@ def _decode(data: bytes, kind: Any) -> Any:
 # Flags that all ranks have, a bit each and compressed: what is so on any of them, whichever that
 # is.
 #
-# heard = group.merge(pack_flags(mine), either, "names in use") unpack_flags(heard, len(mine))
+# received = group.merge(pack_flags(mine), either, "names in use") unpack_flags(received, len(mine))
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
-    """For `either`."""
+    """Pack flags for `either`."""
     return zlib.compress(np.packbits(np.array(flags, dtype=bool)).tobytes())
 
 
 def either(parts: Iterable[bytes]) -> bytes:
-    """What is set in any of them, which have equally many flags."""
+    """Combine packed flags of equal number: set if set in any."""
     first, *others = dict.fromkeys(parts)
     if not others:
         return first
@@ -445,7 +446,7 @@ def unpack_flags(data: bytes, count: int) -> list[bool]:
 
 
 def refuse_unjoined() -> None:
-    """Raises ReshardError where the environment, as of torchrun, says that there are more processes than this one."""
+    """Raise ReshardError if the environment, such as torchrun's, says that there are more processes than this one."""
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise ReshardError(
@@ -464,7 +465,8 @@ _FROM_HOST = ("gloo", "mpi")
 
 
 def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
-    """The kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu" and so on."""
+    """Return the kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu", and
+    so on."""
     if not (dist.is_available() and dist.is_initialized()):
         return ["cpu"]
     backends = _backends(process_group)
@@ -479,7 +481,7 @@ def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def _is_here(kind: str) -> bool:
-    """A backend may be registered for devices that this machine has none of."""
+    """Return True if this machine has the device. A backend may be registered without it."""
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (RuntimeError, AttributeError):
@@ -501,7 +503,7 @@ def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.dev
 
 
 def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Where elements on `device` are taken by the collectives of a group: there, or on one that its backends know, as
-    those of the CPU have to be where there is only NCCL."""
+    """Return the device from which the collectives of a group take elements of `device`: itself, or one that its
+    backends support."""
     kinds = sending_kinds(process_group)
     return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])

@@ -1,4 +1,4 @@
-"""Which processes are still there, and which of them is writing what."""
+"""Which processes are alive, and which of them writes what."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("reshard")
 
 
 class Gone(NamedTuple):
-    """A process that is no more: its rank's place in the group, and where and what it was."""
+    """A process that has ended: its rank's place in the group, and its host and id."""
 
     place: int
     where: str
@@ -103,7 +103,7 @@ class PeerWatch:
 
 
 def machine() -> str:
-    """The same text for two processes only if each sees the other in /proc; "" where that cannot be known."""
+    """A text that two processes have in common only if each sees the other in /proc; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -113,7 +113,7 @@ def machine() -> str:
 
 
 def is_gone(pid: int, start: str) -> bool:
-    """Whether the process of this machine that started then is no more."""
+    """Return True if the process of this machine that started at that time has ended."""
     now = start_of(pid)
     if now:
         return now != start
@@ -127,7 +127,7 @@ def is_gone(pid: int, start: str) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """When the process started, in the kernel's ticks; "" if there is none, or it is dead and not yet buried."""
+    """Return the time at which the process started, in the kernel's ticks; "" if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read().decode("ascii", "replace")
@@ -142,14 +142,14 @@ def start_of(pid: int) -> str:
 # may still be.
 #
 # A process of this machine that no longer exists is dead. One that cannot be seen from here, on
-# another machine, in another container or before the machine was started anew, is given a day.
+# another machine, in another container or before a restart of the machine, is given a day.
 
 
 _FOREIGN_AGE_S = 86_400.0
 """After so long a process that cannot be seen from here is taken for dead."""
 
 BEAT_S = 5.0
-"""So often a claim that is kept is published anew."""
+"""Interval at which a claim that is kept is published again."""
 WATCH_S = 12.0
 """A claim that is not, for so long, is that of a process that is gone."""
 
@@ -162,19 +162,20 @@ _fences: dict[str, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 def set_fence(url: str, check: Callable[[], None]) -> None:
-    """Have all that is published below the folder checked first, as long as there is the object whose method it is."""
+    """Check everything that is published below the folder first, as long as the object exists whose method this
+    is."""
     _fences[url.rstrip("/") + "/"] = weakref.WeakMethod(check)
 
 
 def check_fences(url: str) -> None:
-    """Raises where this process may publish nothing in the folder any more."""
+    """Raise an error if this process may no longer publish in the folder."""
     for root, fence in list(_fences.items()):
         if url.startswith(root) and (check := fence()) is not None:
             check()
 
 
 class WriterLease(msgspec.Struct, frozen=True):
-    """Who writes."""
+    """Which process writes."""
 
     host: str
     pid: int
@@ -190,18 +191,18 @@ class WriterLease(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
     def is_seen(self) -> bool:
-        """Whether it can be known from here if the process exists."""
+        """Return True if this machine can see whether the process exists."""
         return bool(self.machine) and self.machine == machine()
 
     def is_of(self, other: WriterLease) -> bool:
-        """Whether it is the same process's, and neither has given the work up."""
+        """Return True if it is of the same process, and neither has given up the work."""
         is_same = (self.pid, self.process_start, self.machine, self.host) == (
             other.pid, other.process_start, other.machine, other.host,
         )  # fmt: skip
         return is_same and not self.has_left and not other.has_left
 
     def is_running(self, work: str) -> bool:
-        """Whether the process is seen from here to exist and, if it is this one, to be at that work."""
+        """Return True if the process is seen to exist and, if it is this one, to do that work."""
         if self.has_left or not self.is_seen() or (self.pid == os.getpid() and work not in _running):
             return False
         return not is_gone(self.pid, self.process_start)
@@ -209,7 +210,7 @@ class WriterLease(msgspec.Struct, frozen=True):
 
 def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
     """Publish under `name` that this process does that work, until `release_lease`. `work` is a unique
-    has."""
+    text."""
     _running.add(work)
     pid = os.getpid()
     mine = WriterLease(socket.gethostname(), pid, start_of(pid), time.time(), machine())
@@ -222,12 +223,12 @@ def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
 
 
 def release_lease(work: str) -> None:
-    """Say that this process does the work no more, even if its claim could not be removed."""
+    """Publish that this process no longer does the work, even if its claim could not be removed."""
     _running.discard(work)
 
 
 def read_lease(storage: Storage, name: str) -> WriterLease | None:
-    """The claim of that name; None if there is none that can be read."""
+    """Read the claim of that name; None if there is none that can be read."""
     try:
         return msgspec.json.decode(storage.read(name), type=WriterLease)
     except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -244,7 +245,7 @@ def may_be_alive(found: WriterLease | None, work: str) -> bool:
 
 
 class KeptLease:
-    """This process's claim, published anew every `BEAT_S` seconds: who cannot see the process sees that."""
+    """This process's claim, published again every `BEAT_S` seconds: processes that cannot see this one see that."""
 
     def __init__(self, storage: Storage, name: str, work: str) -> None:
         self._storage, self._name, self._work = storage, name, work
@@ -261,14 +262,14 @@ class KeptLease:
                     return
                 self._say(has_left=False)
             except ReshardError as error:
-                _log.warning("%s of %s could not be published anew: %s", self._name, self._storage.url, error)
+                _log.warning("%s of %s could not be published again: %s", self._name, self._storage.url, error)
 
     def _say(self, *, has_left: bool) -> None:
         said = msgspec.structs.replace(self.holder, unix_s=time.time(), has_left=has_left)
         self._storage.publish(self._name, msgspec.json.encode(said))
 
     def stop(self) -> None:
-        """Publish it no more. The claim stays as it is, and the work is done no more."""
+        """Stop publishing. The claim stays, and the work is no longer done."""
         self._ended.set()
         self._thread.join()
         release_lease(self._work)
@@ -280,7 +281,7 @@ class KeptLease:
 
 
 def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:
-    """Whether the claim, of a process that cannot be seen from here, is published anew within `WATCH_S` seconds."""
+    """Whether the claim, of a process that cannot be seen from here, is published again within `WATCH_S` seconds."""
     _log.info("waiting %.0f s to see whether %s is still at work in %s", WATCH_S, found, storage.url)
     stop = time.monotonic() + WATCH_S
     while time.monotonic() < stop:

@@ -82,7 +82,7 @@ def phase(name: str, *, waits: bool = False, path: object = None, goes_on: bool 
 
 @contextmanager
 def rest_of_call() -> Iterator[None]:
-    """What a call does in the background, within the phase that it began, if it did."""
+    """Record what a call does in the background, within the phase that it began."""
     call = current.get(None)
     try:
         yield
@@ -96,7 +96,7 @@ def rest_of_call() -> Iterator[None]:
 
 
 def _tell(call: Span) -> None:
-    """To OpenTelemetry, where the program has imported it: nothing is imported for those who have no use for it."""
+    """Report to OpenTelemetry, if the program has imported it."""
     if "opentelemetry.trace" not in sys.modules:
         return
     try:
@@ -109,7 +109,7 @@ def _tell(call: Span) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """What a phase of a save, a load or a conversion has to say.
+    """A progress event of a save, load, or conversion.
 
     Attributes:
         kind: "started", "advanced" (now and then), and at the end "finished" or "failed".
@@ -253,7 +253,7 @@ class Phase:
 
 
 class _Bars:
-    """Bars on the terminal, which go away when all is done, for phases that take long enough to be seen."""
+    """Progress bars on the terminal, for phases that take long enough to be seen. They disappear at the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
 combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
-than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
+more than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
 arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
 all they wait for.
 
@@ -116,7 +116,7 @@ class Rounds:
         parcels: Mapping[str, bytes] | None = None,
         only: int | None = None,
     ) -> bytes:
-        """Post `data`, wait for all others, and return what `combine` made of everybody's data.
+        """Post `data`, wait for all others, and return what `combine` made of the data of all.
 
         Args:
             label: what this rank is doing; all ranks must say the same.
@@ -212,7 +212,7 @@ class Rounds:
     def _acknowledge(self, n: int) -> None:
         """Round n was the last one; the first rank removes its keys when all know. Who missed the end of a session must
         find its outcome there."""
-        count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/everybody"
+        count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/all"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
         own = self._take_own_keys()

@@ -48,7 +48,7 @@ class Outline(NamedTuple):
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
-    """A phase in which one rank's refusal is everybody's: whatever a rank raises inside, all raise.
+    """A phase in which one rank's refusal is that of all: whatever a rank raises inside, all raise.
     Collective over all ranks unless `alone`.
 
     `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
@@ -162,7 +162,7 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
 
 
 def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) -> Any:
-    """The containers with `make(path, outline)` in the place of each outline."""
+    """The containers with `make(path, outline)` instead of each outline."""
     return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
 
 

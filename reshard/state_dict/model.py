@@ -269,7 +269,7 @@ class _ModelMatch:
         return RegionWrite(region, state, assign, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
-        """Of unexpected names, under which of those that were used the dict has the very same
+        """Of unexpected names, under which of those that were used the dict has the same
         memory."""
         if not unexpected:
             return {}

@@ -307,7 +307,7 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Dicts in the place of tensors of a class, such as the parts of a quantized one, which no step
+    """Dicts instead of tensors of a class, such as the parts of a quantized one, which no step
     could use."""
     dicts = [
         (one, key)
@@ -467,7 +467,7 @@ class _Copies:
         state[one.parameter] = new
 
     def made(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """A dict that will have `values` made anew, once all is known."""
+        """A dict that will have new `values`, once all is known."""
         new: dict[Any, Any] = dict.fromkeys(values)
         self.later += [(one, new, key, value, None, {}) for key, value in values.items()]
         return new
@@ -515,7 +515,7 @@ class _Copies:
     def _restored(
         self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Mapping[str, Any]
     ) -> Any:
-        """One entry of a parameter's state, made anew or, where `old` has its very form, `old`, to
+        """One entry of a parameter's state, new or, if `old` has the same form, `old`, to
         be written into."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
@@ -568,7 +568,7 @@ def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[
     return {**extra, "state": state, "param_groups": packed}
 
 
-# Where optimizers hold state already that has the very form of what is given, so that it can simply
+# Where optimizers hold state already that has the same form as what is given, so that it can simply
 # be written there: on every load into a running optimizer that is all of it, and there is much of
 # it.
 
@@ -670,7 +670,7 @@ class GivenTies:
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}
-        """By id of a given tensor, the id of the first that is the very same memory."""
+        """By id of a given tensor, the id of the first that is the same memory."""
         self._model: dict[int, ModelTensor] = {}
         """By that id, the model's tensor that is the same memory."""
         self._cluster: dict[int, int] = {}

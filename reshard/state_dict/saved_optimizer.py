@@ -394,7 +394,7 @@ class _Schema(NamedTuple):
     under: Mapping[str, str] = {}
     """Group field -> the key that it adds where it is set."""
     at_will: tuple[str, ...] = ()
-    """Keys that may be there, and that the optimizer makes anew where they are not."""
+    """Keys that may be there, and that the optimizer creates if they are not."""
 
 
 _LBFGS = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
@@ -426,7 +426,7 @@ class Misfit(NamedTuple):
     """What is wrong with the keys of one parameter's saved state."""
 
     lacking: tuple[str, ...]
-    """Keys without which the optimizer's next step would fail, or begin anew."""
+    """Keys without which the optimizer's next step would fail, or start over."""
     foreign: tuple[Any, ...]
     """Keys that the optimizer has no use for."""
 

@@ -144,7 +144,7 @@ class Storage(ABC):
     def mapped(self, name: str) -> memoryview | None:
         """A read-only view of the whole object without a copy where the storage has one, else None.
 
-        The view stays valid as long as it is referenced, also after the object was deleted or published anew.
+        The view stays valid as long as it is referenced, also after the object was deleted or published again.
         """
         return None
 
@@ -278,7 +278,7 @@ def temporary_name(name: str, token: str) -> str:
 
 
 def exists_already(name: str, url: str) -> StorageError:
-    """The error for an object that is to be made anew."""
+    """The error for an object that is to be created."""
     return StorageError(f"cannot create {name} in {url}: it already exists and is not overwritten: delete it first")
 
 

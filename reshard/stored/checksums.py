@@ -1,4 +1,4 @@
-"""Checksums that were saved beside a file's bytes, and what was compared with them."""
+"""Saved checksums of a file's bytes, and what was compared with them."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _NEAR_BYTES = 64 << 10
 
 
 def most_to_check(wanted_bytes: int) -> float:
-    """How many bytes may be read in order to check `wanted_bytes`."""
+    """Return how many bytes may be read in order to check `wanted_bytes`."""
     return max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
 
 
 def may_check(cost_bytes: int, wanted_bytes: int) -> bool:
-    """Whether `cost_bytes` may be read in order to check `wanted_bytes`."""
+    """Return True if `cost_bytes` may be read in order to check `wanted_bytes`."""
     return cost_bytes <= most_to_check(wanted_bytes)
 
 
 @dataclass
 class Checking:
-    """How the bytes of one checkpoint are checked, and how many were: shared by all of its files."""
+    """How the bytes of one checkpoint are checked, and how many were. Shared by all of its files."""
 
     enabled: bool = True
     """Off, nothing is compared, and all that is read counts as unchecked."""
@@ -79,14 +79,14 @@ class Checking:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, *, compared: int = 0, checked: int = 0, unchecked: int = 0) -> None:
-        """Count; on any thread."""
+        """Count bytes. Any thread may call it."""
         with self._lock:
             self.bytes_compared += compared
             self.bytes_checked += checked
             self.bytes_unchecked += unchecked
 
     def remember(self, source: Any) -> None:
-        """A `FileSource` of which something was read and not compared so far."""
+        """Remember a `FileSource` of which something was read and not compared."""
         self._unfinished[id(source)] = source
 
     def finish(self, wanted_bytes: int | None = None) -> None:
@@ -100,7 +100,7 @@ class Checking:
                 self._unfinished[key] = source
 
     def words(self, unchecked: int, total: int) -> str:
-        """What was left unchecked of a reading of `total` bytes of elements; empty where nothing was."""
+        """Say in words what was left unchecked of a read of `total` bytes of elements; empty if nothing was."""
         if not self.enabled:
             return "unchecked: check=False"
         if self.leaves_open == NO_CHECKSUMS or not unchecked:
@@ -287,7 +287,7 @@ class BlockChecksums(Checksums):
 
 
 def touched_ranges(window: Window) -> list[Range]:
-    """The bytes that a window touches, as ranges; small gaps are filled."""
+    """Return the bytes that a window touches, as ranges. Small gaps are filled."""
     runs = window.runs()
     near = runs if runs.count == 1 else runs.in_order().joined(_NEAR_BYTES)
     return [(start, start + size) for start, size in near]
@@ -333,7 +333,7 @@ def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int,
 def _add_alike(
     counts: Numbers, size: int, start: Numbers, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
 ) -> None:
-    """What windows that differ only in where they start touch."""
+    """Add what windows touch that differ only in where they start."""
     start = start[:, None]
     stop = np.minimum(start + reach, nbytes)
     first = start // size

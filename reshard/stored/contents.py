@@ -1,4 +1,4 @@
-"""What every format gives: named stored tensors, plain objects, and what it knows beyond these."""
+"""The result of every reader: named stored tensors, plain objects, and format-specific facts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ F = TypeVar("F", bound="Facts")
 
 
 class LazyMapping(Mapping[K, V], Generic[K, V]):
-    """A mapping whose keys are known and whose values are made, once, when asked for."""
+    """A mapping with known keys. Values are made once, when requested."""
 
     def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
         self._makers = makers
@@ -49,10 +49,10 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
 
 class Facts:
-    """What a format knows beyond `Contents`. Each that knows something has a class of its own."""
+    """Format-specific facts. Each format that has some defines a class."""
 
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the checkpoint beside its tensors, such as a file of a rank that is missing."""
+        """Problems of the checkpoint besides its tensors, such as a missing file of a rank."""
         return ()
 
 
@@ -91,7 +91,7 @@ class Contents(State[StoredTensor]):
 
 
 class ContentsBuilder:
-    """Contents as a reader comes upon them, each tensor and object by a function that makes it when it is asked for."""
+    """Collects contents as a reader finds them, each tensor and object as a function that makes it on request."""
 
     def __init__(self, where: str) -> None:
         """`where` is what errors name."""
@@ -104,7 +104,7 @@ class ContentsBuilder:
         self.aliases: dict[str, str] = {}
 
     def claim(self, path: KeyPath, key: str = "") -> str:
-        """The key of what is at `path`. Raises FormatError if something else has it."""
+        """Return the key of what is at `path`. Raises FormatError if something else has it."""
         key = key or key_of(path) or "tensor"
         if key in self.paths:
             raise FormatError(f"{self._where}: two values have the key {key!r}")
@@ -112,19 +112,19 @@ class ContentsBuilder:
         return key
 
     def add_tensor(self, key: str, make: Callable[[], StoredTensor]) -> None:
-        """A tensor, whose key is claimed."""
+        """Add a tensor whose key is claimed."""
         self._tensors[key] = make
 
     def add_object(self, key: str, make: Callable[[], Any]) -> None:
-        """Anything else, whose key is claimed."""
+        """Add another value whose key is claimed."""
         self._objects[key] = make
 
     def add_per_rank(self, key: str, makers: Mapping[int, Callable[[], Any]]) -> None:
-        """A value of each rank's own, whose key is claimed."""
+        """Add a per-rank value whose key is claimed."""
         self._per_rank[key] = partial(LazyMapping, makers)
 
     def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
-        """The contents; `more` is what a format says of them."""
+        """Return the contents; `more` are further fields."""
         return Contents(
             LazyMapping(self._tensors), LazyMapping(self._objects), self.paths, self.containers, self.aliases,
             LazyMapping(self._per_rank), format=name, facts=facts, **more,
@@ -132,7 +132,7 @@ class ContentsBuilder:
 
 
 def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
-    """The contents of all parts, each under its section ("" for keys as they are).
+    """Return the contents of all parts, each under its section ("" for keys as they are).
 
     Raises FormatError if two parts have the same key.
     """
@@ -247,13 +247,13 @@ class Record(metaclass=_FrozenType):
 
 
 def make_record_type(module: str, name: str) -> type[Record]:
-    """A class of records that stands for `module.name`."""
+    """Create a class of records for `module.name`."""
     members = {"__slots__": (), "path": f"{module}.{name}"}
     return cast("type[Record]", _FrozenType(name.rpartition(".")[2] or "object", (Record,), members))
 
 
 def unknown_class(value: Any) -> str | None:
-    """The class of the first record in a nest of values, which only its own code could make into what it was."""
+    """Return the class of the first record in nested values. Only its own code could restore it."""
     if isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record)):
         return value.path
     if isinstance(value, dict):
@@ -273,5 +273,5 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def has_dcp(names: Iterable[str]) -> bool:
-    """Whether one of the files, in the top folder, is of a DCP checkpoint, be it one that never became whole."""
+    """Return True if a file in the top folder is of a DCP checkpoint, even of an incomplete one."""
     return any(name == ".metadata" or RANK_METADATA.fullmatch(name) or DATA_FILE.fullmatch(name) for name in names)

@@ -1,4 +1,4 @@
-"""CRC-32, which stands beside each record of a zip archive: taken, combined, and compared with what is read."""
+"""CRC-32 of the records of zip archives: computed, combined, and compared with what is read."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def saved_each_to_its_own(folder: str) -> str:
 def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_path):
     for said in gloo.run(saved_each_to_its_own, 3, str(tmp_path)):
         assert "the files of rank 0 are not visible in" in said
-        assert "all ranks must share the same folder" in said
+        assert "to a folder that they share" in said
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -375,7 +375,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over_for_an_older_one(tmp
     manifest = tmp_path / "step-2" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 4}))
     for attempt in (reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
-        with pytest.raises(FormatError, match="upgrade it"):
+        with pytest.raises(FormatError, match="upgrade reshard"):
             attempt(tmp_path)
     manifest.write_text('{"version": 4, "name": "my web application"}')
     (tmp_path / "step-2").rename(tmp_path / "app")

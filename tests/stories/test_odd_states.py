@@ -159,5 +159,5 @@ def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):
     text = file.read_text().partition(',"digest"')[0] + "}"
     assert '["o","x"]' in text
     file.write_text(text.replace('["o","x"]', '["p","x"]'))
-    with pytest.raises(CheckpointError, match=r"contradicts itself: 'o\.x' is said to be at 'p\.x'"):
+    with pytest.raises(CheckpointError, match=r"contradicts itself: it places 'o\.x' at 'p\.x'"):
         reshard.open(tmp_path / "c")

@@ -76,7 +76,7 @@ _PIECE_BLOCKS = 8
 
 
 class GenerationFolder(NamedTuple):
-    """A generation, as its folder is called."""
+    """A generation, as the name of its folder says."""
 
     number: int
     """Each is larger than all that was there when it began; so newer generations of one incarnation
@@ -86,7 +86,7 @@ class GenerationFolder(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Its name within the folder of a host."""
+        """The name of its folder."""
         return f"{self.number:08d}-step-{self.step}-{self.save_id}"
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class GenerationFolder(NamedTuple):
 
 
 class ManifestStamp(NamedTuple):
-    """What the manifest of a generation, or of another checkpoint, says of when and what it is."""
+    """When and what the manifest of a checkpoint or generation is."""
 
     unix_s: float
     state: str
@@ -102,13 +102,13 @@ class ManifestStamp(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> ManifestStamp:
-        """Out of a manifest."""
+        """Read it from a manifest."""
         rows = repr(sorted(manifest.fingerprints.items())).encode()
         return cls(manifest.created_unix_s, xxhash.xxh3_128_hexdigest(rows) if manifest.fingerprints else "")
 
 
 class Recorded(NamedTuple):
-    """What the folder of a host says of a generation."""
+    """What the folder of a host records of a generation."""
 
     made: ManifestStamp | None
     """None while it does not count there."""
@@ -117,12 +117,12 @@ class Recorded(NamedTuple):
 
 
 def fetched_folder(kept: GenerationFolder) -> str:
-    """Where a host puts what it gets of a generation from other hosts while it recovers."""
+    """The folder in which a host stores what it receives of a generation during recovery."""
     return f"{_FETCHED}{kept.save_id}"
 
 
 def kept_in(folder: Path) -> dict[GenerationFolder, Recorded]:
-    """The generations in the folder of a host, and what is recorded of each.
+    """Return the generations in the folder of a host, and what is recorded of each.
 
     Raises StorageError if it cannot be read.
     """
@@ -150,9 +150,8 @@ def _made(storage: Storage) -> ManifestStamp | None:
 
 
 def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
-    """Remove all generations but these from the folder of a host, and what was fetched. Their
-    manifests go first, and what says of which incarnation they are goes last: what counts never
-    lacks it."""
+    """Remove all generations except these from the folder of a host, and fetched files. Manifests are removed first
+    and lineages last, so a generation that counts never lacks its lineage."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
     names = [name for name in storage.list() if name.partition("/")[0] not in kept]
     ours = [name for name in names if is_temporary(name) or _OURS.match(name)]
@@ -164,7 +163,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
 
 
 def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:
-    """What is there of a generation's files, block by block, by checksums; of every `of`-th file, from `part` on."""
+    """Check the files of a generation block by block, by checksums: every `of`-th file, from `part` on."""
     names = storage.list()
     found: Held = {}
     for rank, record in sorted(manifest.files.items(), key=lambda row: int(row[0]))[part::of]:
@@ -176,7 +175,7 @@ def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, th
 
 
 def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads: int = 1) -> Ranges:
-    """The bytes of a data file whose blocks have the right checksums; none if those are damaged themselves."""
+    """Return the bytes of a data file whose blocks have the right checksums; none if the checksums are damaged."""
     try:
         digests = storage.read(f"{record.name}.sums")
     except CheckpointError:
@@ -234,9 +233,8 @@ LINEAGE = "lineage.json"
 
 
 class Incarnation(msgspec.Struct, frozen=True):
-    """A job from a recovery, or from its first generation if it recovered nothing, until its
-    processes end or it recovers again. Its ranks and hosts stay the same, so its generations are
-    one after another, by their numbers."""
+    """A job from a recovery, or from its first generation, until its processes end or it recovers again. Its ranks
+    and hosts stay the same, so the numbers of its generations give their order."""
 
     id: str
     """Unique. It begins with the time at which the incarnation began, as a save id does."""
@@ -248,13 +246,14 @@ class Incarnation(msgspec.Struct, frozen=True):
     were over when it began: their hosts were its own."""
 
     def encode(self) -> bytes:
-        """The text of its file, with a digest."""
+        """Return the text of its file, with a digest."""
         text = msgspec.json.encode(self)
         return msgspec.json.encode(_SealedLineage(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
 
     @classmethod
     def read(cls, storage: Storage) -> Incarnation | None:
-        """That of the generation in `storage`; None if nothing legible says so, as before releases recorded it."""
+        """Return the incarnation of the generation in `storage`; None if the file is missing or unreadable, as in
+        earlier releases."""
         try:
             sealed = msgspec.json.decode(storage.read(LINEAGE), type=_SealedLineage)
             if xxhash.xxh3_128_hexdigest(sealed.lineage) != sealed.digest:
@@ -273,10 +272,9 @@ class _SealedLineage(msgspec.Struct, frozen=True):
 
 
 class Survivors(Storage):
-    """What a host has of a generation. Files that are whole here are read where they are; all
-    others in a folder of fetched files. There each file begins as a sparse file behind the header, which
-    follows from the plan: so a load can be planned before anything is fetched, and then only what
-    it needs.
+    """What a host has of a generation. Complete files are read in place. Other files are in a folder of fetched
+    files, where each begins as a sparse file with its header, which follows from the plan. So a load can be planned
+    before anything is fetched.
 
     Args:
         here: the folder of the generation on this host.
@@ -336,7 +334,7 @@ class Survivors(Storage):
         return self.fetched
 
     def prepare(self, name: str) -> None:
-        """Make the file, with its header and nothing else, unless it is there: any rank of the host may come first."""
+        """Create the file with its header, unless it exists: any rank of the host may come first."""
         path = self.fetched.root / name
         if path.exists() or self._plan is None:
             return
@@ -361,7 +359,7 @@ class Survivors(Storage):
 
 
 def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
-    """The blocks of a file of `nbytes` that have bytes of a window, as ranges that may touch or overlap."""
+    """Return the blocks of a file of `nbytes` that contain bytes of a window, as ranges that may touch or overlap."""
     return [
         (start // block_bytes * block_bytes, min(-(-(start + size) // block_bytes) * block_bytes, nbytes))
         for start, size in window.runs().joined(block_bytes)  # gaps that leave no block out
@@ -377,7 +375,7 @@ Places = dict[str, dict[int, Ranges]]
 
 
 class Moves(NamedTuple):
-    """What ranks hold and want of data files and their checksums."""
+    """The data files and checksums that ranks hold and want."""
 
     held: Places
     wanted: Places
@@ -387,7 +385,7 @@ class Moves(NamedTuple):
     def add(
         self, record: FileRecord, block_bytes: int, held: Mapping[int, Ranges], wanted: Mapping[int, Ranges]
     ) -> None:
-        """One data file, by rank. Who has or wants some of it has or wants all of its checksums."""
+        """Add a data file, by rank. A rank that holds or wants a part of it does so for all of its checksums."""
         sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // block_bytes)
         self.sizes.update({record.name: record.nbytes, sums: nsums})
         for side, by in ((self.held, held), (self.wanted, wanted)):
@@ -456,7 +454,7 @@ def _layout(side: Places, sizes: Mapping[str, int], world: int) -> StateLayout:
 
 
 def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
-    """The file, and memory for what will be written to it: where there is none, writing to it would end the process."""
+    """Create the file and reserve its memory. Without memory, a later write would end the process."""
     try:
         make_folder(path.parent)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -474,7 +472,7 @@ def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
 
 
 def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
-    """The bytes of a file, in its own memory."""
+    """Map the bytes of a file."""
     try:
         with open(path, "r+b" if shared else "rb") as file:
             flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE  # torch wants memory that could be written to
@@ -504,7 +502,7 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a `Tier` was made with; see there."""
+    """The arguments of a `Tier`."""
 
     folder: Path
     host: str
@@ -516,7 +514,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job. The same on every rank, but for `place`."""
+    """The hosts of a job. The same on every rank, except for `place`."""
 
     names: tuple[str, ...]
     """Of each rank, by its place in the group."""
@@ -546,7 +544,7 @@ class Hosts:
 
     @property
     def name(self) -> str:
-        """Of this rank's host."""
+        """The name of this rank's host."""
         return self.names[self.place]
 
     @property
@@ -598,7 +596,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the file system of a folder has left. Raises StorageError if it cannot be asked."""
+    """Return the free space of the file system of a folder. Raises StorageError if this fails."""
     try:
         found = os.statvfs(folder)
     except OSError as error:

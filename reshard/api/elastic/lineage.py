@@ -1,4 +1,4 @@
-"""Which generation a job last lived on: one function decides, for saves, restores and `gather`.
+"""Decides which generation a job used last, for saves, restores, and `gather`.
 
 A host that was away may come back with generations that the job did not continue. They may have
 larger numbers, and are not newer. So incarnations are compared before numbers are: one that knew of
@@ -30,7 +30,7 @@ class GenerationOrder(NamedTuple):
     newest_first: list[GenerationFolder]
     tied: list[GenerationFolder]
     """All others are older than some of these: the last of each incarnation of those of which
-    which it is unknown which came later. Empty if the order is known."""
+    it is unknown which came later. Empty if the order is known."""
 
     @property
     def newest(self) -> list[GenerationFolder]:
@@ -40,7 +40,7 @@ class GenerationOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundGenerations:
-    """What some hosts have."""
+    """The generations that some hosts have."""
 
     incarnations: Mapping[GenerationFolder, Incarnation]
     """Of each generation, whether it counts or not."""
@@ -67,7 +67,7 @@ class FoundGenerations:
         return cls(incarnations, hosts, made)
 
     def order(self, among: Collection[GenerationFolder] | None = None) -> GenerationOrder:
-        """The decision: of the generations that count somewhere, or of those `among` them."""
+        """Order the generations that count somewhere, or those in `among`."""
         lines: dict[str, list[GenerationFolder]] = {}
         for kept in sorted(self.made if among is None else among, reverse=True):
             lines.setdefault(self.incarnations[kept].id, []).append(kept)
@@ -82,7 +82,8 @@ class FoundGenerations:
         return GenerationOrder(newest_first, [])
 
     def begin(self, recovered: GenerationFolder | None) -> Incarnation:
-        """An incarnation of the job that begins now, knows all of this, and has recovered that."""
+        """Create an incarnation of the job that begins now, knows all of these, and continues the recovered
+        generation, if any."""
         earlier: dict[str, int] = {}
         for one in self.incarnations.values():
             earlier |= dict.fromkeys((one.id, *one.earlier), 0)
@@ -164,7 +165,7 @@ class FoundGenerations:
 
 
 def _ms(save_id: str) -> int:
-    """The time in it, in milliseconds since 1970."""
+    """The time in a save id, in milliseconds since 1970."""
     return int(save_id[:12], 16)
 
 

@@ -1,4 +1,4 @@
-"""`recover`: the newest generation that survives whole, loaded; `gather`: the same as one ordinary checkpoint."""
+"""`recover` loads the newest complete generation; `gather` makes an ordinary checkpoint of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ __all__ = ["gather", "recover"]
 
 
 class _Candidate(NamedTuple):
-    """Something that could be loaded."""
+    """A generation or checkpoint that could be loaded."""
 
     kept: GenerationFolder | None
     """None for the fallback as a whole."""
@@ -92,7 +92,8 @@ class _Verdict(NamedTuple):
 def recover(
     settings: Settings, state: Any, fallback: Any, step: int | None, options: LoadOptions, group: Group, hosts: Hosts
 ) -> tuple[TierRestoreReport, Incarnation | None]:
-    """Collective. What is not loaded, and what was fetched, is removed once all ranks have loaded.
+    """Collective: load the newest complete generation. Generations that were not loaded, and fetched files, are
+    removed once all ranks have loaded.
 
     Returns the incarnation of the job that begins with this, too, on the first rank.
     """
@@ -117,7 +118,7 @@ def recover(
 def _none_text(
     settings: Settings, fallback: Any, step: int | None, candidates: _Candidates, passed: list[str], hosts: Hosts
 ) -> str:
-    """That nothing can be loaded, and why."""
+    """The message that nothing can be loaded, with the reasons."""
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
         why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
@@ -137,7 +138,7 @@ def _first_whole(
     hosts: Hosts,
     passed: list[str],
 ) -> tuple[TierRestoreReport, GenerationFolder | None] | None:
-    """Collective: the newest candidate that can be loaded is; `passed` gets why those before it cannot."""
+    """Collective: load the newest candidate that can be loaded. `passed` gets the reasons why newer ones cannot."""
     for candidate in newest_first:
         if candidate.kept is None:
             with phase("load"):
@@ -183,8 +184,8 @@ def _report(
 def _candidates(
     settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
 ) -> tuple[FoundGenerations | None, _Candidates]:
-    """Collective: what counts on some host, the newest first, and the fallback where its time puts
-    it; with a step, only what is of that. Returns what the hosts have, too, on the first rank."""
+    """Collective: the generations that count on some host, the newest first, and the fallback at its place in time.
+    With a step, only those of that step. The first rank also gets what the hosts have."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
     rows = hosts.gather_kept(group)
@@ -209,8 +210,8 @@ def _candidates(
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
-    """Before how many generations a fallback comes: behind one of the same state, else by the time
-    it was made, and last where it does not say."""
+    """The place of a fallback among the generations, newest first: right after one of the same state, else by the
+    time it was made; last if that is unknown."""
     native = open_checkpoint(fallback).contents.details(NativeFacts)
     if native is None:
         return len(newest_first)
@@ -220,7 +221,8 @@ def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
 
 
 def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts) -> bytes:
-    """Collective: the text of a manifest, which the rank at `place` has; hosts that lack it get it, once each."""
+    """Collective: the text of a manifest, which the rank at `place` has. It is sent once to each host that lacks
+    it."""
     here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
     record = kept_in(hosts.folder).get(kept)
     has_it = record is not None and record.made is not None
@@ -235,7 +237,7 @@ def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts)
 
 @dataclass
 class _JudgedGeneration:
-    """A generation as this rank sees it, while it is judged and loaded."""
+    """A generation as this rank sees it, while it is checked and loaded."""
 
     settings: Settings
     kept: GenerationFolder
@@ -251,7 +253,7 @@ class _JudgedGeneration:
 
     @classmethod
     def look(cls, settings: Settings, candidate: _Candidate, group: Group, hosts: Hosts) -> _JudgedGeneration:
-        """Collective: share the manifest, and check all that is left of what it names."""
+        """Collective: share the manifest, and check all remaining files that it names."""
         kept = candidate.kept
         assert kept is not None
         here = LocalStorage(hosts.folder / kept.folder)
@@ -279,7 +281,7 @@ class _JudgedGeneration:
         return self
 
     def judge(self, fallback: Any) -> _Verdict:
-        """Collective: whether it is whole, or becomes so by the same tensors of the fallback."""
+        """Collective: return whether it is complete, or becomes complete by the same tensors of the fallback."""
         return self.group.share(self._judged(fallback) if self.group.rank == 0 else None, kind=_Verdict)
 
     def _judged(self, fallback: Any) -> _Verdict:
@@ -301,8 +303,8 @@ class _JudgedGeneration:
         return _Verdict("", tuple(lost))
 
     def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
-        """Collective: fill the state, each rank by its own read plan out of the files of its host,
-        to which `_prefetch` has brought what they need."""
+        """Collective: fill the state. Each rank reads by its own plan from the files of its host, to which
+        `_prefetch` has brought what they need."""
         others, checkpoint = None, self.checkpoint
         if lost:
             others = open_among(fallback, self.group.rank, self.group.world_size)
@@ -314,7 +316,7 @@ class _JudgedGeneration:
         return load_with(self.group, state, checkpoint, own, self.settings.process_group, prefetch=prefetch)
 
     def _prefetch(self, others: Checkpoint | None, plan: ReadPlan) -> None:
-        """Collective: what the plans of a host's ranks read, and the host has not, comes to it once."""
+        """Collective: bring what the plans of a host's ranks read, and the host lacks, to the host once."""
         if others is not None and (native := others.contents.details(NativeFacts)) is not None:
             read = _blocks_read(plan, native.manifest.block_bytes)
             theirs = {source: ranges for source, ranges in read.items() if source.storage is not self.storage}
@@ -338,7 +340,8 @@ class _JudgedGeneration:
             self.group.barrier()
 
     def _wants(self, plan: ReadPlan) -> Held:
-        """The blocks that this rank reads of files that are not whole on its host, by the rank that wrote them."""
+        """Return the blocks that this rank reads of files that are not complete on its host, by the rank that wrote
+        them."""
         block, wants = self.native.manifest.block_bytes, Held()
         ranks = {record.name: (rank, record) for rank, record in self.native.manifest.files.items()}
         for source, ranges in _blocks_read(plan, block).items():
@@ -349,7 +352,7 @@ class _JudgedGeneration:
         return wants
 
     def _moves(self, rows: list[Held]) -> Moves:
-        """Who gets what for its host, and who could send it."""
+        """Return which rank receives what for its host, and which ranks could send it."""
         moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
         needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
         for host, row in zip(self.hosts.names, rows):
@@ -366,7 +369,7 @@ class _JudgedGeneration:
 
 
 def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
-    """The blocks that a plan reads of each file."""
+    """The blocks of each file that a plan reads."""
     found: dict[FileSource, list[tuple[int, int]]] = {}
     for copy in plan.copies:
         if isinstance(source := copy.place.source, FileSource):
@@ -375,7 +378,7 @@ def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tupl
 
 
 def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:
-    """What is missing, for messages: tensors with the regions of the first few."""
+    """The text of what is missing: tensors with the first few regions."""
     shown = [
         f"{fqn!r} lacks {', '.join(str(box) for _, box in boxes[:3])}{', ...' if len(boxes) > 3 else ''}, written by "
         f"{format_ranks({rank for rank, _ in boxes})}"
@@ -453,14 +456,14 @@ def gather(
 
 
 class _CompareFile(NamedTuple):
-    """A task: which blocks of a rank's file are good at a place."""
+    """A task: find the good blocks of a rank's file at one place."""
 
     place: int
     rank: str
 
 
 class _WriteFile(NamedTuple):
-    """A task: a rank's file, each piece from a place that has it, and its checksums from the first of these."""
+    """A task: write a rank's file, each piece from a place that has it, and its checksums."""
 
     rank: str
     pieces: tuple[tuple[int, int, int], ...]
@@ -469,7 +472,7 @@ class _WriteFile(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherWork:
-    """What hosts kept of a generation, its files a task each."""
+    """The files that hosts kept of a generation, one task each."""
 
     folders: tuple[str, ...]
     seen: tuple[int, ...]
@@ -477,7 +480,7 @@ class GatherWork:
     out: Any = None
 
     def begin(self) -> Callable[[_CompareFile | _WriteFile], Any]:
-        """Raises StorageError where a folder is another one."""
+        """Raise StorageError if a folder has changed."""
         storages = [LocalStorage(folder) for folder in self.folders]
         for storage, count in zip(storages, self.seen):
             if (found := len(storage.list())) != count:
@@ -496,7 +499,7 @@ class GatherWork:
 
 
 class _HostFiles:
-    """Does the tasks."""
+    """Runs the tasks."""
 
     def __init__(self, storages: list[LocalStorage], out: Any, threads: int) -> None:
         self.storages, self._threads = storages, threads
@@ -520,7 +523,7 @@ class _HostFiles:
 
 
 class _Look:
-    """What some folders have of a generation."""
+    """The part of a generation in some folders."""
 
     def __init__(self, kept: GenerationFolder, places: Sequence[Path], executor: Executor | None = None) -> None:
         storages = [LocalStorage(place / kept.folder) for place in places]
@@ -545,7 +548,8 @@ class _Look:
         self.lost = lost_boxes(self.native, {str(number): [held] for number, held in enumerate(self.held)})
 
     def write(self, storage: Storage, out: Any, executor: Executor | None) -> tuple[int, int]:
-        """The checkpoint, which counts when all of it is there. Returns how many data files it has, and their bytes."""
+        """Write the checkpoint, which counts when it is complete. Return the number of data files and of their
+        bytes."""
         manifest = self.native.manifest
         commit.claim(storage, manifest.save_id)
         try:
@@ -560,7 +564,7 @@ class _Look:
         return len(manifest.files), sum(record.nbytes for record in manifest.files.values())
 
     def _pieces(self, rank: str, record: FileRecord) -> Iterator[tuple[int, int, int]]:
-        """The bytes of a file from front to end, each piece with the place of a host that has it."""
+        """Yield the bytes of a file from front to end, each piece with the place of a host that has it."""
         at = 0
         while at < record.nbytes:
             place, stop = next(
@@ -574,7 +578,7 @@ class _Look:
 
 
 def _opened(storage: LocalStorage) -> NativeFacts | None:
-    """A generation, by the manifest that a host has."""
+    """Open a generation by the manifest that a host has."""
     try:
         return reader.open(Files(storage, {MANIFEST: 0})).details(NativeFacts)
     except CheckpointError:

@@ -278,13 +278,13 @@ class Tier:
         return job
 
     def _settle(self) -> None:
-        """Collective: what is kept in the background is over."""
+        """Collective: wait for saves in the background."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_known:
             pending.result()
 
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
-        """Collective: what copies cross over while the job uses the process group for its own messages."""
+        """Collective: the group that sends copies while the job uses the process group for its own messages."""
         if self._wire is None and group.world_size > 1:
             self._wire = new_group(group, is_part=self.settings.process_group is not None)
         return self._wire
@@ -293,7 +293,7 @@ class Tier:
         return Group(self.settings.process_group, deadline_s=self.settings.timeout)
 
     def _meet(self, group: Group) -> Hosts:
-        """Collective: who is where, which is asked once."""
+        """Collective: which rank is on which host. Asked once."""
         ranks = tuple(group.ranks)
         is_new = self._known is None or self._known[1] != ranks
         if group.merge(is_new, any, "the exchange of hosts") or not self._known:
@@ -316,7 +316,7 @@ def _check_step(step: object) -> None:
 
 
 def check_bytes_per_s(bytes_per_s: object) -> None:
-    """Raises CheckpointError for what is no pace."""
+    """Raise CheckpointError if this is not a positive rate."""
     if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
         raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
 
@@ -326,7 +326,7 @@ def check_bytes_per_s(bytes_per_s: object) -> None:
 
 
 class PendingKeep:
-    """A state that is being kept in the background."""
+    """A save to memory that runs in the background."""
 
     def __init__(self, future: Future[TierSaveReport]) -> None:
         self._future = future
@@ -334,7 +334,7 @@ class PendingKeep:
         """Whether the result was reported to a caller."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if it has ended, successfully or not."""
         return self._future.done()
 
     def result(self) -> TierSaveReport:
@@ -345,10 +345,10 @@ class PendingKeep:
 
 
 class Pace:
-    """Lets this number of bytes pass per second.
+    """Limits the number of bytes per second.
 
     Args:
-        check: called while it waits; raises where waiting is in vain.
+        check: called while it waits; raises if waiting is useless.
     """
 
     def __init__(self, bytes_per_s: float, check: Callable[[], None]) -> None:
@@ -365,7 +365,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class _KeepJob:
-    """A generation that has begun: of one rank, what it writes, and for whom else."""
+    """A generation in progress: what one rank writes, and which copies it sends."""
 
     settings: Settings
     save: SaveJob
@@ -385,7 +385,7 @@ class _KeepJob:
         hosts: Hosts,
         incarnation: Incarnation | None,
     ) -> tuple[_KeepJob, Incarnation]:
-        """Collective.
+        """Begin. Collective.
 
         Args:
             incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
@@ -404,7 +404,8 @@ class _KeepJob:
     def finish(
         self, data: ToWrite, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None = None
     ) -> TierSaveReport:
-        """Collective. Until all hosts have all that is theirs, the generation before counts; then it goes."""
+        """Finish. Collective. The previous generation counts until all hosts have all of their files; then it is
+        removed."""
         group, hosts, storage = self.save.group, self.hosts, LocalStorage(self.hosts.folder / self.kept.folder)
         may_count = False
         try:
@@ -433,7 +434,7 @@ class _KeepJob:
         return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
 
     def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
-        """For the first rank of each host the manifest, by the place of the rank."""
+        """Return the manifest for the first rank of each host, by the place of that rank."""
         if told is None:
             return None
         files = {rank: one for rank, one in told[0] if one.files}
@@ -462,7 +463,7 @@ class _NextKept(NamedTuple):
 def _begin(
     step: int, group: Group, hosts: Hosts, copies: CopyPlan, incarnation: Incarnation | None
 ) -> tuple[GenerationFolder, Incarnation]:
-    """Collective: the next generation. Removes what neither counts nor ever will, and checks that there is space."""
+    """Collective: the next generation. Removes unusable generations, and checks that there is space."""
     rows = hosts.gather_kept(group)
     begun = None
     if rows is not None:
@@ -485,7 +486,8 @@ def _begin(
 
 
 def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnation | None) -> _NextKept:
-    """The generation that begins. Of those before, the newest stays that all hosts have; all, if they have none."""
+    """Return the next generation. Of the earlier ones, the newest that all hosts have stays; if there is none, all
+    stay."""
     incarnation = incarnation or found.begin(None)
     number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))
     everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]
@@ -503,7 +505,7 @@ def _mirror(
     wire: dist.ProcessGroup | None,
     pace: Callable[[int], None] | None,
 ) -> int:
-    """Collective: copies of this rank's file go to other hosts, and copies of theirs come here and are checked."""
+    """Collective: send copies of this rank's file to other hosts, and receive and check copies of theirs."""
     files = group.exchange_within(f"ring {copies.ring_of[hosts.name]}", record, kind=FileRecord | None)
     moves, mine = Moves({}, {}, {}), list[FileRecord]()
     for place, its in files.items():

@@ -1,4 +1,4 @@
-"""What a manager knows of the steps in its folder, and how it says that the folder is its own."""
+"""What a manager knows of the steps in its folder, and its claim on the folder."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 def step_path(root: str, step: int) -> str:
-    """Where a step is."""
+    """The path of a step."""
     return path_below(root, f"step-{step}")
 
 
 def whole_steps(root: str) -> list[int]:
-    """The steps in storage that are complete, judged by names and sizes of files, in order."""
+    """The steps in storage that are complete, according to names and sizes of files, in order."""
     names = [path.rpartition("/")[2] for _, path, is_below in complete(root) if is_below]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a step beside its checkpoint."""
+    """What is known of a step besides its checkpoint."""
 
     metrics: dict[str, float | str] = {}
     """Infinite ones as text: JSON has no numbers for them."""
@@ -70,7 +70,7 @@ class Ledger:
 
     @classmethod
     def read(cls, root: str) -> Ledger:
-        """As it is in storage; empty where there is none."""
+        """Read the records from storage; empty if there are none."""
         storage = open_storage(root)
         try:
             return cls(root, dict(msgspec.json.decode(storage.read(LEDGER), type=_Text).steps))
@@ -83,11 +83,11 @@ class Ledger:
             ) from error
 
     def publish(self) -> None:
-        """To storage."""
+        """Write the records to storage."""
         open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(_Text(self.steps))))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
-        """Before its save begins. What was set aside of that step goes."""
+        """Record a step before its save begins. An abandoned checkpoint of that step is removed."""
         if step in self.aside():
             remove_checkpoints(self.root, [step_path(self.root, step)])
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
@@ -102,11 +102,11 @@ class Ledger:
             self.publish()
 
     def current(self) -> list[int]:
-        """The whole steps that count, in their order."""
+        """The complete steps that count, in order."""
         return [step for step in whole_steps(self.root) if step not in self.aside()]
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Of the whole steps that count."""
+        """The metrics of the complete steps that count."""
         rows = {step: self._of(step).metrics for step in self.current()}
         return {step: {name: float(value) for name, value in its.items()} for step, its in rows.items()}
 
@@ -124,7 +124,7 @@ class Ledger:
         return {step for step, record in self.steps.items() if record.is_aside}
 
     def tidy(self, kept: Collection[int]) -> None:
-        """Remove all whole steps but these, and what killed saves have left."""
+        """Remove all complete steps except these, and leftovers of killed saves."""
         paths = {step_path(self.root, step): step for step in whole_steps(self.root) if step not in kept}
         gone = remove_checkpoints(self.root, paths)
         stay = {*kept, *(step for path, step in paths.items() if path not in gone)}
@@ -138,7 +138,7 @@ class Ledger:
 
 
 class RootClaim:
-    """Says that this process saves in a root, until `release` or the end of the process.
+    """The claim that this process saves in a root, until `release` or the end of the process.
 
     Raises CheckpointError where a process that runs does; StorageError for a root that cannot be written.
     """
@@ -158,8 +158,8 @@ class RootClaim:
         liveness.set_fence(self._storage.url, self._check_held)
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken the root meanwhile: one of another machine may, since it
-        cannot know that this one is running."""
+        """Raise CheckpointError if another process has taken the root. A process of another machine may do so, since
+        it cannot know that this one is running."""
         found = liveness.read_lease(self._storage, _OWNER)
         if found != self._mine:
             raise CheckpointError(
@@ -172,7 +172,7 @@ class RootClaim:
             self.check()
 
     def release(self) -> None:
-        """Another manager may come."""
+        """Let another manager take the root."""
         if self._ended.alive:
             self._ended()
             if liveness.read_lease(self._storage, _OWNER) == self._mine:

@@ -1,4 +1,4 @@
-"""Models, optimizers, schedules, data loaders and generators as the state that is saved, and back into them."""
+"""Converts models, optimizers, schedules, data loaders, and generators to the state that is saved, and back."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _Set = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class _Taken:
-    """What stands for an object in the state."""
+    """The replacement of an object in the state."""
 
     state: Any
     put: _Set
 
 
 class LiveObjects:
-    """A state as its user has it, taken apart.
+    """A user's state, taken apart.
 
     Of `user`, each model, optimizer, generator and all else with `state_dict` and `load_state_dict` is replaced in
     `state` by what is saved of it; all other values are the same ones. `put_back` gives each object what was loaded,
@@ -59,7 +59,7 @@ class LiveObjects:
         self.state: Any = self._take(user, "")
 
     def put_back(self) -> None:
-        """After `state` was filled."""
+        """Give the loaded values to the objects, after `state` was filled."""
         self._put(self._user, self.state)
 
     def _take(self, value: Any, key: str) -> Any:
@@ -94,8 +94,8 @@ class LiveObjects:
         return None
 
     def _own(self, wrapper: PerRank) -> _Taken | None:
-        """Of an object that each rank has for itself. To ask a data loader for its state may start its workers, so
-        that is not done before it is filled: one that nothing comes for stays as it was made."""
+        """Prepare an object with a value per rank. Asking a data loader for its state may start its workers, so this
+        is done only when a value was loaded for it."""
         its = wrapper.value
         if isinstance(its, torch.Generator):
             get, put = its.get_state, its.set_state
@@ -136,7 +136,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _all(kind: Any, value: Any) -> list[Any]:
-    """A value of that kind, or a list of nothing else: the stages of a pipeline, or their optimizers."""
+    """Return a value of that kind, or a list of only such values: the stages of a pipeline, or their optimizers."""
     if isinstance(value, kind):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)

@@ -253,7 +253,7 @@ class CheckpointManager:
         return number
 
     def _due(self, group: Group, step: int, force: bool) -> _Due:
-        """What all ranks do at this step."""
+        """Decide what all ranks do at this step."""
         before = step - 1 if self._before is None else self._before
         wanted = force or self.every.is_multiple(step, before)
         if self._memory_every is not None:
@@ -281,13 +281,13 @@ class CheckpointManager:
         return _Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:
-        """Who asks and was not answered yet."""
+        """Return the requests that were not answered yet."""
         asked = self.preemption.asked()
         self._answered &= set(asked)
         return [*self._signals.take(), *(one for one in asked if one not in self._answered)]
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> None:
-        """Collective."""
+        """Collective: save to storage."""
         self._settle("storage")
         group = self._group()
         with group.together("CheckpointManager.save"):
@@ -314,18 +314,19 @@ class CheckpointManager:
             self._pending["storage"] = pending
 
     def _is_based(self) -> bool:
-        """On the first rank: whether the next save reuses what an earlier one has."""
+        """On the first rank: return True if the next save reuses data of an earlier one."""
         if self._full_every == 1:
             return False
         return self._ledger.saves_since_whole() + 1 < self._full_every and bool(self._ledger.current())
 
     def _follow(self, pending: PendingSave) -> None:
-        """On the first rank: its save is over when older steps are gone."""
+        """On the first rank: wait for the save, then remove older steps."""
         pending.result()
         self._tidy()
 
     def _tidy(self, but: Collection[int] = ()) -> None:
-        """On the first rank, remove what the policy does not want: what was saved stays, whatever happens here."""
+        """On the first rank: remove steps that the policy does not keep. An error here does not affect saved
+        steps."""
         if self._claim is None:
             return
         try:
@@ -335,7 +336,7 @@ class CheckpointManager:
             _log.warning("older steps in %s could not be removed: %s", self.root, error)
 
     def _keep(self, step: int, state: Any) -> None:
-        """Collective."""
+        """Collective: save to memory."""
         assert self._memory is not None
         self._settle("memory")
         taken = LiveObjects(state).state
@@ -417,7 +418,7 @@ class CheckpointManager:
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]
     ) -> RestoreReport:
-        """Collective: a step of storage, or what memory has that is newer; None: what memory has."""
+        """Collective: load a step from storage, or what memory has that is newer. None: what memory has."""
         path = None if one is None else step_path(self.root, one)
         if path is not None and (self._memory is None or wanted is not None):
             ranks: Any = {"process_group": self._process_group, "timeout": self._timeout}
@@ -437,7 +438,7 @@ class CheckpointManager:
             found = load()
         except (CheckpointNotFoundError, CorruptCheckpointError) as caught:
             error, problem = caught, str(caught)
-        except Exception as caught:  # the others wait to hear of it
+        except Exception as caught:  # the others wait for this rank's result
             error = caught
         said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
         if error is not None and not said:
@@ -509,7 +510,7 @@ class CheckpointManager:
 
 
 class _Due(NamedTuple):
-    """What all ranks do."""
+    """What all ranks do at a step."""
 
     storage: str = ""
     memory: str = ""
@@ -519,7 +520,7 @@ class _Due(NamedTuple):
 
 
 class _Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or several, say."""
+    """What one rank, or several, report at a step."""
 
     steps: tuple[int, int]
     """The lowest and the highest."""
@@ -531,7 +532,7 @@ class _Vote(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(votes: list[_Vote]) -> _Vote:
-        """Of several, in the order of the ranks."""
+        """Combine several votes, in the order of the ranks."""
         return _Vote(
             (min(vote.steps[0] for vote in votes), max(vote.steps[1] for vote in votes)),
             list(dict.fromkeys(one for vote in votes for one in vote.asked)),
@@ -550,7 +551,7 @@ class _Pending(Protocol):
 
 
 class _Signals:
-    """Those that came since they were last asked for."""
+    """The signals that arrived since the last call of `take`."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._came: list[str] = []
@@ -571,12 +572,12 @@ class _Signals:
             earlier(number, frame)
 
     def take(self) -> list[str]:
-        """Their names."""
+        """Return their names."""
         came, self._came = self._came, []
         return list(dict.fromkeys(came))
 
     def release(self) -> None:
-        """Back to the handlers that were there before, unless others have come."""
+        """Restore the earlier handlers, unless others were installed since."""
         if threading.current_thread() is threading.main_thread():
             for number, earlier in self._earlier.items():
                 if signal.getsignal(number) == self._note:

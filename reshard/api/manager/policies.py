@@ -135,7 +135,7 @@ class Preemption:
 
 
 def checked_step(step: object) -> int:
-    """Any whole number, of numpy's too. Raises CheckpointError for what is no step."""
+    """Return an integer, also from one of numpy's. Raises CheckpointError for other values."""
     number = -1
     if not isinstance(step, bool) and hasattr(step, "__index__"):
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
@@ -146,7 +146,7 @@ def checked_step(step: object) -> int:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name. Raises CheckpointError for what is none, or not a number."""
+    """Return numbers by name. Raises CheckpointError for other values."""
     if not isinstance(metrics, Mapping | None):
         raise CheckpointError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
     found = {}

@@ -98,7 +98,7 @@ class ElasticSampler(Sampler[int]):
         return {"size": self.size, "shuffle": self.shuffle, "seed": self.seed}
 
     def _own(self) -> torch.Tensor:
-        """What is left of the epoch for this part."""
+        """Return this part's share of the rest of the epoch."""
         order = torch.arange(self.size, device="cpu")
         if self.shuffle:
             drawn = torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + self.epoch)

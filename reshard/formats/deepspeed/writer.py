@@ -234,7 +234,7 @@ def _step(found: Canonical, fqn: str) -> float | None:
 
 
 def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, str]:
-    """Names of tensors that are the very same chunks as another's: that which has states, or the first."""
+    """Names of tensors that are the same chunks as another's: that which has states, or the first."""
     first: dict[int, str] = {}
     for fqn in (*trained, *model):
         if model[fqn].chunks != ():

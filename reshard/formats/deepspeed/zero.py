@@ -43,7 +43,7 @@ class Rank:
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Stages 1 and 2, newer versions: start and length of each parameter's part in the piece."""
     round_robin: bool = False
-    """Stages 1 and 2: parameters were dealt out to the ranks in turn. The shapes of the model are in that order, too,
+    """Stages 1 and 2: parameters were assigned to the ranks in turn. The shapes of the model are in that order, too,
     but `mappings` say where the parameters would be without it."""
     paddings: list[list[int]] = field(default_factory=list)
     """Stages 1 and 2: elements between a parameter of each group and the next."""

@@ -241,7 +241,7 @@ def _find_slots(
         ):
             return first  # parameters of one size: the order of the file decides, which comes first
         if candidates[0] in candidates[1:] and first == fitting[0] and first in _place(candidates[0], numels, buffer):
-            return first  # the file has its keys in the very order in which one kind of Megatron's layers has them
+            return first  # the file has its keys in the order in which one kind of Megatron's layers has them
     raise NormalizationError(
         f"two orders of the parameters fill the optimizer's buckets, and differ from {differing[0]!r} on: give the "
         "right one by the hint 'param_order'"
@@ -468,7 +468,7 @@ _KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """The settings of Megatron's groups, and what is to be known of them.
 
-    Groups of other programs are made anew by Megatron's rules: with and without weight decay, and with `own_experts`
+    Groups of other programs are made by Megatron's rules: with and without weight decay, and with `own_experts`
     those of experts by themselves.
 
     Raises FormatError if parameters that Megatron has in one group have different settings.

@@ -177,7 +177,7 @@ def megatron_form(
 
 
 def _ties(model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Names of tensors that are the very same chunks as an earlier one, with the name of that."""
+    """Names of tensors that are the same chunks as an earlier one, with the name of that."""
     first: dict[int, str] = {}
     ties = {fqn: first.setdefault(id(t.chunks), fqn) for fqn, t in model.items() if t.chunks != ()}
     return {fqn: kept for fqn, kept in ties.items() if fqn != kept}

@@ -97,7 +97,7 @@ class TensorRef:
 def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
     """The value with records of well-known data classes (numpy arrays and numbers, paths, namespaces) made plain.
 
-    Others stay records. Containers are new. `tensor` gives what to put in the place of each tensor; None keeps the
+    Others stay records. Containers are new. `tensor` returns a replacement for each tensor; None keeps the
     references. Raises CorruptCheckpointError for a container that contains itself.
     """
     try:

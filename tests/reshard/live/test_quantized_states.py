@@ -187,5 +187,5 @@ def test_a_cut_through_blocks_is_refused_unless_plain_values_are_asked_for(tmp_p
 
 
 def test_a_class_is_registered_with_words_that_are_known():
-    with pytest.raises(KeyMismatchError, match="'scale' is said to be 'rows': it is one of flat, dims, whole"):
+    with pytest.raises(KeyMismatchError, match="'scale' cannot be 'rows': it is one of flat, dims, whole"):
         reshard.register_tensor_class("app.Other", {"scale": "rows"})
