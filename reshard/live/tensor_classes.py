@@ -15,7 +15,15 @@ from reshard.live.tensors import dtensor_like, holder, inner_names, is_dtensor, 
 from reshard.live.tree import class_name, map_leaves
 from reshard.state import KeyPath, key_of
 
-__all__ = ["Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "register_tensor_class"]
+__all__ = [
+    "Follows",
+    "SavedPart",
+    "dequantized",
+    "expanded",
+    "made_of_parts",
+    "register_tensor_class",
+    "registered_classes",
+]
 
 
 # {"w": Quantized(data, scale)}    ->    w.data, w.scale
@@ -59,17 +67,18 @@ def _scaled(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> 
 
 
 _DIMS: dict[str, Follows] = dict.fromkeys(("qdata", "scale", "zero_point"), "dims")
-_WORKFLOWS = "torchao.quantization.quantize_.workflows"
-_registered = {
+_MX = "torchao.prototype.mx_formats"
+registered_classes = {
     "torchao.optim.subclass_8bit.OptimState8bit": _TensorClass({"scale": "flat", "qmap": "whole"}, _of_table),
     "torchao.optim.subclass_4bit.OptimState4bit": _TensorClass(
         {"codes": "flat", "scale": "flat", "qmap": "whole"}, _packed
     ),
     "torchao.optim.subclass_fp8.OptimStateFp8": _TensorClass({"scale": "flat"}, _scaled),
-    f"{_WORKFLOWS}.float8.float8_tensor.Float8Tensor": _TensorClass(_DIMS),
-    f"{_WORKFLOWS}.int8.int8_tensor.Int8Tensor": _TensorClass(_DIMS),
-    f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor.IntxUnpackedToInt8Tensor": _TensorClass(_DIMS),
-    "torchao.prototype.mx_formats.mx_tensor.MXTensor": _TensorClass(_DIMS),
+    "torchao.quantization.Float8Tensor": _TensorClass(_DIMS),
+    "torchao.quantization.Int8Tensor": _TensorClass(_DIMS),
+    "torchao.quantization.IntxUnpackedToInt8Tensor": _TensorClass(_DIMS),
+    f"{_MX}.mx_tensor.MXTensor": _TensorClass(_DIMS),
+    f"{_MX}.nvfp4_tensor.NVFP4Tensor": _TensorClass(_DIMS | {"per_tensor_scale": "whole"}),
 }
 
 
@@ -97,7 +106,7 @@ def register_tensor_class(
     if unknown := [name for name, how in parts.items() if how not in words]:
         raise KeyMismatchError(f"{unknown[0]!r} cannot be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-    _registered[name] = _TensorClass(dict(parts), make)
+    registered_classes[name] = _TensorClass(dict(parts), make)
 
 
 # Taking apart.
@@ -130,8 +139,9 @@ def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
     """An inner tensor; of a DTensor, sharded as that is."""
     local = holder(value)
     part: torch.Tensor = getattr(local, name)
-    known = _registered.get(class_name(local))
-    how = known.parts.get(name) if known is not None else None
+    known = registered_classes.get(class_name(local))
+    # scales that were put into the order of a kernel do not follow the tensor
+    how = known.parts.get(name) if known is not None and not getattr(local, "is_swizzled_scales", False) else None
     of = f"the part {name!r} of {key_of(path)!r}, a {type(local).__name__} of local shape {list(local.shape)},"
     if how == "flat" and (part.numel() or is_dtensor(value)):
         block = _block_of(local.numel(), part.numel(), of)
@@ -244,7 +254,7 @@ def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Te
     Raises LayoutError if the sharding splits a block.
     """
     module, _, attribute = name.rpartition(".")
-    known, cls = _registered.get(name), getattr(sys.modules.get(module), attribute, None)
+    known, cls = registered_classes.get(name), getattr(sys.modules.get(module), attribute, None)
     if known is None or known.make is None or cls is None:
         return None
     local = holder(parameter).detach()

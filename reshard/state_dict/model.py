@@ -22,6 +22,7 @@ from reshard.live.tensors import (
     dtype_of,
     global_shape,
     held_tensors,
+    holder,
     identity_of,
     inner_names,
     is_dtensor,
@@ -310,6 +311,8 @@ class _ModelMatch:
         target, shape = slot.value, slot.shape
         assert target is not None
         fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
+        if fault is None and not self.outlines:
+            fault = _other_class(value, target)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return
@@ -326,6 +329,22 @@ class _ModelMatch:
             other = self.given[name]
             if other is not first and not same_value(first, other):
                 self.faults.append(f"{name}: tied with {names[0]!r} in this model, but the two have different values")
+
+
+def _other_class(value: Any, target: torch.Tensor) -> str | None:
+    """What to say if only one of two tensors is quantized, or they are so in two ways: no copy can convert them."""
+    one, two = tensor_class(value), tensor_class(target)
+    if one == two or not (_is_quantized(value) or _is_quantized(target)):
+        return None
+    return (
+        f"is {one or 'a plain tensor'} in the dict, and {two or 'a plain tensor'} in the model. Quantize the model "
+        "alike first, or give a plain model reshard.dequantized(state)"
+    )
+
+
+def _is_quantized(value: Any) -> bool:
+    local = holder(value)
+    return bool(inner_names(local)) and type(local).dequantize is not torch.Tensor.dequantize
 
 
 def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], faults: list[str], strict: bool) -> str:

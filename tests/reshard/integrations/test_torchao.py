@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+from reshard.errors import LayoutError
+from reshard.live.tensors import with_local
 from tests import gloo
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -66,3 +69,61 @@ def test_codes_and_scales_stay_as_they_are(tmp_path, name):
         if number:
             assert reshard.compare(tmp_path / "0", tmp_path / str(number)).ok
     assert torch.equal(steps[0][1], steps[3][1])  # as if nothing had happened between
+
+
+def test_every_class_that_is_known_is_there_under_its_name():
+    from importlib import import_module
+
+    from reshard.live.tensor_classes import registered_classes
+
+    for name in registered_classes:
+        module, _, attribute = name.rpartition(".")
+        if module.startswith("torchao."):
+            cls = getattr(import_module(module), attribute)
+            assert f"{cls.__module__}.{cls.__qualname__}" == name
+
+
+def quantized(kind, values):
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+
+    if kind.startswith("mx"):
+        return MXTensor.to_mx(values.bfloat16(), torch.float8_e4m3fn, 32, is_swizzled_scales=kind == "mx swizzled")
+    if kind == "nvfp4":
+        return NVFP4Tensor.to_nvfp4(values.bfloat16())
+    layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    layer.weight.data = values
+    config = {"float8": Float8WeightOnlyConfig, "int8": Int8WeightOnlyConfig, "intx": IntxWeightOnlyConfig}[kind]
+    quantize_(layer, config())
+    return layer.weight.data
+
+
+def weights(kind, source, target):
+    """Rows of a quantized weight, or what was saved of it, as plain numbers; saves."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    whole = distribute_tensor(torch.randn(768, 256), mesh, [Shard(0)])
+    values = whole.to_local() if source is None else torch.ones_like(whole.to_local())
+    weight = with_local(whole, quantized(kind, values))
+    if source is not None:
+        assert reshard.load({"w": weight}, source).ok
+    reshard.save({"w": weight}, target)
+    return weight._local_tensor.dequantize().float()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["float8", "int8", "intx", "mx", "nvfp4"])
+def test_weights_keep_their_codes_on_other_numbers_of_ranks(kind, tmp_path):
+    found = []
+    for number, ranks in enumerate((2, 4, 3, 2)):
+        source = str(tmp_path / str(number - 1)) if number else None
+        found.append(torch.cat(gloo.run(weights, ranks, kind, source, str(tmp_path / str(number)))))
+        assert torch.equal(found[-1], found[0])
+        assert not number or reshard.compare(tmp_path / "0", tmp_path / str(number)).ok
+
+
+@pytest.mark.gloo
+def test_scales_in_the_order_of_a_kernel_are_refused(tmp_path):
+    with pytest.raises(LayoutError, match=r"the part .scale. of .w., a MXTensor .* its sharding is unknown"):
+        gloo.run(weights, 2, "mx swizzled", None, str(tmp_path / "0"))

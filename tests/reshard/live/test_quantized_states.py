@@ -45,7 +45,7 @@ class Blocks(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Blocks(args[0].codes, args[0].scale, args[0].table)
+            return type(args[0])(args[0].codes, args[0].scale, args[0].table)
         raise NotImplementedError(f"{func} on Blocks")
 
 
@@ -189,3 +189,32 @@ def test_a_cut_through_blocks_is_refused_unless_plain_values_are_asked_for(tmp_p
 def test_a_class_is_registered_with_words_that_are_known():
     with pytest.raises(KeyMismatchError, match="'scale' cannot be 'rows': it is one of flat, dims, whole"):
         reshard.register_tensor_class("app.Other", {"scale": "rows"})
+
+
+class Others(Blocks):
+    """Blocks of another kind."""
+
+
+def test_a_weight_that_is_quantized_on_one_side_only_is_refused_before_anything_is_set():
+    def made(kind):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(8, 2, bias=False))
+        values = torch.sin(torch.arange(16.0)).reshape(2, 8)
+        model[1].weight = torch.nn.Parameter(kind(values), requires_grad=False)
+        return model
+
+    def others(values):
+        return Others(*(getattr(Blocks.of(values), name) for name in ("codes", "scale", "table")))
+
+    kinds = {"plain": torch.Tensor.clone, "Blocks": Blocks.of, "Others": others}
+    for one, two in (("plain", "Blocks"), ("Blocks", "plain"), ("Blocks", "Others")):
+        model = made(kinds[two])
+        before = model[0].weight.clone()
+        state = reshard.get_model_state_dict(made(kinds[one]))
+        with pytest.raises(
+            KeyMismatchError, match=r"misfit: 1.weight: is .* in the dict, and .* in the model. Quantize"
+        ):
+            reshard.set_model_state_dict(model, state)
+        assert torch.equal(model[0].weight, before)
+    model = made(kinds["plain"])
+    reshard.set_model_state_dict(model, reshard.dequantized(reshard.get_model_state_dict(made(kinds["Blocks"]))))
+    assert torch.equal(model[1].weight, made(kinds["Blocks"])[1].weight.dequantize())
