@@ -380,8 +380,8 @@ class DigestTable:
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
         raise KeyMismatchError(
-            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap values that differ on "
-            "purpose in reshard.PerRank(value), or use another key on each rank"
+            f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. Wrap "
+            "values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
         )
 
 
