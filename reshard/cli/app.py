@@ -186,7 +186,7 @@ def _main(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits. Known errors become one line on stderr."""
+    """Run the command line and exit. Known errors become one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in given
     try:
