@@ -622,7 +622,7 @@ def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) ->
 
 
 def _is_shared(layout: TensorLayout) -> bool:
-    """Whether elements are wanted by several ranks, in regions that are equal wherever they overlap."""
+    """Return True if elements are wanted by several ranks, in regions that are equal wherever they overlap."""
     chunks = sum(box.numel for _, box in layout.chunks())
     if int(layout.numels().sum()) <= chunks:
         return False

@@ -292,7 +292,7 @@ def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_F
 
 
 def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor does not have its saved fingerprint; False also if checking would take much work."""
+    """Return True if a tensor does not have its saved fingerprint; False also if checking would take much work."""
     tensor, wanted = checkpoint[name], (checkpoint.fingerprints or {}).get(name)
     if wanted is None or tensor.nbytes > SHARE_BYTES:
         return False

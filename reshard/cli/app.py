@@ -209,7 +209,7 @@ def _tell(message: str) -> None:
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether the message of the error is enough; anything else is a bug, and shows its traceback."""
+    """Return True if the message of the error is enough; anything else is a bug, and shows its traceback."""
     from planners.errors import PlanError
     from reshard.errors import ReshardError
 

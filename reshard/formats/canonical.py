@@ -278,7 +278,7 @@ class StoredOptimizer:
 
     @property
     def by_id(self) -> bool:
-        """Whether parameters have integer ids instead of names."""
+        """True if parameters have integer ids instead of names."""
         listed = [p for group in self.groups for p in group.get("params", ())]
         return bool(listed or self.state) and all(isinstance(p, int) for p in listed) and all(map(_is_id, self.state))
 

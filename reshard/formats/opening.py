@@ -145,8 +145,8 @@ def _run_at(
 
 
 def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
-    """Whether what the top shows is of a format that has folders of its own below it, whatever these are called; or of
-    the one that is preferred."""
+    """Return True if what the top shows is of a format that has folders of its own below it, whatever these are
+    called; or of the one that is preferred."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -476,8 +476,9 @@ def owned_by(marks: Iterable[str]) -> list[str]:
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Whether it is a step by more than a number for a name, which other things have, too: the folders of ranks, of
-    processes' logs, of items in a list. So its name says it, or it holds what is called as files of a checkpoint."""
+    """Return True if it is a step by more than a number for a name, which other things have, too: the folders of
+    ranks, of processes' logs, of items in a list. So its name says it, or it holds what is called as files of a
+    checkpoint."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -487,7 +488,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Whether a folder holds much, and neither it nor those in it a file that is called as one of a checkpoint."""
+    """Return True if a folder holds much, and neither it nor those in it a file that is called as one of a
+    checkpoint."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

@@ -236,7 +236,7 @@ def _is_other(key: Any, value: Any) -> bool:
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:
-    """Whether the state is an optimizer's and nothing else."""
+    """Return True if the state is an optimizer's and nothing else."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
     return is_flat(tree)

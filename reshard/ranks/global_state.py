@@ -361,7 +361,7 @@ class DigestTable:
         return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
 
     def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
-        """Whether all ranks have the same objects, by what all of them sent. Collective if some hold others.
+        """Return True if all ranks have the same objects, by what all of them sent. Collective if some hold others.
 
         Raises KeyMismatchError, on every rank, with the keys that have two values.
         """
