@@ -16,7 +16,7 @@ _draw: list[Callable[[Any], str]] = []
 
 
 def draw_pages_with(draw: Callable[[Any], str]) -> None:
-    """Have plans drawn by this: it makes a whole HTML page of one."""
+    """Register a function that draws a plan as a complete HTML page."""
     _draw[:] = [draw]
 
 
@@ -56,7 +56,7 @@ class Tabled:
 
 
 def preformatted(text: str) -> str:
-    """Text as it is, for a notebook; of many lines the first."""
+    """Return preformatted text for a notebook. Of many lines, only the first ones are shown."""
     from html import escape
 
     lines = text.splitlines()

@@ -289,4 +289,4 @@ def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_we
 
 
 def test_there_is_a_block_for_a_run_and_one_for_each_job() -> None:
-    assert len([block for block in BLOCKS if block.id.startswith("README")]) == 4
+    assert len([block for block in BLOCKS if block.id.startswith("README")]) == 3

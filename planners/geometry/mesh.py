@@ -301,7 +301,7 @@ def parse_placements(text: str) -> tuple[Placement, ...]:
 
 
 def _wrapped(text: str) -> bool:
-    """Whether one pair of brackets encloses the whole text, as in DTensor's repr of a tuple."""
+    """Return True if one pair of brackets encloses the whole text, as in DTensor's repr of a tuple."""
     text = text.strip()
     depth = 0
     for i, char in enumerate(text):

@@ -495,7 +495,8 @@ _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
 
 
 def looks_like_a_topology(text: str) -> bool:
-    """Whether it is meant as one: `name=size,name=size`, and perhaps lines of rules; a path is none."""
+    """Return True if the text looks like a topology: `name=size,name=size`, perhaps with lines of rules. A path does
+    not."""
     head = next(iter(text.strip().splitlines()), "")
     return bool(head) and all(_PART.fullmatch(part) for part in head.split(","))
 

@@ -1,4 +1,5 @@
-"""What all plans are: what is to go from where to where, listed for the rank that asks; and `verify`, their proof.
+"""The common type of all plans: what goes from where to where, listed for the rank that asks; and `verify`, the
+proof.
 
 Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a product, each dim is
 proved on its own: if the segments of every dim tile what each owner holds exactly once and agree on global coordinates,
@@ -29,7 +30,7 @@ __all__ = [
 
 
 class PlanItem(Protocol):
-    """One box of elements that is to go from somewhere to somewhere."""
+    """One box of elements that a plan moves."""
 
     @property
     def fqn(self) -> str: ...
@@ -73,7 +74,7 @@ class PlanItems(tuple[ItemT, ...]):
 
 @runtime_checkable
 class Provable(Protocol):
-    """What can be proved right, or else says what is wrong."""
+    """Something that can be proved right, or else lists what is wrong."""
 
     covers: ClassVar[str]
     """What is proved if nothing is wrong."""
@@ -83,7 +84,7 @@ class Provable(Protocol):
         """What is checked."""
 
     def findings(self) -> Iterator[Finding]:
-        """All that is wrong."""
+        """Return all problems."""
 
 
 def verify(subject: object) -> Report:
@@ -215,7 +216,7 @@ PlanT = TypeVar("PlanT", bound=Plan[Any])
 
 
 def alike(findings: Iterable[Finding], names: Collection[str]) -> Iterator[Finding]:
-    """Each finding for all of the tensors `names`, which are of one geometry."""
+    """Repeat each finding for all of the tensors `names`, which have one geometry."""
     return (replace(finding, fqn=name) for finding in findings for name in names)
 
 
@@ -234,7 +235,7 @@ def layout_fault(layout: TensorLayout) -> Finding | None:
 
 
 def product_findings(overlap: ProductOverlap) -> Iterator[Finding]:
-    """What is wrong with the tensors of one geometry, each dim being proved by itself for all ranks."""
+    """Return what is wrong with the tensors of one geometry. Each dim is proved by itself for all ranks."""
     for d, segments in enumerate(overlap.dims):
         wrong = _segments_fault(segments)
         if wrong is not None:

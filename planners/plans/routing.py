@@ -1,4 +1,4 @@
-"""Which parts of two layouts meet, and which of the holders sends what to whom."""
+"""Which parts of two layouts overlap, and which holder sends what to which rank."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class BoxTable:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who writes which units of the strips of one geometry."""
+    """Which rank writes which units of the strips of one geometry."""
 
     names: tuple[str, ...]
     itemsize: int
@@ -504,7 +504,7 @@ def _first(assigned: Assignment, chunk: int) -> tuple[int, ...]:
 
 
 def _listed_findings(plan: SavePlan) -> Iterator[Finding]:
-    """Every item of every rank, one by one: for plans with items that were listed by hand."""
+    """Check every item of every rank, one by one: for plans with explicitly listed items."""
     written: dict[str, list[Box]] = {fqn: [] for fqn in plan.layout}
     for rank in range(plan.world_size):
         for item in plan.items(rank):

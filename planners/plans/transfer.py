@@ -452,7 +452,7 @@ def _conservation(plan: TransferPlan) -> Iterator[Finding]:
 
 
 class HeldPlace(NamedTuple):
-    """Elements in what a rank holds by one of the forms."""
+    """Elements that a rank holds, in one of the forms."""
 
     form: int
     """Number of the form, as given."""
@@ -463,7 +463,7 @@ class HeldPlace(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """Elements that are in place already, and where they are wanted once more."""
+    """Elements that are in place already, and where they are also wanted."""
 
     source: HeldPlace
     target: HeldPlace
@@ -484,7 +484,8 @@ class WantedOnce:
 
 @lru_cache(maxsize=256)
 def want_once(shape: Shape, forms: tuple[Form, ...]) -> WantedOnce:
-    """What is to be moved of a tensor of which ranks want all of `forms`, so that no rank gets an element twice."""
+    """Return what must be moved of a tensor of which ranks want all of `forms`, so that no rank gets an element
+    twice."""
     near = _near(shape, forms)
     out: list[Form] = list(forms)
     places: list[Mapping[int, tuple[HeldPlace, ...]] | None] = [None] * len(forms)
@@ -577,7 +578,7 @@ class OwnBox(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadOncePlan:
-    """Who reads what, and who passes it on to whom."""
+    """Which rank reads what, and which rank passes it on to which."""
 
     wanted: StateLayout
     """Of the tensors that several ranks want the same elements of. All others are read as they are wanted."""
@@ -621,7 +622,7 @@ def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) ->
 
 
 def _is_shared(layout: TensorLayout) -> bool:
-    """Whether elements are wanted by several ranks, in regions that are equal wherever they overlap."""
+    """Return True if elements are wanted by several ranks, in regions that are equal wherever they overlap."""
     chunks = sum(box.numel for _, box in layout.chunks())
     if int(layout.numels().sum()) <= chunks:
         return False

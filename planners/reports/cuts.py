@@ -81,7 +81,7 @@ def _kept(count: int, most: int) -> list[int]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`0-3`, `0, 2, ...`, or `nobody`."""
+    """The ranks as text: `0-3`, `0, 2, ...`, or `no rank`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
@@ -109,7 +109,7 @@ def edges(layout: TensorLayout, dim: int) -> list[int]:
 
 
 class Owners:
-    """Who holds an element."""
+    """Which ranks hold each element."""
 
     def __init__(self, layout: TensorLayout) -> None:
         self._product = layout.product

@@ -1,1 +1,2 @@
-"""For tests: Hypothesis strategies of boxes, meshes, layouts, topologies and views, and `replay`, the slow truth."""
+"""For tests: Hypothesis strategies of boxes, meshes, layouts, topologies, and views; and `replay`, a slow
+reference."""

@@ -105,7 +105,7 @@ _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
 
 
 def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
-    """Whether states of an optimizer are wanted by numbers of parameters, and saved under their names."""
+    """Return True if states of an optimizer are wanted by numbers of parameters, and saved under their names."""
     return any(map(NUMBERED.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
 
 
@@ -122,7 +122,7 @@ def _taken_out(front: str) -> str:
 
 
 def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
-    """Whether an optimizer's state was saved, and the target has none of it in its state dict."""
+    """Return True if an optimizer's state was saved, and the target has none of it in its state dict."""
     fronts = tuple({key.partition("state.")[0] for key in unexpected if _is_state(key)})
     below = [key for key in targets if f"{key}.".startswith(fronts)]
     return bool(below) and not any(map(_is_state, below))

@@ -376,7 +376,7 @@ class _Below(NamedTuple):
         return out
 
     def has(self, path: KeyPath) -> bool:
-        """Whether the checkpoint has anything at or below `path`."""
+        """Return True if the checkpoint has anything at or below `path`."""
         return path in self.names or path in self.kinds
 
 

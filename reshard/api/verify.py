@@ -292,7 +292,7 @@ def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_F
 
 
 def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor does not have its saved fingerprint; False also if checking would take much work."""
+    """Return True if a tensor does not have its saved fingerprint; False also if checking would take much work."""
     tensor, wanted = checkpoint[name], (checkpoint.fingerprints or {}).get(name)
     if wanted is None or tensor.nbytes > SHARE_BYTES:
         return False
@@ -692,7 +692,7 @@ def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
 def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
     """Report what only one side has."""
     for side, its, others in ((left, x, y), (right, y, x)):
-        yield from (Finding(f"is only in {side.label}", key) for key in its if key not in others)
+        yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
@@ -700,7 +700,7 @@ def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     for key, value in left.objects.items():
         if key in right.objects and not _equal(value, right.objects[key]):
             shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
-            yield Finding(f"is {shown}", key)
+            yield Finding(shown, key)
 
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _leave() -> None:
-    """End at once. What was begun is cleaned up by now, and taking torch down would take longer than a second."""
+    """End at once. Everything is cleaned up, and unloading torch would take longer than a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_INTERRUPTED)

@@ -186,7 +186,7 @@ def _main(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits. Known errors become one line on stderr."""
+    """Run the command line and exit. Known errors become one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in given
     try:
@@ -209,7 +209,7 @@ def _tell(message: str) -> None:
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether the message of the error is enough; anything else is a bug, and shows its traceback."""
+    """Return True if the message of the error is enough; anything else is a bug, and shows its traceback."""
     from planners.errors import PlanError
     from reshard.errors import ReshardError
 

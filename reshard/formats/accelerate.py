@@ -43,8 +43,8 @@ _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there are weights and something beside them, folders of FSDP, or files of each rank; or all but the
-    weights, so that their loss is noticed."""
+    """Return True if there are weights and something beside them, folders of FSDP, or files of each rank; or all but
+    the weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
     if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
         return True
@@ -53,7 +53,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def _lost_weights(top: Collection[str]) -> bool:
-    """Whether there are an optimizer and a scheduler, and no other file of weights by any name."""
+    """Return True if there are an optimizer and a scheduler, and no other file of weights by any name."""
     saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
     parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
     return {"optimizer", "scheduler"} <= parts and all(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in saved)
@@ -137,7 +137,7 @@ def _weights(files: Files) -> list[tuple[str, Contents]]:
 
 
 def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
-    """Whether a file is the one matched, or one of those that a matched index names."""
+    """Return True if a file is the one matched, or one of those that a matched index names."""
     if file == match[0] or file == "config.json":
         return True
     shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))

@@ -1,4 +1,4 @@
-"""A state under canonical names: what it is, what the caller knows of it, its names and its optimizers."""
+"""A state under canonical names: the result, the hints, the names, and the optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "f
 
 
 def elementwise(name: str) -> bool:
-    """Whether a state of this name has one value for each element of the parameter, so the parameter's shape."""
+    """Return True if a state of this name has one value for each element of the parameter."""
     return name in _ELEMENTWISE
 
 
@@ -271,14 +271,14 @@ def common_attribute(names: Iterable[str]) -> str:
 
 @dataclass
 class StoredOptimizer:
-    """One optimizer: states by the name or id under which they were saved, and its groups."""
+    """One stored optimizer: states by the name or id under which they were saved, and its groups."""
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def by_id(self) -> bool:
-        """Whether parameters have integer ids instead of names."""
+        """True if parameters have integer ids instead of names."""
         listed = [p for group in self.groups for p in group.get("params", ())]
         return bool(listed or self.state) and all(isinstance(p, int) for p in listed) and all(map(_is_id, self.state))
 
@@ -288,7 +288,7 @@ def _is_id(key: str) -> bool:
 
 
 def read_optimizer(tree: Tree) -> StoredOptimizer:
-    """What a saved optimizer holds; its plain values are read, its tensors are not."""
+    """Read a saved optimizer: its plain values, but not its tensors."""
     saved = StoredOptimizer()
     by_name: dict[str, dict[str, Any]] = {}
     nested = [key for key in tree if key in ("state", "param_groups")]

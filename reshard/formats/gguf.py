@@ -537,7 +537,7 @@ class GgufFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether the top folder holds GGUF files."""
+    """Return True if the top folder holds GGUF files."""
     return any("/" not in n and n.endswith(".gguf") for n in names)
 
 

@@ -19,7 +19,7 @@ _NAME = "lightning"
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether the top folder is a DCP checkpoint with a `meta.pt`."""
+    """Return True if the top folder is a DCP checkpoint with a `meta.pt`."""
     return "meta.pt" in names and has_dcp(names)
 
 

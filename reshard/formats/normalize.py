@@ -158,7 +158,7 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """Keys of what is neither a part of a model nor of an optimizer, by their names."""
+    """Return the keys of what is neither a part of a model nor of an optimizer, by their names."""
     sections = find_sections(contents)
     used = {leaf.key for _, leaf in sections.model}
     used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}

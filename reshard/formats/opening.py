@@ -1,4 +1,4 @@
-"""Which of all formats a path has, also of one step of a run; and what is there."""
+"""Detects the format of a path, also of a step of a run, and opens it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def open_contents(
     share: native.Share = native.ALL,
     check: bool = True,
 ) -> tuple[Contents, str]:
-    """What is at `path`, by the format that its files show, and a text that says where that is. Of the folder of a
-    run, the checkpoint of `step`, or the newest that is complete.
+    """Open what is at `path`, in the format that its files show. Also return a text that says where it is.
 
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
     `share`: which of the files this process looks for, among many that open it together.
@@ -146,8 +145,8 @@ def _run_at(
 
 
 def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
-    """Whether what the top shows is of a format that has folders of its own below it, whatever these are called; or of
-    the one that is preferred."""
+    """Return True if what the top shows is of a format that has folders of its own below it, whatever these are
+    called; or of the one that is preferred."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -156,7 +155,7 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
 
 
 def _listed(steps: Sequence[RunStep]) -> str:
-    """For a message: the newest few."""
+    """The newest few steps, for a message."""
     newest = [step.name for step in reversed(steps)]
     return ", ".join(newest[:3]) + (f" and {len(newest) - 3} more" if len(newest) > 3 else "")
 
@@ -194,7 +193,7 @@ def _open_step(
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
-    """Whether it is a path of this machine."""
+    """Return True if it is a path of this machine."""
     if isinstance(path, Storage):
         return False
     return "://" not in path_text(path) or path_text(path).startswith("file://")
@@ -355,7 +354,7 @@ def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
-    """Folders below that hold what looks like a checkpoint, for the message; at most five."""
+    """Return at most five subfolders that seem to contain a checkpoint, for the message."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
     folders = [folder for folder in folders if not is_generation(folder)]
     marked = {name.rpartition("/")[0] for name in names if _is_mark(name.rpartition("/")[2])}
@@ -422,7 +421,7 @@ class RunStep:
 
 
 def look_at(folder: str) -> Look:
-    """Looks at a local folder. What cannot be listed shows nothing: opening it says why."""
+    """Look at a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
 
     def look(below: str) -> tuple[list[str], list[str]]:
         folders: list[str] = []
@@ -439,7 +438,7 @@ def look_at(folder: str) -> Look:
 
 
 def look_in(names: Iterable[str]) -> Look:
-    """Looks at names that were listed already."""
+    """Look at names that were listed already."""
     listed = list(names)
 
     def look(below: str) -> tuple[list[str], list[str]]:
@@ -472,13 +471,14 @@ def marks_in(look: Look) -> list[str]:
 
 
 def owned_by(marks: Iterable[str]) -> list[str]:
-    """Those of them which say that there is a checkpoint right there, whatever other files are there."""
+    """Return the names which say that there is a checkpoint right there, whatever other files are there."""
     return [name for name in marks if _OWNED.fullmatch(name)]
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Whether it is a step by more than a number for a name, which other things have, too: the folders of ranks, of
-    processes' logs, of items in a list. So its name says it, or it holds what is called as files of a checkpoint."""
+    """Return True if it is a step by more than a number for a name, which other things have, too: the folders of
+    ranks, of processes' logs, of items in a list. So its name says it, or it holds what is called as files of a
+    checkpoint."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -488,7 +488,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Whether a folder holds much, and neither it nor those in it a file that is called as one of a checkpoint."""
+    """Return True if a folder holds much, and neither it nor those in it a file that is called as one of a
+    checkpoint."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

@@ -39,7 +39,7 @@ _JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a tree at the top, or in items of a step that Orbax's manager wrote."""
+    """Return True if there is a tree at the top, or in items of a step that Orbax's manager wrote."""
     return bool(_folders(names))
 
 

@@ -49,7 +49,7 @@ class StageFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether all files of the top folder are those of stages, numbered from 0."""
+    """Return True if all files of the top folder are those of stages, numbered from 0."""
     sections = numbered(names)
     if len(sections) != 1:
         return False

@@ -57,7 +57,7 @@ class Section:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether files in the top folder are numbered by rank."""
+    """Return True if files in the top folder are numbered by rank."""
     return bool(sections_of(names))
 
 
@@ -173,7 +173,8 @@ def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: 
 
 
 def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:
-    """Whether all ranks hold the same value. Large tensors of one shape are taken for replicas without reading them."""
+    """Return True if all ranks hold the same value. Large tensors of one shape are taken for replicas without reading
+    them."""
     ranks = sorted(leaves)
     first = leaves[ranks[0]]
     for rank in ranks[1:]:

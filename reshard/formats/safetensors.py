@@ -49,7 +49,7 @@ class HuggingFaceFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether the top folder holds safetensors files or an index of some."""
+    """Return True if the top folder holds safetensors files or an index of some."""
     return any("/" not in n and n.endswith((".safetensors", _INDEX)) for n in names)
 
 

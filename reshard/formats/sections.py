@@ -83,7 +83,7 @@ def _insert(root: Tree, path: list[Any], leaf: StoredLeaf) -> bool:
 
 
 def walk(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], StoredLeaf]]:
-    """Every leaf with its path."""
+    """Yield every leaf with its path."""
     if isinstance(tree, StoredLeaf):
         yield path, tree
         return
@@ -171,7 +171,7 @@ def _names(model: Tree) -> list[tuple[str, StoredLeaf]]:
 
 
 def _natural(key: Any) -> tuple[Any, ...]:
-    """So that `optimizer_10` comes after `optimizer_2`."""
+    """A sort key by which `optimizer_10` comes after `optimizer_2`."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(key)))
 
 
@@ -224,7 +224,7 @@ def _is_optimizer(key: Any, value: Any) -> bool:
 
 
 def is_beside(key: str) -> bool:
-    """Whether a section of this name is neither a model nor an optimizer."""
+    """Return True if a section of this name is neither a model nor an optimizer."""
     return _OTHER.fullmatch(key) is not None
 
 
@@ -236,7 +236,7 @@ def _is_other(key: Any, value: Any) -> bool:
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:
-    """Whether the state is an optimizer's and nothing else."""
+    """Return True if the state is an optimizer's and nothing else."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
     return is_flat(tree)
@@ -247,7 +247,7 @@ def _has_tensor(tree: Tree) -> bool:
 
 
 def _as_trees(tree: Tree) -> list[Tree]:
-    """An optimizer, or each of a list of them."""
+    """Return an optimizer, or each of a list of them."""
     inside = list(tree.values())
     numbered = bool(tree) and all(type(key) is int or str(key).isdigit() for key in tree)
     if numbered and all(isinstance(one, Mapping) and ("state" in one or "param_groups" in one) for one in inside):

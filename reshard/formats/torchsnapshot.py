@@ -46,7 +46,7 @@ _Entry = Mapping[str, Any]
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a manifest of torchsnapshot's, which comes last."""
+    """Return True if there is a manifest of torchsnapshot's, which comes last."""
     return _MANIFEST in names
 
 
@@ -265,7 +265,7 @@ def _is_quantized(entry: _Entry) -> bool:
 
 
 def _is_one_value(entries: Mapping[int, _Entry]) -> bool:
-    """Whether all ranks have the same plain value: those stand in the manifest itself."""
+    """Return True if all ranks have the same plain value: those stand in the manifest itself."""
     values = {(entry["type"], entry.get("serialized_value")) for entry in entries.values()}
     return len(values) == 1 and None not in values.pop()
 

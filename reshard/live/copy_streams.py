@@ -67,7 +67,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def has_copy_streams(device: torch.device) -> bool:
-    """Whether what is asked of the device is asked of streams."""
+    """Return True if what is asked of the device is asked of streams."""
     return hasattr(device_module(device), "Stream")
 
 
@@ -227,7 +227,7 @@ class Uploads:
         self._free = queue.Queue()
 
     def take_in(self, device: torch.device) -> bool:
-        """Whether pieces for this device go this way. Before `begin`."""
+        """Return True if pieces for this device go this way. Before `begin`."""
         self._devices.add(device)
         return has_copy_streams(device)
 

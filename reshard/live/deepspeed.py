@@ -36,7 +36,7 @@ WHOSE_OPTIMIZERS = f"only DeepSpeed knows which state of its optimizers belongs 
 
 
 def is_partitioned(parameter: object) -> bool:
-    """Whether this rank has only a part of the parameter, outside of the tensor."""
+    """Return True if this rank has only a part of the parameter, outside of the tensor."""
     return hasattr(parameter, "ds_id") and tuple(parameter.shape) != whole_shape(parameter)  # type: ignore[attr-defined]
 
 

@@ -258,8 +258,8 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
 
 
 def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
-    """Whether columns of more axes take no more numbers than a number for each row does. Of very
-    few columns the sums of rows would be as much work as the words."""
+    """Return True if columns of more axes take no more numbers than a number for each row does. Of very few columns
+    the sums of rows would be as much work as the words."""
     return width < THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
@@ -551,8 +551,8 @@ def _row_numbers(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
 
 
 def is_right(kernel: Kernel) -> bool:
-    """Whether its sums are those of Python's integers, for the largest words and numbers and for
-    some between."""
+    """Return True if its sums are those of Python's integers, for the largest words and numbers and for some
+    between."""
     width = 1037  # two strips and what is left of a third
     ramp = np.arange(width)
     words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])

@@ -223,8 +223,8 @@ def _refuse(tensor: torch.Tensor) -> None:
 
 
 def comparable(a: str, b: str) -> bool:
-    """Whether two fingerprints are of the same version and key, so that they are equal where the
-    tensors are."""
+    """Return True if two fingerprints are of the same version and key, so that they are equal where the tensors
+    are."""
     return a.split(":", 1)[0] == b.split(":", 1)[0]
 
 
@@ -426,7 +426,7 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
 
 def _viewable(tensor: torch.Tensor, per_word: int) -> bool:
-    """Whether torch can view the memory as int32 in place."""
+    """Return True if torch can view the memory as int32 in place."""
     if tensor.is_conj() or tensor.is_neg():
         return False  # the memory holds something else than the values
     if tensor.itemsize == _WORD_BYTES:
@@ -458,8 +458,8 @@ def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -
 
 
 def float64_is_exact(device: torch.device) -> bool:
-    """Whether this device's float64 matrix product is exact for the largest numbers that occur,
-    found by trying once; on the CPU, numpy's too.
+    """Return True if this device's float64 matrix product is exact for the largest numbers that occur, found by
+    trying once; on the CPU, numpy's too.
 
     Devices without float64, or with an emulation of it, answer no; their tensors are copied to the
     CPU in pieces. So do those whose product is refused where algorithms have to be deterministic,

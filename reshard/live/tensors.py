@@ -72,8 +72,7 @@ def world_size() -> int:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is something with a layout: a Tensor (DTensor included) or a
-    ShardedTensor."""
+    """Return True if `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
     return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
@@ -284,8 +283,8 @@ def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]
 
 
 def is_ambiguous(tensor: Any) -> bool:
-    """Whether the placements of a tensor can mean several forms, among which only what all ranks
-    hold decides. The same on all ranks of its mesh."""
+    """Return True if the placements of a tensor can mean several forms, among which only what all ranks hold decides.
+    The same on all ranks of its mesh."""
     if not is_dtensor(tensor) or not any(is_strided_shard(p) for p in tensor.placements):
         return False
     return len(matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
@@ -454,23 +453,23 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether `value` is a ShardedTensor."""
+    """Return True if `value` is a ShardedTensor."""
     return _SHARDED_TENSORS[type(value)]
 
 
 def is_sharded(value: object) -> bool:
-    """Whether `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
+    """Return True if `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
     return _SHARDED[type(value)]
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch
-    has no public name; a kind of `Shard` in some of its releases."""
+    """Return True if a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has no
+    public name; a kind of `Shard` in some of its releases."""
     return _STRIDED_SHARDS[type(placement)]
 
 
 def is_pending(placement: object) -> bool:
-    """Whether a placement of a DTensor is a reduction that was not done yet, a `Partial`."""
+    """Return True if a placement of a DTensor is a reduction that was not done yet, a `Partial`."""
     return _PENDING[type(placement)]
 
 
@@ -576,7 +575,7 @@ def _local_shape(form: ProductForm, shape: Shape, rank: int) -> Shape:
 
 @lru_cache(maxsize=4096)
 def same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
-    """Whether both give every rank the same elements in the same order."""
+    """Return True if both give every rank the same elements in the same order."""
     return a == b or all(a.parts(shape, rank) == b.parts(shape, rank) for rank in a.ranks())
 
 

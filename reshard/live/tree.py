@@ -130,7 +130,7 @@ class _Walk(NamedTuple):
 
 
 def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
-    """Whether there is nothing below that `walk.is_leaf` stops at."""
+    """Return True if there is nothing below that `walk.is_leaf` stops at."""
     walk.see(path)
     is_single = walk.is_leaf(value)
     items = None if is_single else _items(value)

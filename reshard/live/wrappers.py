@@ -91,17 +91,16 @@ class ModuleReader:
         return frozenset(names)
 
     def is_opaque(self, module: nn.Module, facts: ClassFacts) -> bool:
-        """Whether only the module's own `state_dict` and `load_state_dict` know its state: it
-        overrides them, or the user hooked them. Hooks of FSDP and of activation checkpointing do
-        not count, their effect is known."""
+        """Return True if only the module's own `state_dict` and `load_state_dict` know its state: it overrides them,
+        or the user hooked them. Hooks of FSDP and of activation checkpointing do not count, their effect is known."""
         own = module.__dict__
         if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def touched(self, module: nn.Module) -> bool:
-        """Whether hooks or overrides decide how this module is saved and loaded; that is rare, in
-        many modules."""
+        """Return True if hooks or overrides decide how this module is saved and loaded; that is rare, in many
+        modules."""
         get = module.__dict__.get
         return bool(
             get("_state_dict_hooks")
@@ -132,7 +131,7 @@ class ModuleReader:
         return module._modules.get(name)
 
     def owns(self, module: nn.Module, name: str) -> bool:
-        """Whether `name` is a child, parameter or buffer of the module itself."""
+        """Return True if `name` is a child, parameter or buffer of the module itself."""
         return name in module._modules or name in module._parameters or name in module._buffers
 
     def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter | None]:
@@ -190,7 +189,7 @@ _TOGETHER = 64
 
 
 def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's class or its user has a say in how its state is loaded."""
+    """Return True if the optimizer's class or its user has a say in how its state is loaded."""
     if not _definer(type(optimizer), "load_state_dict").startswith("torch.optim.") or "load_state_dict" in vars(
         optimizer
     ):
@@ -200,7 +199,7 @@ def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_torchs_setstate(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the method that brings unpickled state to its present form is torch's own."""
+    """Return True if the method that brings unpickled state to its present form is torch's own."""
     return _definer(type(optimizer), "__setstate__").startswith("torch.optim.")
 
 

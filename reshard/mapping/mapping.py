@@ -475,7 +475,8 @@ class RuleGroup(Application):
         return list(_filled(self.rule.targets, self.site, self.words, count))
 
     def is_carried(self, shapes: Sequence[tuple[int, ...]], parameters: Dict[str, tuple[int, ...]]) -> bool:
-        """Whether the members do not have one value for each element of their parameters: then they go along."""
+        """Return True if the members do not have one value for each element of their parameters: then they go
+        along."""
         if not self.site.is_state:
             return False
         for site, shape in zip(self.all_sites, shapes):

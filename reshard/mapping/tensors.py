@@ -195,7 +195,7 @@ def computed(spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: st
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether elements are floating-point numbers."""
+    """Return True if elements are floating-point numbers."""
     return dtype_from_name(dtype).is_floating_point
 
 

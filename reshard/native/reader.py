@@ -177,7 +177,9 @@ def check_inside(storage: Storage, file: str) -> None:
 
 def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> CorruptCheckpointError:
     but = "it is missing" if found is None else f"it has {found} bytes"
-    return CorruptCheckpointError(f"{storage.url}: {file} must have {nbytes} bytes, but {but}")
+    return CorruptCheckpointError(
+        f"{storage.url}: {file} must have {nbytes} bytes, but {but}: restore it, or load another checkpoint"
+    )
 
 
 class Once(Generic[T]):

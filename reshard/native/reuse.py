@@ -63,7 +63,7 @@ class Base:
 
     @cached_property
     def has_digests(self) -> bool:
-        """Whether there are digests of all its files. All names are listed: for one rank."""
+        """True if there are digests of all its files. All names are listed: for one rank."""
         names = self.facts.storage.list(f"{folder_of(self.facts.manifest.save_id)}/")
         return all(f"{name}.blocks" in names for name in self.facts.files)
 
@@ -80,8 +80,8 @@ class Base:
         return self._tables.get(file)
 
     def is_sound(self, file: str) -> bool:
-        """Whether all but the data of a file is what the manifest says: its length, its checksums and its header, which
-        says where the arrays are. What is reused has all of these from here on."""
+        """Return True if all but the data of a file is what the manifest says: its length, its checksums and its
+        header, which says where the arrays are. What is reused has all of these from here on."""
         return self._sound.get(file, False)
 
     def _read_table(self, file: str) -> BlockTable | None:
@@ -137,7 +137,7 @@ class Base:
         return near if whole and all(self._fits(part, entry.spec.itemsize) for part, _ in near) else []
 
     def _fits(self, part: ArrayPart, itemsize: int) -> bool:
-        """Whether its array is within its file, and it is within the array."""
+        """Return True if its array is within its file, and it is within the array."""
         record = self.facts.files.get(part.file)
         if record is None or part.start < record.header_bytes or not part.array.contains(part.box):
             return False

@@ -361,7 +361,7 @@ class DigestTable:
         return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
 
     def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
-        """Whether all ranks have the same objects, by what all of them sent. Collective if some hold others.
+        """Return True if all ranks have the same objects, by what all of them sent. Collective if some hold others.
 
         Raises KeyMismatchError, on every rank, with the keys that have two values.
         """
@@ -380,8 +380,8 @@ class DigestTable:
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
         raise KeyMismatchError(
-            f"{len(differing)} values differ between ranks under one key: {shown}. Wrap values that differ on "
-            "purpose in reshard.PerRank(value), or use another key on each rank"
+            f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. Wrap "
+            "values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
         )
 
 

@@ -123,8 +123,7 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
 
 
 def _names_any(path: str, live: LiveOptimizers) -> bool:
-    """Whether a path of a nested or flat dict is about a parameter of the model, or about a
-    group."""
+    """Return True if a path of a nested or flat dict is about a parameter of the model, or about a group."""
     parts = path.split("/")
     if parts[1] == "param_groups" or parts[1].startswith("param_groups."):
         return True

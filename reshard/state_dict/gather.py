@@ -202,7 +202,7 @@ class _Move:
 
     @property
     def kept_elsewhere(self) -> bool:
-        """Whether a rank holds what another wants."""
+        """True if a rank holds what another wants."""
         return any(
             have[0] < have[1] and not (want[0] <= have[0] and have[1] <= want[1])
             for have, want in zip(self.held, self.wanted)

@@ -399,8 +399,7 @@ def _is_frozen(slot: StateEntry) -> bool:
 
 
 def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
-    """Why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) go
-    together."""
+    """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) match."""
     if not isinstance(value, torch.Tensor):
         return f"expected a tensor of shape {shape}, found {type(value).__name__}"
     found = global_shape(value)
@@ -419,8 +418,7 @@ def is_meta(value: torch.Tensor) -> bool:
 
 
 def write(value: LiveTensor, target: LiveTensor) -> None:
-    """Copy `value` into the memory of `target`, which it fits; collective only if they are sharded
-    differently."""
+    """Copy `value` into the memory of `target`. Collective only if they are sharded differently."""
     if not (value.is_sharded or target.is_sharded):
         _write_plain(value.value, target.value)
     elif value.lies_like(target):
@@ -546,8 +544,7 @@ def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
-    """Positions of tensors whose memory overlaps, one list for each that hang together; nothing for
-    the others."""
+    """Return the positions of tensors whose memory overlaps, as one list for each connected group."""
     spans = Spans() if _have_own_storages(tensors) else _spans_of_any(tensors)
     found: list[list[int]] = []
     together: list[int] = []
@@ -597,8 +594,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
 
 
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
-    """Whether these are plain tensors none of which shares a storage: nearly always, and there are
-    many."""
+    """Return True if these are plain tensors of which no two share a storage: the usual case."""
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Optimizer state by canonical names: taken, planned and checked, and put back."""
+"""Optimizer state under canonical names: read, planned and checked, and set."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
 
 
 def initial_state(live: LiveOptimizers) -> dict[str, Any]:
-    """By name, the state with which optimizers that have none would begin; they stay without."""
+    """Return, by name, the initial state of optimizers that have none. The optimizers stay without state."""
     out: dict[str, Any] = {}
     for k, optimizer in enumerate(live.optimizers):
         kind = StateKind(optimizer)
@@ -142,7 +142,7 @@ _NO_FIELDS: Mapping[str, Any] = {}
 
 
 class OptimizerWrites(NamedTuple):
-    """All that setting optimizer state will do, checked before anything is touched."""
+    """Everything that a call will write to optimizers, checked before anything is touched."""
 
     state: list[Entry]
     """Every parameter of the optimizers; None where it shall have no state."""
@@ -157,8 +157,7 @@ class OptimizerWrites(NamedTuple):
 def plan_optimizers(
     live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> OptimizerWrites:
-    """Match `given` with the live parameters; touches nothing. `outlines`: its tensors are on the
-    meta device for now, so that only names and shapes can be checked.
+    """Match `given` with the live parameters. Touches nothing.
 
     Raises KeyMismatchError for parameters that the dict says nothing about, names that the model
     does not have and state that an optimizer has no use for (all three only if strict), and for
@@ -190,7 +189,7 @@ def plan_optimizers(
 
 
 class _OptimizerMatch:
-    """Finds the saved state of each live parameter, and keeps account."""
+    """Finds the saved state of each live parameter, and records what does not match."""
 
     def __init__(self, live: LiveOptimizers, saved: SavedOptimizer) -> None:
         self.live = live
@@ -364,9 +363,7 @@ Fields = Mapping[str, Any]
 def apply_optimizers(
     live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None = None
 ) -> OptimizerReport:
-    """Do what was planned. State keeps the dtype that it was saved with, and what shared memory
-    when it was given does so again, with the model's tensors too, unless the optimizer already has
-    places of their own for it.
+    """Write what was planned.
 
     Args:
         model_state: what the model was set to in the same call, so that state that is tied to it
@@ -418,7 +415,7 @@ def apply_optimizers(
 
 
 def _moves_a_step(places: Places, fields: list[list[dict[str, Any]]]) -> bool:
-    """Whether a step that is held has to go to its parameter's device."""
+    """Return True if the optimizer's step must move to its parameter's device."""
     moving = [[_keeps_step_on_device(group) for group in own] for own in fields]
     return any(map(any, moving)) and any(
         moving[one.optimizer][one.group] and "step" in held and held["step"].device != one.parameter.device
@@ -437,8 +434,8 @@ def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTenso
 
 
 class _Copies:
-    """Writes the state of parameters: first all that has no place yet is made, then the places
-    there are are filled; what can simply be copied is copied in one call."""
+    """Writes the state of parameters: creates missing tensors first, then fills all of them, in few calls where
+    possible."""
 
     def __init__(self, places: Places) -> None:
         self.targets: list[Any] = list(places.targets)
@@ -473,7 +470,7 @@ class _Copies:
         return new
 
     def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
-        """Make and write everything."""
+        """Create and write everything."""
         given = [tensor for entry in self.later for tensor in tensors_in(entry[3])]
         held = [tensor for entry in self.later for tensor in tensors_in(entry[4])]
         set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
@@ -626,7 +623,7 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Whether all are plain tensors, and each value has the dtype and the shape of its target."""
+    """Return True if all are plain tensors, and each value has the dtype and the shape of its target."""
     return (
         all_plain(targets)
         and all_plain(values)
@@ -639,7 +636,7 @@ _DTYPE = attrgetter("dtype")
 
 
 def all_plain(tensors: Iterable[Any]) -> bool:
-    """Whether these are tensors of torch's own class, and neither parameters nor sharded."""
+    """Return True if these are tensors of torch's own class, and neither parameters nor sharded."""
     return set(map(type, tensors)) <= {torch.Tensor}
 
 
@@ -665,8 +662,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class GivenTies:
-    """Which tensors of the given state share memory with one another, or with what the model is or
-    was set to."""
+    """The tensors of the given state that share memory with each other, or with what the model is or was set to."""
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}
@@ -689,7 +685,7 @@ class GivenTies:
                     self._model.setdefault(first, of_model[i - len(given)])
 
     def same(self, value: torch.Tensor) -> int:
-        """Equal for given tensors that are the same view of the same memory."""
+        """A number that is equal for given tensors that are the same view of the same memory."""
         return self._first.get(id(value), id(value))
 
     def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:

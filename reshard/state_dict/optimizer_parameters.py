@@ -177,7 +177,7 @@ def filled_names(entries: Iterable[Entry]) -> list[str]:
 
 
 def _by_flat_parameter(entries: Iterable[Entry], others: list[Entry]) -> Iterable[list[Entry]]:
-    """Those of each flat parameter together; what is in none goes to `others`."""
+    """Group the parameters by flat parameter. Parameters outside of one go to `others`."""
     found: dict[int, list[Entry]] = {}
     for one, values in entries:
         (others if one.piece is None else found.setdefault(id(one.parameter), [])).append((one, values))

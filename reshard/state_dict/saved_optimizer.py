@@ -1,4 +1,4 @@
-"""An optimizer state dict in one form, whichever way it was given; its groups, and what optimizers keep."""
+"""One form of an optimizer state dict, however it was given; its groups; and the state that optimizers keep."""
 
 from __future__ import annotations
 
@@ -140,8 +140,7 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 class _FlatReader:
-    """Reads the flat form: key by key, but a parameter with the keys that the one before it had,
-    all at once."""
+    """Reads the flat form key by key. A parameter with the same keys as the previous one is read at once."""
 
     def __init__(self, live: LiveOptimizers) -> None:
         self.state: dict[str, dict[Any, Any]] = {}
@@ -162,7 +161,7 @@ class _FlatReader:
         """Tails and values of fields that were read at once, and the dict of them."""
 
     def read(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Take all keys apart."""
+        """Read all keys."""
         at, last = 0, None
         while at < len(keys):
             front, _, tail = keys[at].rpartition(".")
@@ -172,8 +171,7 @@ class _FlatReader:
             at, last = at + (count or 1), front
 
     def _row(self, front: str, keys: Sequence[str], values: Sequence[Any], at: int) -> int:
-        """Read all keys of a parameter, if they are those that one before it had; how many, or
-        0."""
+        """Read all keys of a parameter if they are those of an earlier one. Return their number, or 0."""
         section, _, name = front.partition(".")
         goal, tails = self._goal(section), self._tails.get(section)
         if not tails or name in goal or name not in self._known:
@@ -356,7 +354,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _as_live(live: Any, value: Any) -> Any:
-    """`value` as the type that the live field has, where that is a matter of form only."""
+    """Convert `value` to the type of the live field, if they differ only in form."""
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor):
             return value.detach().to(live).reshape(live.shape).clone()
@@ -502,7 +500,7 @@ class StateKind:
 
     @functools.cached_property
     def keeps_state(self) -> bool:
-        """Whether it is known to have state of every parameter that it has stepped."""
+        """Return True if it is known to keep state of every parameter that it has stepped."""
         has_state_of_all = self._schema is not None and bool(self._schema.always) and self._base != "LBFGS"
         return has_state_of_all and not self._optimizer_has_a_say
 
@@ -558,7 +556,7 @@ def _keys_of_torch() -> frozenset[str]:
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the user has something done at each step, which may keep state of its own."""
+    """Return True if the user registered hooks on each step, which may keep state of their own."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(optimizer, kind, None) for kind in kinds)
 

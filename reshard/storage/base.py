@@ -138,7 +138,7 @@ class Storage(ABC):
         return bytes(buffer)
 
     def leads_out(self, name: str) -> bool:
-        """Whether the name is that of a link to an object outside."""
+        """Return True if the name is that of a link to an object outside."""
         return False
 
     def mapped(self, name: str) -> memoryview | None:

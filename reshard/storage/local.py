@@ -282,7 +282,8 @@ class _LocalWriter(Writer):
                 self._storage.delete(self._name)
 
     def _is_named(self) -> bool:
-        """Whether the name still is this file's: a process that took us for dead may write another one of it."""
+        """Return True if the name still is this file's: a process that took us for dead may write another one of
+        it."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:

@@ -111,7 +111,7 @@ class ObjectStorage(Storage):
             pages = self._api.list(self._store, folder or None, chunk_size=1000)
             return {item["path"]: item["size"] for page in pages for item in page}
 
-        with self._errors("list", f"{prefix}*"):
+        with self._errors("list", prefix or "objects"):
             found = self._again(all_pages)
         return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
 

@@ -69,7 +69,7 @@ def path_text(path: object) -> str:
 
 
 def is_known(path: str | os.PathLike[str] | Storage) -> bool:
-    """Whether `open_storage` has a storage for such a path or URL."""
+    """Return True if `open_storage` has a storage for such a path or URL."""
     scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else os.fspath(path).partition("://")
     return not separator or scheme in ("file", "memory", *_OBJECT_STORES)
 

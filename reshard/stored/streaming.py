@@ -85,7 +85,7 @@ class Region:
 
     @cached_property
     def is_near(self) -> bool:
-        """Whether its first chunk is in a file of this machine. Looks up where that is, which is needed anyway."""
+        """True if its first chunk is in a file of this machine. Looks up where that is, which is needed anyway."""
         chunk = next((chunk for chunk, _ in self.stored.meeting(self.box)), None)
         return chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
 
@@ -366,7 +366,7 @@ class FormatWriter(ABC):
 
     @property
     def takes_fingerprints(self) -> bool:
-        """Whether what is written is summed up: where the source has fingerprints, they must be the same."""
+        """True if what is written is summed up: where the source has fingerprints, they must be the same."""
         return bool(self.contents.fingerprints)
 
     def feed(self, regions: Sequence[Region]) -> Feed:

@@ -123,11 +123,11 @@ class FoundGenerations:
         )
 
     def _knew(self, one: GenerationFolder, other: GenerationFolder) -> bool:
-        """Whether the incarnation of `one` knew of that of `other` when it began."""
+        """Return True if the incarnation of `one` knew of that of `other` when it began."""
         return self.incarnations[other].id in self.incarnations[one].earlier
 
     def _began_later(self, one: GenerationFolder, other: GenerationFolder) -> bool:
-        """Whether the incarnation of `one` began when that of `other` had kept its last, by the clocks."""
+        """Return True if the incarnation of `one` began when that of `other` had kept its last, by the clocks."""
         began, last = _ms(self.incarnations[one].id), _ms(self._last(other))
         if self._is_recorded(one) or self._is_recorded(other):
             return began > last
@@ -143,7 +143,7 @@ class FoundGenerations:
         return self.incarnations[kept].id != kept.save_id
 
     def _went_on(self, kept: GenerationFolder, taken: GenerationFolder) -> bool:
-        """Whether `taken` is a later state of `kept`, as far as that is recorded."""
+        """Return True if `taken` is a later state of `kept`, as far as that is recorded."""
         older, its = self.incarnations[kept].id, self.incarnations[taken]
         if older == its.id or not (self._is_recorded(kept) or self._is_recorded(taken)):
             return kept.number < taken.number

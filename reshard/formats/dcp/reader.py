@@ -35,7 +35,7 @@ __all__ = ["FORMAT", "DcpFacts", "Item", "Items", "Undo", "detect", "open", "ope
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether the top folder is a DCP checkpoint."""
+    """Return True if the top folder is a DCP checkpoint."""
     return has_dcp(names)
 
 

@@ -141,7 +141,8 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
 
 
 def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank]) -> bool:
-    """Whether each of the model parallel ranks has a part of every parameter, rather than a stage of a pipeline.
+    """Return True if each of the model parallel ranks has a part of every parameter, rather than a stage of a
+    pipeline.
 
     Raises FormatError for a pipeline whose stages are tensor parallel.
     """
@@ -356,7 +357,7 @@ NamedShapes = Mapping[str, tuple[int, ...]]
 
 
 def is_mixed(optimizer: Any) -> bool:
-    """Whether a saved optimizer is one of a 16-bit model."""
+    """Return True if a saved optimizer is one of a 16-bit model."""
     return isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict)
 
 

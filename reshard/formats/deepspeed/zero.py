@@ -108,7 +108,8 @@ def _fragment(value: Any, label: str) -> tuple[int, int]:
 
 
 def _is_flat(value: Value, master: Value) -> bool:
-    """Whether a state has an element for each of the masters (but for padding), rather than one for the group."""
+    """Return True if a state has an element for each of the masters (but for padding), rather than one for the
+    group."""
     if not isinstance(value, StoredTensor) or not isinstance(master, StoredTensor):
         return False
     return len(value.spec.shape) == 1 and (value.spec.numel >= master.spec.numel)

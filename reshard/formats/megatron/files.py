@@ -62,7 +62,7 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
+    """Return True if there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
@@ -96,7 +96,8 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _is_of_fsdp(sharded: Contents) -> bool:
-    """Whether Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of each parameter."""
+    """Return True if Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of each
+    parameter."""
     return any(path[:2] == ("optimizer", "param_to_group_meta") for path in sharded.paths.values())
 
 
@@ -178,7 +179,8 @@ def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
 
 
 def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
-    """Whether two values are equal. Large tensors of one shape and dtype are taken to be, without reading them."""
+    """Return True if two values are equal. Large tensors of one shape and dtype are taken to be, without reading
+    them."""
     if key in a.tensors and twin in b.tensors:
         x, y = a.tensors[key], b.tensors[twin]
         alike = (x.spec.shape, x.spec.dtype) == (y.spec.shape, y.spec.dtype)
@@ -232,7 +234,7 @@ class LegacyFacts(Facts):
 
 
 def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there are folders of model parallel ranks, here or in the latest iteration's folder."""
+    """Return True if there are folders of model parallel ranks, here or in the latest iteration's folder."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return any(_FILE.fullmatch(file.removeprefix(folder)) for file in names)

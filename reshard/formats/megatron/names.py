@@ -43,14 +43,14 @@ _VOCABULARY = re.compile(r".*(word_embeddings\.weight|output_layer\.(weight|bias
 
 
 def skipped(key: str) -> bool:
-    """Whether a key is no parameter or buffer: state of fp8 recipes, of random generators, of the program."""
+    """Return True if a key is no parameter or buffer: state of fp8 recipes, of random generators, of the program."""
     return "_extra_state" in key or key.startswith(
         ("rng_state", "rerun_state_machine", "common.", "opt_param_scheduler")
     )
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is one expert's own, so spread by expert parallelism."""
+    """Return True if a parameter is one expert's own, so spread by expert parallelism."""
     return ".experts.local_experts." in name
 
 
@@ -134,7 +134,7 @@ def cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: An
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether a parameter has a row for each word."""
+    """Return True if a parameter has a row for each word."""
     return _VOCABULARY.fullmatch(name) is not None
 
 
@@ -286,7 +286,7 @@ def chunk_names(
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is that of a buffer, which no optimizer has."""
+    """Return True if a name is that of a buffer, which no optimizer has."""
     return name.endswith(("expert_bias", "local_tokens_per_expert", "inv_freq"))
 
 
@@ -400,8 +400,8 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
 
 
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column of the
-    second one. `shapes` are those of the shards or of the full parameters, by name."""
+    """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column
+    of the second one. `shapes` are those of the shards or of the full parameters, by name."""
     match = _FC1.fullmatch(name)
     if match is None or name not in shapes:
         return False

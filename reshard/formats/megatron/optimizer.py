@@ -333,7 +333,7 @@ def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> l
 
 
 def _is_full(end: int, length: int) -> bool:
-    """Whether a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
+    """Return True if a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
     return end == length or (length % 128 == 0 and 0 < length - end < 128)
 
 
@@ -376,7 +376,7 @@ def bucket_limit(args: Mapping[str, Any]) -> int:
 
 
 def decays(name: str, ndim: int) -> bool:
-    """Whether Megatron's default rule gives weight decay to a parameter."""
+    """Return True if Megatron's default rule gives weight decay to a parameter."""
     return not (name.endswith(".bias") or ndim == 1)
 
 
@@ -429,7 +429,8 @@ def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: A
 
 
 def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
-    """Whether a group is that of embeddings and the output layer; newer versions only say that it is no default."""
+    """Return True if a group is that of embeddings and the output layer; newer versions only say that it is no
+    default."""
     told = own_rate is not None and group.get("default_config") is False and group.get("max_lr") == own_rate
     return bool(group.get("is_decoupled_lr")) or told
 

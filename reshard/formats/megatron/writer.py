@@ -184,7 +184,7 @@ def _ties(model: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 def _own_experts(found: Canonical, hints: Hints) -> bool:
-    """Whether experts have an optimizer of their own, as under expert parallelism."""
+    """Return True if experts have an optimizer of their own, as under expert parallelism."""
     wanted = hints.get("expert_optimizer")
     if wanted is not None:
         return bool(wanted)
@@ -360,7 +360,7 @@ class Stacks:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether layers of a block differ, so that their numbers are in the keys."""
+        """True if layers of a block differ, so that their numbers are in the keys."""
         return any(_ParameterSite.of(name).layer >= 0 and not self._depth(name) for name in self.shapes)
 
     def _depth(self, name: str) -> int:

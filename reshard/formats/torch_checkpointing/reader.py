@@ -24,7 +24,7 @@ ITEM = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there is a list of items, and a file of one."""
+    """Return True if there is a list of items, and a file of one."""
     return METADATA in names and bool(sections_of(names, [ITEM]))
 
 

@@ -300,7 +300,7 @@ _WINDOW_BYTES = 16 << 20
 
 
 def is_archive(source: FileSource) -> bool:
-    """Whether a file begins as a zip archive."""
+    """Return True if a file begins as a zip archive."""
     return bytes(source.read(0, min(4, source.nbytes))) == ZIP_MAGIC
 
 

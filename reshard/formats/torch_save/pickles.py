@@ -583,7 +583,7 @@ class Shardlet:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value of a pickle is a DTensor."""
+    """Return True if a value of a pickle is a DTensor."""
     return isinstance(value, Record) and value.path.startswith("torch.distributed") and value.name == "DTensor"
 
 

@@ -62,7 +62,7 @@ class TorchFile:
 
 
 def looks_like_torch_file(head: bytes) -> bool:
-    """Whether a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
+    """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
     return head.startswith((ZIP_MAGIC, _MAGIC_PICKLE)) or head[:2] in (
         b"\x80\x02",
         b"\x80\x03",
@@ -163,7 +163,8 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
 
 
 def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
-    """Whether a container is a value of its own: an empty one, or a sequence of plain values, such as `betas`."""
+    """Return True if a container is a value of its own: an empty one, or a sequence of plain values, such as
+    `betas`."""
     if isinstance(value, dict):
         return not value
     if type(value) not in (list, tuple):
@@ -226,7 +227,8 @@ _INDEX = ".bin.index.json"
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether the top folder holds files of torch.save, by their suffix; a single file also by its first bytes."""
+    """Return True if the top folder holds files of torch.save, by their suffix; a single file also by its first
+    bytes."""
     if any("/" not in n and n.endswith((*_SUFFIXES, _INDEX)) for n in names):
         return True
     if len(names) != 1:
@@ -295,7 +297,7 @@ def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a value of a pickle is a ShardedTensor."""
+    """Return True if a value of a pickle is a ShardedTensor."""
     return isinstance(value, Record) and value.name == "ShardedTensor"
 
 
