@@ -258,8 +258,8 @@ class _Line(StoreClient):
         self._world, self._client_of = world, _Client(world, rank)
         super().__init__(self._client_of)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        return getattr(self.store, name)(*args)
+    def _ask(self, ask: Callable[[Any], Any]) -> Any:
+        return ask(self.store)
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         self.arrived = None
@@ -267,7 +267,7 @@ class _Line(StoreClient):
         self._client_of._asks("wait", key)
         while world.now < until:
             if key in world.values:
-                self._found, self.arrived = key, self.peek(key)
+                self.arrived = line_module._value(self.store, key)
                 if self.arrived is not None:
                     return
             before = world.now

@@ -253,8 +253,10 @@ class Rounds:
             group, slot = divmod(place, FAN)
             log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
             head = self._put(f"data/{level}/{place}", data, _INLINE_BYTES)
-            self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)))
-            if self._store.add(count, 1) < sizes[group]:
+            if (
+                self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)), count)
+                < sizes[group]
+            ):
                 return None
             entries = self._entries(level, group, sizes[group])
             self._own_keys += [count, *self._store.keys_of(log, entries)]

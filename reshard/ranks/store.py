@@ -7,11 +7,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -31,6 +31,9 @@ __all__ = [
 # (2.6 on) have only `torch.distributed.distributed_c10d._get_process_group_store`. Opening a store
 # of our own instead would need an address that every rank can reach, which only the existing store
 # is known to have.
+
+
+T = TypeVar("T")
 
 
 class SharedStore:
@@ -263,7 +266,7 @@ class StoreClient:
         self.store, self.until, self.arrived = store, 0.0, cast(bytes | None, None)
         self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
-        self._address, self._silent_for, self._found = address, "", ""
+        self._address, self._silent_for = address, ""
         self.worker, self.second = Worker(), Worker()
         self._appends = store.has_extended_api()
 
@@ -273,7 +276,7 @@ class StoreClient:
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
             try:
-                pending = self.worker.begin(self.store.wait, [key], timedelta(seconds=min(left, _MAX_WAIT_S)))
+                pending = self.worker.begin(_arrival, self.store, key, timedelta(seconds=min(left, _MAX_WAIT_S)))
             except RuntimeError:  # no more threads are allowed here: ask now and then
                 time.sleep(_NAP_S)
                 if (value := self.peek(key)) is not None:
@@ -292,44 +295,46 @@ class StoreClient:
             self.worker.pending = None
             if ended[1] is not None:  # the time is over, or the store gone: whoever asks it next will learn which
                 return
-            self._found, self.arrived = key, None
-            self.arrived = self.peek(key)
+            self.arrived = ended[0]
             if self.arrived is not None:
                 return
             time.sleep(_NAP_S)  # the server wakes ranks that wait for a key also when one only compares it
 
     def peek(self, key: str) -> bytes | None:
         """The value, None if there is none."""
-        # to compare gives the value without a wait on the way; but to compare what is not there wakes who waits for it
-        if key != self._found and not self._call("check", [key]):
-            return None
-        value = bytes(self._call("compare_set", key, _ABSENT.decode(), _ABSENT.decode()))
-        return None if value == _ABSENT else value
+        # to compare what is not there wakes who waits for it
+        return self._ask(lambda store: _value(store, key) if store.check([key]) else None)
 
     def settle(self, key: str, value: bytes) -> bytes:
         """Store the value unless there is one; the one that stands."""
-        return bytes(self._call("compare_set", key, "", value))
+        return self._ask(lambda store: bytes(store.compare_set(key, "", value)))
 
     def add(self, key: str, value: int) -> int:
         """The number after adding to it."""
-        return int(self._call("add", key, value))
+        return self._ask(lambda store: store.add(key, value))
 
     def set(self, key: str, value: bytes) -> None:
         """Store the value."""
-        self._call("set", key, value)
+        self._ask(lambda store: store.set(key, value))
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Remove values that no rank will ask for."""
-        for key in keys:
-            self._call("delete_key", key)
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove values that nobody will ask for."""
+        if keys:
+            self._ask(lambda store: [store.delete_key(key) for key in keys])
 
-    def append(self, log: str, place: int, entry: bytes) -> None:
-        """Add an entry to a log."""
-        if self._appends:
-            packed = msgspec.msgpack.encode((place, entry))
-            self._call("append", log, struct.pack("<I", len(packed)) + packed)
-        else:
-            self.set(f"{log}/{place}", entry)
+    def append(self, log: str, place: int, entry: bytes, count: str = "") -> int:
+        """Add an entry to a log; returns the number after adding 1 to `count`, if that is given."""
+        packed = msgspec.msgpack.encode((place, entry))
+        packed = struct.pack("<I", len(packed)) + packed
+
+        def post(store: KeyValueStore) -> int:
+            if self._appends:
+                store.append(log, packed)
+            else:
+                store.set(f"{log}/{place}", entry)
+            return store.add(count, 1) if count else 0
+
+        return self._ask(post)
 
     def entries(self, log: str, places: Iterable[int]) -> dict[int, bytes]:
         """Those of a log, by place, in order. `places`: who may have made any."""
@@ -368,12 +373,13 @@ class StoreClient:
             )
         return b"".join(part for part in parts if part is not None)
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _ask(self, ask: Callable[[KeyValueStore], T]) -> T:
+        """What `ask` makes of a client's answers, on a worker."""
         try:
             if not self._silent_for:
                 if self.worker.is_idle:
-                    return self.worker.call(self.until, getattr(self.store, name), *args)
-                return self.second.call(self.until, self._ask_spare, name, args)
+                    return cast(T, self.worker.call(self.until, ask, self.store))
+                return cast(T, self.second.call(self.until, self._ask_spare, ask))
         except TimeoutError as error:
             self._silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
@@ -384,9 +390,20 @@ class StoreClient:
             ) from error
         raise RankFailedError(_SILENT.format(self._address, self._silent_for), rank=0)
 
-    def _ask_spare(self, name: str, args: tuple[Any, ...]) -> Any:
+    def _ask_spare(self, ask: Callable[[KeyValueStore], T]) -> T:
         self._spare = self._spare or self._reopen()
-        return getattr(self._spare, name)(*args)
+        return ask(self._spare)
+
+
+def _arrival(store: KeyValueStore, key: str, patience: timedelta) -> bytes | None:
+    store.wait([key], patience)
+    return _value(store, key)
+
+
+def _value(store: KeyValueStore, key: str) -> bytes | None:
+    # to compare gives the value without a wait on the way
+    value = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
+    return None if value == _ABSENT else value
 
 
 # What the ranks of a session write down: what each posts, how a round ended, and which keys are to

@@ -53,7 +53,7 @@ def test_a_host_is_cut_off_and_comes_back():
         assert ask() == "not reached"
 
 
-TRIALS, PARTS = 88, 3
+TRIALS, PARTS = 88, 5
 """So many are each call with each fault; one in three is tried here, which are 30."""
 
 
@@ -65,4 +65,4 @@ def test_a_call_in_which_something_happens_to_a_host(part: int) -> None:
     command = [sys.executable, "-m", "tests.hosts.trials", str(TRIALS), "ci", *which]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"seed ci: (9|10) runs, 0 wrong", done.stdout), done.stdout
+    assert re.search(r"seed ci: 6 runs, 0 wrong", done.stdout), done.stdout
