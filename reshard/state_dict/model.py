@@ -337,8 +337,8 @@ def _other_class(value: Any, target: torch.Tensor) -> str | None:
     if one == two or not (_is_quantized(value) or _is_quantized(target)):
         return None
     return (
-        f"is {one or 'a plain tensor'} in the dict, and {two or 'a plain tensor'} in the model. Quantize the model "
-        "alike first, or give a plain model reshard.dequantized(state)"
+        f"is {one or 'a plain tensor'} in the dict, and {two or 'a plain tensor'} in the model. Quantize the model the "
+        "same way first, or give a plain model reshard.dequantized(state)"
     )
 
 
