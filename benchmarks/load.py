@@ -7,7 +7,8 @@ done, and the processor time of all ranks together, which depends less on what e
 floor is not the raw copy but what cannot be left out: one read, one hash and one strided copy of each byte. Then the
 bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
 kernel does not count, so ours is the larger of what the load reports and what the kernel counted. Where the compiled
-kernel is installed, there is a row with it, of the same rounds.
+kernel is installed, there is a row with it, of the same rounds. For the same layout there are rows that compare each
+block right after it was read into its target, too (`check="during"`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ import reshard
 from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, read_chars, run
+from reshard.stored.checksums import CheckTime
 
 warnings.filterwarnings("ignore")
 
 ROUNDS = 4
+DURING = ", check during"
+"""Behind the name of a row of loads that compare what is in its target already."""
 
 CASES: dict[str, tuple[int, tuple[int, ...], list[Placement], tuple[int, ...], list[Placement]]] = {
     # name: (processes, mesh and placements of the save, mesh and placements of the load)
@@ -92,17 +96,23 @@ def load(
     files = files[turn:] + files[:turn]
     rounds: list[dict[str, tuple[float, float]]] = []
     read: dict[str, float] = {}
+    ways: dict[str, bool | CheckTime] = {"": check}
+    if check and placements == [Shard(0)]:
+        ways[DURING] = "during"
     for _ in range(ROUNDS + 1):
         found: dict[str, tuple[float, float]] = {}
         before = read_chars()
         *found["DCP"], _ = measured(lambda: dcp.load(theirs, checkpoint_id=f"{folder}/dcp"))
         read["DCP"] = (read_chars() - before) / needed
-        before = read_chars()
-        *found["ours"], done = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
-        read["ours"] = max(done.bytes_read + done.bytes_read_to_check, read_chars() - before) / needed
-        if is_installed():
-            with compiled_kernel():
-                *found["ours, compiled"], _ = measured(lambda: reshard.load(ours, f"{folder}/{ours_at}", check=check))
+        for way, when in ways.items():
+            before = read_chars()
+            *found[way], done = measured(lambda when=when: reshard.load(ours, f"{folder}/{ours_at}", check=when))
+            read[way] = max(done.bytes_read + done.bytes_read_to_check, read_chars() - before) / needed
+            if is_installed():
+                with compiled_kernel():
+                    *found[f"{way}{NAMED}"], _ = measured(
+                        lambda when=when: reshard.load(ours, f"{folder}/{ours_at}", check=when)
+                    )
         if placements == [Shard(1)]:
             *found["floor"], _ = measured(lambda: work_of_columns(files, needed))
         else:
@@ -174,10 +184,9 @@ def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, che
             shutil.rmtree(here)
         assert all(rank["equal"] for rank in found), "the two loaded different values"
         for unit, one in over_ranks([rank["rounds"] for rank in found]).items():
-            yield Row("load", name, unit, one["ours"], {"DCP": one["DCP"]}, one["floor"])
-            if "ours, compiled" in one:
-                yield Row("load", f"{name}{NAMED}", unit, one["ours, compiled"], {"DCP": one["DCP"]}, one["floor"])
-        ours, theirs = (sum(rank["read"][who] for rank in found) / len(found) for who in ("ours", "DCP"))
+            for way in [way for way in one if way not in ("DCP", "floor")]:
+                yield Row("load", f"{name}{way}", unit, one[way], {"DCP": one["DCP"]}, one["floor"])
+        ours, theirs = (sum(rank["read"][who] for rank in found) / len(found) for who in ("", "DCP"))
         yield Row("load", name, "bytes a byte", (ours,), {"DCP": (theirs,)})
 
 

@@ -18,8 +18,9 @@
 #include <unistd.h>
 
 #ifdef __linux__
-#include <linux/futex.h>
 #include <sys/syscall.h>
+/* what <linux/futex.h> says, which is not there where the system's C library is musl */
+enum { FUTEX_WAIT, FUTEX_WAKE };
 #endif
 
 #define XXH_INLINE_ALL
