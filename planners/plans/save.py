@@ -325,8 +325,8 @@ class Assignment:
             at, entry = stop, entry + 1
 
     def writers_near(self, box: Box, tensor: int) -> tuple[tuple[int, Box], ...]:
-        """(rank, region) of all writes of tensor number `tensor` that share an element with `box`. Remembered where
-        they are alike for all tensors, since each chunk has one holder."""
+        """(rank, region) of all writes of tensor number `tensor` that share an element with `box`. Cached where
+        they are the same for all tensors, because each chunk has one holder."""
         found = self._writers.get(box)
         if found is None:
             found = tuple(

@@ -524,8 +524,8 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _has_ended(storage: Storage, job_id: str) -> bool:
-    """Whether the target is what the job has published: its records are about to go, or were left by a killed process.
-    Whoever went on with it would write into files that count."""
+    """Whether the target is what the job has published: its records are about to be removed, or a killed process left
+    them. A conversion that resumed it would write into files that count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True
     return commit.counts(storage, commit.save_id_of(job_id))

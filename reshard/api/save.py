@@ -331,7 +331,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
 
 
 REMOVES_ALONE = 32
-"""With so many ranks, the first one removes what a save has replaced; with more, each removes its own files first."""
+"""Up to this number of ranks, the first rank removes what a save has replaced. With more, each removes its own files."""
 
 
 def _remove_together(group: Group, generation: Generation) -> None:

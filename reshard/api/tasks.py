@@ -294,7 +294,7 @@ class _Driver:
             self._results.put((task, found))
 
     def _cancel(self) -> None:
-        """Have no further task begin, and wait for those under way: for none, where all are done."""
+        """Start no further task, and wait for those in progress."""
         if self._pending and isinstance(self._executor, Processes):
             self._executor.kill()
         running = {future for future in self._pending if not future.cancel()}
@@ -343,7 +343,7 @@ class _Driver:
         raise error
 
     def stop(self) -> None:
-        """Have no further task begin, and wait a while for those under way."""
+        """Start no further task, and wait up to `STOP_S` for those in progress."""
         self._is_stopped = True
         self._ended.put(None)
         if self._thread.ident is not None:

@@ -139,7 +139,7 @@ class Generation:
         liveness.check_fences(where)
 
     def remove_replaced(self, rank: int) -> None:
-        """Remove what the rank of that number wrote of the save that this one has replaced. Nobody lists the files.
+        """Remove the files of the replaced save that the rank of that number wrote. Their names are known without a list.
 
         A failure is logged and no more, as of `tidy`, which removes all that is left.
         """

@@ -30,7 +30,7 @@ __all__ = [
 
 
 STAGE_BYTES = 32 << 20
-"""Default memory for elements that do not lie in row-major order, or not on the CPU, on their way to the file."""
+"""Default memory for elements that are not in row-major order, or not on the CPU, on their way to the file."""
 _AT_ONCE_BYTES = 512 << 10
 """So much is hashed before it is written: it is still in a cache then."""
 

@@ -63,7 +63,7 @@ class SharedStore:
         self.give_back(client)
 
     def lend(self, until: float) -> StoreClient:
-        """A client that nobody else has until it is given back."""
+        """A client that no other caller has until it is given back."""
         try:
             client = self._idle.pop()
         except IndexError:
@@ -85,13 +85,13 @@ class SharedStore:
 
     def give_back(self, client: StoreClient) -> None:
         """It may be lent again."""
-        if client.worker.is_idle and client.second.is_idle:  # not even at what nobody is interested in any more
+        if client.worker.is_idle and client.second.is_idle:  # also with what a caller has left
             self._idle.append(client)
 
     def _open(self) -> KeyValueStore:
         self._client = self._client or _client_of(self._store)
         prefixed: Any = PrefixStore("reshard", self._client())
-        if prefixed.check(["probe"]):  # which nobody ever sets
+        if prefixed.check(["probe"]):  # which no rank ever sets
             raise RuntimeError("it returned a key that was never stored")
         return cast(KeyValueStore, prefixed)
 
@@ -126,7 +126,7 @@ def _client_of(store: Any) -> Callable[[], Any]:
     server = _server_of(store)
     if server is None:
         return lambda: store
-    # nor do they tell prefixes, which keep groups and restarts apart: one that is known only behind them stands in
+    # nor do they expose prefixes, which separate groups and restarts: a key known only behind them replaces it
     name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
     host, port, patience = server.host, server.port, server.timeout
     return lambda: PrefixStore(name, type(server)(host, port, timeout=patience, wait_for_workers=False))
@@ -144,11 +144,11 @@ def _server_of(store: Any) -> Any:
 # without asking.
 #
 # A store's client serves one call at a time, and a wait is one call however long it takes. So what
-# has to be said meanwhile (an error, mostly) goes through a second client. Nobody asks again and
-# again: the store answers those who wait when there is something to tell.
+# has to be sent meanwhile (mostly an error) goes through a second client. There is no polling: the
+# store answers a waiting client when the key is set.
 #
 # Each client has a thread that asks, while the caller looks about. Torch's client cannot be
-# interrupted, and has no limit of its own: if the host of the store is cut off or frozen, it blocks
+# interrupted, and has no limit of its own: if the host of the store is disconnected or frozen, it blocks
 # in the kernel. The caller leaves it there.
 
 
@@ -163,11 +163,11 @@ class Worker:
         self._asked: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.pending: SimpleQueue[Answer] | None = None
-        """Where the answer of the latest call comes to, as long as nobody has taken it."""
+        """The queue for the answer of the latest call, until the answer is taken."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, not even one that nobody is interested in any more."""
+        """Whether no call is in progress, including those that a caller has left."""
         return self.pending is None or not self.pending.empty()
 
     def begin(self, call: Callable[..., Any], *args: Any) -> SimpleQueue[Answer]:
@@ -247,8 +247,8 @@ class StoreClient:
     """One rank's way to the store, for one thread at a time.
 
     Args:
-        store: a client that nobody else uses meanwhile.
-        reopen: makes a second one, for what is said while the first one waits; default: the same one serves as well.
+        store: a client that no other caller uses meanwhile.
+        reopen: makes a second one, for calls while the first one waits; default: the same one serves both.
         address: where it is, for messages.
 
     Attributes:
@@ -293,7 +293,7 @@ class StoreClient:
                         return
                     yield
             self.worker.pending = None
-            if ended[1] is not None:  # the time is over, or the store gone: whoever asks it next will learn which
+            if ended[1] is not None:  # the time is up, or the store is gone: the next question shows which
                 return
             self.arrived = ended[0]
             if self.arrived is not None:
@@ -318,7 +318,7 @@ class StoreClient:
         self._ask(lambda store: store.set(key, value))
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove values that nobody will ask for."""
+        """Remove values that no rank will ask for."""
         if keys:
             self._ask(lambda store: [store.delete_key(key) for key in keys])
 

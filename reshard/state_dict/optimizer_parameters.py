@@ -98,7 +98,7 @@ class LiveOptimizers:
 
     @property
     def may_have_own(self) -> bool:
-        """Whether state under keys that are no parameter, such as a table for all, can be told to be an optimizer's:
+        """Whether it is known which optimizer has state under keys that are no parameter, such as a shared table:
         there is one, of a class of the user's. Those of torch keep none."""
         return len(self.optimizers) == 1 and not type(self.optimizers[0]).__module__.startswith("torch.optim.")
 

@@ -218,7 +218,7 @@ class BlockChecksums(Checksums):
         return np.asarray(before[last - base] - before[first - base] == last - first)
 
     def within(self, ranges: Numbers) -> npt.NDArray[np.bool_]:
-        """Of all blocks: whether it lies wholly within one of some ranges, (n, 2)."""
+        """For each block: whether one of the ranges, (n, 2), contains it completely."""
         size, count = self.block_bytes, len(self._seen)
         first = -(-ranges[:, 0] // size)
         last = np.where(ranges[:, 1] >= self.nbytes, count, ranges[:, 1] // size)

@@ -523,7 +523,7 @@ class Hosts:
     folder: Path
     """Of this rank's host."""
     owner: liveness.WriterLease | None = None
-    """The process that acts for this rank's host, as it has said there."""
+    """The process that acts for this rank's host, as the claim in the folder names it."""
 
     def check_owner(self) -> None:
         """Raises StorageError where another job has taken the host's folder while this one was held up."""
