@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     )
     from planners.geometry.views import View, concat, inverse, stack, viewed
     from planners.plans.codec import dumps, loads
-    from planners.plans.copies import CopyPlan, plan_copies
     from planners.plans.cost import Cluster, Comparison, Estimate, compare_topologies, estimate
+    from planners.plans.host_copies import CopyPlan, plan_copies
     from planners.plans.load import FillItem, LoadPlan, ReadItem, ReadItems, plan_reads
     from planners.plans.plan import verify
     from planners.plans.relay import plan_relay
-    from planners.plans.rounds import Message, Schedule, schedule
     from planners.plans.save import SavePlan, WriteItem, WriteItems, plan_writes
+    from planners.plans.schedule import Message, Schedule, schedule
     from planners.plans.transfer import TransferItem, TransferItems, TransferPlan, plan_transfers
     from planners.reports.pages import to_html
     from planners.reports.text import PlanDiff, PlanStats, diff, explain, format_plan, summarize

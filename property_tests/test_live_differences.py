@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
-from reshard.execute import differences
+from reshard.execute import delta as differences
 from tests import gloo
 from tests.same import bits
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from planners import Box, Schedule, plan_transfers, schedule, verify
-from planners.plans.rounds import color_edges
+from planners.plans.schedule import color_edges
 from planners.testing.strategies import state_pairs
 
 edges = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60)

@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     )
     from reshard.api.retention import latest_complete as latest_complete, prune as prune, steps as steps
     from reshard.api.save import SaveReport as SaveReport, async_save as async_save, save as save
-    from reshard.api.trace import trace_layout as trace_layout
+    from reshard.api.trace_layout import trace_layout as trace_layout
     from reshard.api.verify import compare as compare, verify as verify
     from reshard.api.weights import WeightBucket as WeightBucket, WeightSource as WeightSource
     from reshard.checkpoint import Checkpoint as Checkpoint, open as open
@@ -109,7 +109,7 @@ if TYPE_CHECKING:
     )
     from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
-    from reshard.native.release import __version__ as __version__
+    from reshard.native.version import __version__ as __version__
     from reshard.state_dict import (
         FqnMap as FqnMap,
         Stage as Stage,

@@ -19,8 +19,8 @@ from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from planners.plans.cost import Cluster, Estimate
 from planners.plans.load import LoadPlan, ReadItem
 from planners.plans.plan import Plan, verify
-from planners.plans.rounds import Schedule, schedule
 from planners.plans.save import SavePlan
+from planners.plans.schedule import Schedule, schedule
 from planners.plans.transfer import TransferItem, TransferPlan
 
 __all__ = ["PLAN_KINDS"]

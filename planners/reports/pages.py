@@ -14,8 +14,8 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.layout_text import in_both_forms, legend, short_form
 from planners.geometry.mesh import Ints
-from planners.geometry.words import in_both_forms, legend, short_form
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify

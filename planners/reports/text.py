@@ -14,8 +14,8 @@ from planners.geometry.layout import Part, StateLayout, TensorLayout
 from planners.geometry.mesh import Ints, grouped
 from planners.plans.load import LoadPlan, ReadItem
 from planners.plans.plan import Plan
-from planners.plans.rounds import Schedule
 from planners.plans.save import SavePlan, WriteItem
+from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferItem, TransferPlan
 from planners.units import format_bytes, format_each
 

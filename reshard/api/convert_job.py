@@ -18,7 +18,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from reshard.api.shares import absolute, files_of
+from reshard.api.task_shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
     CheckpointNotFoundError,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
-from reshard.api.shares import Opening, Share, shares
+from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointError, FormatError, LayoutError

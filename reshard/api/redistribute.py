@@ -17,11 +17,11 @@ from planners.findings import Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
-from planners.plans.rounds import Schedule
+from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
 from planners.units import format_bytes
 from reshard.api.reports import FilledReport
-from reshard.api.transfer_agreement import (
+from reshard.api.transfer_matching import (
     DEFAULTS,
     Agreed,
     TensorMatches,
@@ -36,7 +36,7 @@ from reshard.api.transfer_agreement import (
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed
 from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
-from reshard.execute.differences import DeltaExchange
+from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements

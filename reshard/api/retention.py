@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.api.convert_job import is_job, remove_dead_jobs
-from reshard.api.shares import absolute
+from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError

@@ -51,7 +51,7 @@ from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
 from reshard.native.reader import Share
 from reshard.native.reuse import Base
-from reshard.ranks.distinct_values import DistinctValues, digest_of
+from reshard.ranks.distinct_answers import DistinctValues, digest_of
 from reshard.ranks.global_layout import resolve_layouts
 from reshard.ranks.global_state import (
     DigestTable,
@@ -331,7 +331,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
 
 
 REMOVES_ALONE = 32
-"""Up to this number of ranks, the first rank removes what a save has replaced. With more, each removes its own files."""
+"""Up to this number of ranks, the first rank removes what a save has replaced. Beyond, each removes its own files."""
 
 
 def _remove_together(group: Group, generation: Generation) -> None:

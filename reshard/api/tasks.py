@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import uuid4
 
 from reshard.errors import CheckpointError, ReshardError
-from reshard.native.release import __version__
+from reshard.native.version import __version__
 
 __all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
 
@@ -56,7 +56,7 @@ IN_FLIGHT = 256
 STOP_S = 10.0
 """How long running tasks are waited for when the work is given up."""
 _PROBE_S = 0.2
-_VERSION = "reshard.native.release:__version__"
+_VERSION = "reshard.native.version:__version__"
 
 
 class Work(Protocol[T_in, R_out]):

@@ -13,9 +13,9 @@ from planners.geometry.box import Dims
 from planners.geometry.layout import Part, StateLayout, TensorLayout
 from planners.plans.plan import verify
 from planners.plans.relay import bytes_between, plan_relay, rank_groups, stripe_places
-from planners.plans.rounds import Schedule, schedule
+from planners.plans.schedule import Schedule, schedule
 from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
-from reshard.api.transfer_agreement import TensorMatches, TensorTransfer
+from reshard.api.transfer_matching import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
 from reshard.live.state import LiveTensor, Targets

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
-from reshard.api.shares import SHARE_BYTES, Opening, Share, shares
+from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint

@@ -33,7 +33,7 @@ def explain(
     """
     from planners.errors import PlanError
     from planners.geometry.layout import TensorLayout, TensorSpec
-    from planners.geometry.words import in_words, parse_layout
+    from planners.geometry.layout_text import in_words, parse_layout
     from planners.reports.cuts import draw_cuts
 
     screen = console()

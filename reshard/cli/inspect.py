@@ -158,7 +158,7 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
             f"{name!r} is {'a plain value, not a tensor,' if name in checkpoint.objects else 'not'} in {checkpoint.url}"
             f"{did_you_mean(name, list(checkpoint)[:5000])}"
         )
-    from planners.geometry.words import in_both_forms, short_form
+    from planners.geometry.layout_text import in_both_forms, short_form
 
     screen, layout = show.console(), checkpoint.layout[name]
     show.print_text(screen, in_both_forms(layout))
@@ -196,7 +196,7 @@ def _print(
     problems: list[str],
     depth: int | None,
 ) -> None:
-    from planners.geometry.words import in_both_forms, in_words, short_form
+    from planners.geometry.layout_text import in_both_forms, in_words, short_form
 
     screen = show.console()
     layout = checkpoint.layout
@@ -228,7 +228,7 @@ def _print(
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
     """`mesh` and `placements` if they were saved; else `shards`, the sizes along each dim whose product the chunks are;
     else `chunks`. `cuts` is the old name of `shards`."""
-    from planners.geometry.words import chunk_sizes
+    from planners.geometry.layout_text import chunk_sizes
 
     if (mesh := layout.mesh) is not None:
         axes = [{"name": name, "size": size} for name, size in mesh.axes]

@@ -173,7 +173,7 @@ def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[st
 
 
 def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
-    from planners.geometry.words import in_both_forms, short_form
+    from planners.geometry.layout_text import in_both_forms, short_form
     from planners.reports.text import format_plan
     from planners.units import format_seconds
 

@@ -103,7 +103,7 @@ def print_totals(
 
 def print_legend(screen: Console, short_forms: Iterable[str]) -> None:
     """What the signs in these short forms of layouts mean."""
-    from planners.geometry.words import legend
+    from planners.geometry.layout_text import legend
 
     if signs := legend(short_forms):
         screen.print("\n[bold]Notation[/]")

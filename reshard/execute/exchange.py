@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import Form
 from planners.plans.plan import verify
-from planners.plans.rounds import Message, Schedule, schedule
+from planners.plans.schedule import Message, Schedule, schedule
 from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, plan_read_once
 from reshard.errors import DeadlineError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for

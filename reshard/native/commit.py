@@ -139,7 +139,7 @@ class Generation:
         liveness.check_fences(where)
 
     def remove_replaced(self, rank: int) -> None:
-        """Remove the files of the replaced save that the rank of that number wrote. Their names are known without a list.
+        """Remove the files of the replaced save that the rank of that number wrote. No list is needed.
 
         A failure is logged and no more, as of `tidy`, which removes all that is left.
         """

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from planners.geometry.box import Box
 from reshard.errors import CorruptCheckpointError, NewerVersionError
-from reshard.native.release import __version__
+from reshard.native.version import __version__
 from reshard.storage.base import Storage
 
 __all__ = [

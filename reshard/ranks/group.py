@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks
-from reshard.ranks.distinct_values import FAN, DistinctValues, digest_of
+from reshard.ranks.distinct_answers import FAN, DistinctValues, digest_of
 from reshard.ranks.progress import phase
 
 if TYPE_CHECKING:  # imported where there is more than one rank

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 import msgspec
 
 from reshard.errors import RankFailedError, format_ranks
-from reshard.ranks.distinct_values import FAN
+from reshard.ranks.distinct_answers import FAN
 from reshard.ranks.liveness import Gone, PeerWatch
 from reshard.ranks.store import (
     PART_BYTES,

@@ -25,7 +25,7 @@ UNUSED = (
         "planners.reports.pages",
         "planners.plans.plan_codec",
         "planners.geometry.topologies",
-        "planners.plans.rounds",
+        "planners.plans.schedule",
     ),
     *("planners.plans.transfer", "planners.geometry.views", "planners.geometry.views", "numpy.ma"),
     *(

@@ -25,7 +25,7 @@ def test_one_version() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
 
     assert reshard.__version__.count(".") == 2
-    assert 'version = { attr = "reshard.native.release.__version__" }' in text
+    assert 'version = { attr = "reshard.native.version.__version__" }' in text
     storage = MemoryStorage()
     reshard.save({"step": 1}, storage)
     assert json.loads(storage.read("manifest.json"))["writer"] == f"reshard {reshard.__version__}"

@@ -25,8 +25,8 @@ from planners.geometry.box import Box, Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
-from planners.plans.rounds import schedule
 from planners.plans.save import SavePlan
+from planners.plans.schedule import schedule
 from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes
 from reshard.api.load import LoadReport

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import reshard
 from reshard.errors import UndefinedTargetsError
-from reshard.execute import differences
+from reshard.execute import delta as differences
 from tests import gloo
 from tests.same import assert_same
 

@@ -17,7 +17,7 @@ import reshard.elastic
 from reshard import fingerprints
 from reshard.api.load_keys import LoadOptions
 from reshard.api.save_job import SaveOptions
-from reshard.api.transfer_agreement import DEFAULTS
+from reshard.api.transfer_matching import DEFAULTS
 from reshard.errors import ReshardError
 from tests import gloo
 

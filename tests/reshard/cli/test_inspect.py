@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
-from planners.geometry.words import chunk_sizes
+from planners.geometry.layout_text import chunk_sizes
 from planners.reports.cuts import draw_cuts
 from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
 from tests.samples import sample

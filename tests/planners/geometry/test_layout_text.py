@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from planners import Box, Mesh, PlanError, Shard, StridedShard, TensorLayout, TensorSpec
-from planners.geometry import words
-from planners.geometry.words import in_words, legend, parse_layout, short_form
+from planners.geometry import layout_text as words
+from planners.geometry.layout_text import in_words, legend, parse_layout, short_form
 
 GLOSSARY = (Path(__file__).parents[3] / "docs/glossary.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+ on [^`]+)` \| (.*) \|$", GLOSSARY, re.MULTILINE)

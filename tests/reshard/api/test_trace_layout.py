@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import planners
-from reshard.api.trace import trace_layout
+from reshard.api.trace_layout import trace_layout
 from reshard.errors import LayoutError
 from reshard.live.wrappers import forget_meshes
 from tests.torch_releases import RANDOM_WARNING, UNEVEN_STRIDES

@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from planners.geometry.box import Box
-from reshard.api import shares, verify
+from reshard.api import task_shares as shares, verify
 from reshard.api.tasks import Processes
 from reshard.errors import CheckpointError, StorageError
 from tests.same import same

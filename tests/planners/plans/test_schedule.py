@@ -7,7 +7,7 @@ import time
 import pytest
 
 from planners import PlanError, StateLayout, TensorLayout, TensorSpec, plan_transfers, schedule, verify
-from planners.plans.rounds import color_edges
+from planners.plans.schedule import color_edges
 
 
 def change(before: str, mesh_before: str, after: str, mesh_after: str, shape=(64, 64)):
