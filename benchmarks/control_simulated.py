@@ -23,8 +23,7 @@ import msgspec
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
 from reshard.api import load_keys, save as repeated, save_job
-from reshard.api.load_keys import LoadOptions
-from reshard.api.save_job import SaveOptions
+from reshard.api.options import LoadOptions, SaveOptions
 from reshard.execute.machine import MachineReading, OwnMemory
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally
 from reshard.native.manifest import FileRecord

@@ -11,8 +11,7 @@ from hypothesis import given, settings, strategies as st
 from property_tests.budget import examples
 from reshard.errors import DeadlineError, LayoutError, RankFailedError, ReshardError
 from reshard.ranks import rounds as store_rounds
-from reshard.ranks.distinct_answers import DistinctValues
-from reshard.ranks.group import Group
+from reshard.ranks.group import DistinctValues, Group
 from tests.simulated_ranks import Died, World
 
 DEADLINE_S = 60.0

@@ -17,7 +17,8 @@ from planners.plans.save import plan_writes
 from planners.testing.strategies import boxes, layouts, shapes, specs
 from property_tests.budget import examples
 from reshard.api import save_job
-from reshard.api.save_job import SaveOptions, ToWrite, alike, base_at, choose_base, doubtful
+from reshard.api.options import SaveOptions
+from reshard.api.save_job import ToWrite, alike, base_at, choose_base, doubtful
 from reshard.native import commit, data_file as blocks, reuse
 from reshard.native.commit import Generation
 from reshard.native.data_file import Entry

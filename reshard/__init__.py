@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "__version__": "native.release",
+    "__version__": "native.version",
     "Checkpoint": "checkpoint",
     "CheckpointManager": "api.manager",
     "ConvertReport": "api.convert",
@@ -54,7 +54,7 @@ _HOME = {
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
     "steps": "api.retention",
-    "trace_layout": "api.trace",
+    "trace_layout": "api.trace_layout",
     "verify": "api.verify",
     "verify_live": "api.redistribute",
 }
@@ -134,7 +134,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
             meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, _HOME)
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
-        from reshard.live.garbage import gc_paused
+        from reshard.live.garbage_collection import gc_paused
 
         with gc_paused():  # of what torch left there to go through, it would be the longest part of this
             module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")

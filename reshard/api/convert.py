@@ -25,7 +25,7 @@ from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.formats.table import ALSO_CALLED, FormatName
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags

@@ -17,7 +17,8 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import ReadItem, plan_reads
 from planners.plans.plan import verify
 from planners.units import format_bytes
-from reshard.api.load_keys import DtypePolicy, KeyMatch, LoadOptions, Mode, ReadOnce, gather_mismatches, match_keys
+from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
+from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, open_among, stored_layout
@@ -34,7 +35,7 @@ from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import as_array, dtype_from_name
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import LiveTensor, PerRank, Targets
 from reshard.live.tree import needs_class, restore_types, unresolved_class

@@ -5,16 +5,17 @@ from __future__ import annotations
 import fnmatch
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from reshard.api.key_suggestions import are_by_number, has_no_state_yet, section, shifted
+from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError, did_you_mean, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import tensor_class
@@ -31,95 +32,9 @@ from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.state import IntKey, KeyPath, key_of
-from reshard.stored.checksums import CheckTime
 from reshard.stored.contents import unknown_class
 
-if TYPE_CHECKING:  # imported by loads that map
-    from reshard.mapping import Mapping as StateMapping
-
-__all__ = [
-    "DtypePolicy", "KeyMatch", "LoadOptions", "Mode", "ReadOnce", "Wording", "gather_mismatches",
-    "match_keys", "needs_code",
-]  # fmt: skip
-
-
-Mode = Literal["strict", "subset", "partial"]
-"""Which keys only one side may have: none; the checkpoint may have more; both may."""
-DtypePolicy = Literal["error", "cast", "saved"]
-ReadOnce = Literal["job", "host", "rank"]
-"""Among whom no byte is read twice."""
-
-_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
-"""What each rank may choose for itself."""
-
-
-@dataclass(frozen=True)
-class Wording:
-    """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
-
-    missing: str = "missing from the checkpoint"
-    mismatched: str = "mismatched"
-    allow: str = (
-        "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys; mapping= renames keys"
-    )
-    mismatch_error: type[KeyMismatchError] = KeyMismatchError
-    """Raised where something is mismatched."""
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
-
-    strict: bool | Mode | Mapping[str, Mode] = True
-    dtype_policy: DtypePolicy = "error"
-    mapping: Mapping[str, str] | StateMapping | None = None
-    dry_run: bool = False
-    check: bool | CheckTime = True
-    read_once: bool | ReadOnce | None = None
-    threads: int | None = None
-    memory_budget_bytes: int | None = None
-    progress: bool = False
-    entry_by_entry: bool = False
-    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
-    replaced whole."""
-    wording: Wording = Wording()
-
-    def __post_init__(self) -> None:
-        _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
-        if not isinstance(self.check, bool):
-            _check_choice("check", self.check, get_args(CheckTime), ", True, False")
-        if not (isinstance(self.read_once, bool) or self.read_once is None):
-            _check_choice("read_once", self.read_once, get_args(ReadOnce))
-        if isinstance(self.strict, Mapping):
-            for glob, mode in self.strict.items():
-                _check_choice(f"strict[{glob!r}]", mode, get_args(Mode))
-        elif not isinstance(self.strict, bool):
-            _check_choice("strict", self.strict, get_args(Mode), ", True, False, or a dict from globs to these words")
-
-    def mode_of(self, key: str) -> Mode:
-        """How strict the load is about a key: by the first glob that fits it."""
-        if isinstance(self.strict, bool):
-            return "strict" if self.strict else "partial"
-        if isinstance(self.strict, str):
-            return self.strict
-        return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
-
-    @property
-    def once_among(self) -> ReadOnce:
-        """`read_once`, with True, None and False by name."""
-        if isinstance(self.read_once, bool):
-            return "job" if self.read_once else "rank"
-        return self.read_once or "host"
-
-    def shared(self) -> dict[str, object]:
-        """The options that must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
-
-
-def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
-    if value not in known:
-        meant = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise OptionError(f"{what} must be one of {', '.join(map(repr, known))}{others}; got {value!r}{meant}")
+__all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
 
 
 # Which keys of a target and of a checkpoint belong together.

@@ -20,18 +20,15 @@ from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
 from planners.units import format_bytes
+from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import (
-    DEFAULTS,
     Agreed,
     TensorMatches,
-    TransferOptions,
     TransferSide,
     Values,
     agree,
     check_replicas,
-    complete,
-    digest_of,
 )
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed

@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
+from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
     OwnItem,
     SaveJob,
-    SaveKeywords,
-    SaveOptions,
     Stage,
     ToWrite,
     base_at,
@@ -45,13 +44,12 @@ from reshard.api.save_job import (
 from reshard.arguments import check_arguments, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names
 from reshard.live.fingerprints import add_tallies
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
 from reshard.native.reader import Share
 from reshard.native.reuse import Base
-from reshard.ranks.distinct_answers import DistinctValues, digest_of
 from reshard.ranks.global_layout import resolve_layouts
 from reshard.ranks.global_state import (
     DigestTable,
@@ -61,7 +59,7 @@ from reshard.ranks.global_state import (
     check_globs,
     joined_objects,
 )
-from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.progress import current, phase, rest_of_call
 from reshard.state import NUMBERED
 from reshard.storage.base import Storage

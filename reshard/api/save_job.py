@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -17,7 +17,8 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.plans.plan import verify
-from planners.plans.save import DIVIDE_ABOVE_BYTES, SavePlan, plan_writes
+from planners.plans.save import SavePlan, plan_writes
+from reshard.api.options import SaveOptions
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -30,10 +31,10 @@ from reshard.errors import (
 from reshard.formats.opening import look_at, look_in, open_contents, path_below
 from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, LiveTensor, is_long, take_apart
 from reshard.native.commit import Generation, Written
-from reshard.native.data_file import STAGE_BYTES, Entry, FileGroup, sum_up, write_common_file, write_file
+from reshard.native.data_file import Entry, FileGroup, sum_up, write_common_file, write_file
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import ALL, NativeFacts, Share, write_parts
 from reshard.native.reuse import Base, Reused, reuse
@@ -45,7 +46,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
-    "Choice", "OwnItem", "SaveJob", "SaveKeywords", "SaveOptions", "Stage", "ToWrite", "alike", "base_at",
+    "Choice", "OwnItem", "SaveJob", "Stage", "ToWrite", "alike", "base_at",
     "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
     "holdings_of", "own_items", "planned_writes", "staged", "summed_up", "tally", "total", "write",
 ]  # fmt: skip
@@ -536,67 +537,3 @@ def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
 
 
 # What the caller of a save may choose: the one owner of the defaults.
-
-
-_OWN = frozenset({"memory_budget_bytes", "progress"})
-"""What each rank may choose for itself."""
-
-
-class SaveKeywords(TypedDict, total=False):
-    """What `save` and `async_save` take by name, as type checkers see it."""
-
-    select: Iterable[str] | None
-    check_replicas: bool
-    fingerprints: bool
-    divide_above_bytes: int
-    memory_budget_bytes: int
-    progress: bool
-    overwrite: bool
-    base: str | os.PathLike[str] | None
-    ranks_per_file: int
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """What the caller of `save` chose; see there for what each means. Raises CheckpointError for what cannot be."""
-
-    select: Iterable[str] | None = None
-    check_replicas: bool = True
-    fingerprints: bool = True
-    divide_above_bytes: int = DIVIDE_ABOVE_BYTES
-    memory_budget_bytes: int = STAGE_BYTES
-    progress: bool = False
-    overwrite: bool = True
-    base: str | os.PathLike[str] | None = None
-    ranks_per_file: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("memory_budget_bytes", "divide_above_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
-        if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
-            raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
-        if self.ranks_per_file > 1 and self.base is not None:
-            raise CheckpointError("ranks_per_file and base cannot be combined: leave one of them out")
-        if isinstance(self.select, str):
-            raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
-        if self.select is not None and not isinstance(self.select, Iterable):
-            raise CheckpointError(f"select must be a list of globs, got {self.select!r}")
-        if self.select is not None:
-            object.__setattr__(self, "select", tuple(self.select))
-        if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
-            raise CheckpointError(f"select must be a list of strings, but contains {odd[0]!r}")
-        if self.base is not None and not isinstance(self.base, str | os.PathLike):
-            raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
-        if self.select == ():
-            raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
-
-    @property
-    def globs(self) -> tuple[str, ...] | None:
-        """`select`, None for everything."""
-        return None if self.select is None else tuple(self.select)
-
-    def shared(self) -> dict[str, object]:
-        """The options that must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}

@@ -6,8 +6,7 @@ import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, OptionError, did_you_mean, format_ranks
+from reshard.api.options import TransferOptions, shared
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tree import needs_class, restore_types, unresolved_class
@@ -26,8 +26,8 @@ from reshard.ranks.group import Group, sending_kinds
 from reshard.state import IntKey
 
 __all__ = [
-    "DEFAULTS", "Agreed", "TensorMatches", "TensorTransfer", "TransferOptions", "TransferSide",
-    "Values", "agree", "check_replicas", "complete", "digest_of",
+    "Agreed", "TensorMatches", "TensorTransfer", "TransferSide",
+    "Values", "agree", "check_replicas",
 ]  # fmt: skip
 
 
@@ -239,70 +239,6 @@ def _section(title: str, keys: list[str], others: list[str] | None = None) -> li
 
 
 # How the ranks of a transfer come to know, and to agree on, what all of them hold and want.
-
-
-class TransferOptions(TypedDict, total=False):
-    """The keyword arguments of `prepare`, `redistribute`, and `verify_live`. The same on every rank, except for
-    layouts."""
-
-    mapping: Mapping[str, str] | StateMapping
-    views: Iterable[View]
-    source_layouts: Mapping[str, TensorLayout]
-    target_layouts: Mapping[str, TensorLayout]
-    strict: bool
-    dtype_policy: str
-    check_replicas: bool
-    max_inflight_bytes: int
-    ranks_per_host: int | None
-    delta: bool
-    timeout: float | timedelta
-
-
-DEFAULTS = TransferOptions(
-    mapping={},
-    views=(),
-    source_layouts={},
-    target_layouts={},
-    strict=True,
-    dtype_policy="error",
-    check_replicas=True,
-    max_inflight_bytes=256 << 20,
-    ranks_per_host=None,
-    delta=False,
-    timeout=1800.0,
-)
-"""The defaults."""
-_OWN = ("views", "source_layouts", "target_layouts", "timeout")
-"""What ranks may choose each for itself, or is compared in another form."""
-
-
-def complete(given: TransferOptions) -> TransferOptions:
-    """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy, LayoutError for a
-    budget that is too small, or two views of one name."""
-    if unknown := given.keys() - DEFAULTS.keys():
-        raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
-    options: TransferOptions = {**DEFAULTS, **given}
-    options["views"] = views = list(options["views"])
-    if options["dtype_policy"] not in ("error", "cast"):
-        raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
-    if options["max_inflight_bytes"] < 1024:
-        raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
-    if len({view.spec.fqn for view in views}) != len(views):
-        raise LayoutError("two views create the same target")
-    return options
-
-
-def shared(options: TransferOptions) -> dict[str, object]:
-    """The options that must be equal on all ranks."""
-    mapping = options["mapping"] if isinstance(options["mapping"], StateMapping) else sorted(options["mapping"].items())
-    views = sorted((view.spec.fqn, view) for view in options["views"])
-    rest = {name: value for name, value in options.items() if name not in _OWN}
-    return {**rest, "mapping": mapping, "views": views}
-
-
-def digest_of(options: TransferOptions) -> str:
-    """Equal if all options are equal that must be equal on all ranks."""
-    return hashlib.sha256(repr(shared(options)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

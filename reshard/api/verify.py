@@ -29,7 +29,7 @@ from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import Partial, comparable, float64_is_exact, partials
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded

@@ -15,7 +15,7 @@ from reshard.cli import show
 from reshard.cli.arguments import Depth, Html, Select, Source, UsageError
 from reshard.cli.completion import tensor_names
 from reshard.errors import KeyMismatchError, did_you_mean
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from reshard.api.load import load_with, saved_in
-from reshard.api.load_keys import LoadOptions, Mode
+from reshard.api.options import LoadOptions, Mode
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.engine.calls import Call, reader_for, run_load, storage_by_position
 from reshard.dcp.engine.states import ENGINE_WORDING, holds_checkpointable, put_state_back, refuse_lost_state, unwrapped

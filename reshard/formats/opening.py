@@ -22,7 +22,7 @@ from reshard.errors import (
 )
 from reshard.formats.format import Format
 from reshard.formats.table import FORMATS, formats
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation
 from reshard.storage.base import Storage, is_temporary

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from reshard.live.dtypes import as_array, item_dtype, row_major_bytes
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 
 __all__ = [
     "CopyStream", "CopyStreams", "HostMemory", "Uploads", "batches", "device_module", "fetch",

@@ -17,7 +17,7 @@ from planners.plans.codec import to_json
 from planners.plans.save import SavePlan
 from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.live.fingerprints import Partial
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.native.manifest import (
     BLOCK_BYTES,
     FEW_FILES,

@@ -18,19 +18,17 @@ from planners.plans.save import SavePlan, WriteItem
 from reshard.errors import CorruptCheckpointError, FormatError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.live.fingerprints import Partial, partials
-from reshard.native.manifest import BLOCK_BYTES, FileRecord, entry_key
+from reshard.native.manifest import BLOCK_BYTES, STAGE_BYTES, FileRecord, entry_key
 from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
 __all__ = [
-    "STAGE_BYTES", "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
+    "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
     "FileGroup", "arrays_of", "blocks_of", "header_of", "probe_of", "read_blocks", "sum_up",
     "write_common_file", "write_file", "write_pieces",
 ]  # fmt: skip
 
 
-STAGE_BYTES = 32 << 20
-"""Default memory for elements that are not in row-major order, or not on the CPU, on their way to the file."""
 _AT_ONCE_BYTES = 512 << 10
 """So much is hashed before it is written: it is still in a cache then."""
 

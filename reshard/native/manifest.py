@@ -20,9 +20,25 @@ from reshard.native.version import __version__
 from reshard.storage.base import Storage
 
 __all__ = [
-    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "VERSION", "FileRecord", "FileTable",
-    "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest", "encode_table",
-    "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
+    "BLOCK_BYTES",
+    "FEW_FILES",
+    "HF_INDEX",
+    "MANIFEST",
+    "STAGE_BYTES",
+    "VERSION",
+    "FileRecord",
+    "FileTable",
+    "LinkedRecord",
+    "Manifest",
+    "PartsRecord",
+    "TableRecord",
+    "encode_manifest",
+    "encode_table",
+    "entry_key",
+    "has_digest",
+    "is_generation",
+    "read_manifest",
+    "refuse_newer",
 ]  # fmt: skip
 
 
@@ -42,6 +58,8 @@ HF_INDEX = "model.safetensors.index.json"
 """Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
 VERSION = 3
 """The newest that is known. Written is the oldest that says everything."""
+STAGE_BYTES = 32 << 20
+"""Default memory for elements that are not in row-major order, or not on the CPU, on their way to the file."""
 BLOCK_BYTES = 64 << 10
 """Bytes of a data file that one checksum covers."""
 _MAX_HEADER_BYTES = 1 << 30

@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,15 +32,14 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks
-from reshard.ranks.distinct_answers import FAN, DistinctValues, digest_of
 from reshard.ranks.progress import phase
 
 if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.ranks.rounds import Rounds
 
 __all__ = [
-    "DEADLINE_S", "Group", "device_of_kind", "either", "pack_flags", "seconds", "sending_device",
-    "sending_kinds", "unpack_flags",
+    "DEADLINE_S", "DistinctValues", "Group", "device_of_kind", "digest_of", "either", "pack_flags", "seconds",
+    "sending_device", "sending_kinds", "unpack_flags",
 ]  # fmt: skip
 
 
@@ -228,14 +228,15 @@ class Group:
         self._check_root(root, "gather on")
         if self._rounds is None:
             return [value], add([summed])
-        parcels = {f"gather/{self.rank // FAN}": _encode(value)}
+        fan = self._rounds.fan
+        parcels = {f"gather/{self.rank // fan}": _encode(value)}
         total = self.merge(summed, add, f"a gathering on rank {root}", parcels=parcels, only=root)
         if self.rank != root:
             return None
         found: dict[int, bytes] = {}
-        for first in range(0, self.world_size, FAN):
-            places = range(first, min(first + FAN, self.world_size))
-            found |= self._rounds.collect(f"gather/{first // FAN}", places, owner=True)
+        for first in range(0, self.world_size, fan):
+            places = range(first, min(first + fan, self.world_size))
+            found |= self._rounds.collect(f"gather/{first // fan}", places, owner=True)
         return [_decode(found[place], kind or type(value)) for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
@@ -507,3 +508,45 @@ def sending_device(device: torch.device, process_group: dist.ProcessGroup | None
     backends support."""
     kinds = sending_kinds(process_group)
     return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])
+
+
+# The distinct answers of many ranks, in pools that can be joined.
+
+
+def digest_of(data: bytes) -> bytes:
+    """The key of an answer in a pool, 16 bytes, since the answer may be long."""
+    return hashlib.sha256(data).digest()[:16]
+
+
+class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
+    """The answers of a run of ranks."""
+
+    distinct: list[bytes]
+    count: int
+    """How many ranks' they are."""
+    places: bytes
+    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few answers come again and
+    again. Nothing where all gave the same."""
+
+    @staticmethod
+    def of(data: bytes) -> DistinctValues:
+        """The pool of one rank's answer."""
+        return DistinctValues([data], 1, b"")
+
+    @staticmethod
+    def join(pools: list[DistinctValues]) -> DistinctValues:
+        """Join several pools, in order."""
+        known: dict[bytes, int] = {}
+        for pool in pools:
+            for answer in pool.distinct:
+                known.setdefault(answer, len(known))
+        places = array("I")
+        for pool in pools if len(known) > 1 else ():
+            mine = [known[answer] for answer in pool.distinct]
+            places.extend(mine[place] for place in pool.numbers())
+        count = sum(pool.count for pool in pools)
+        return DistinctValues(list(known), count, zlib.compress(places.tobytes(), 1) if places else b"")
+
+    def numbers(self) -> Sequence[int]:
+        """The index of each rank's answer."""
+        return array("I", zlib.decompress(self.places)) if self.places else [0] * self.count

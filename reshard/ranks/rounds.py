@@ -29,7 +29,6 @@ from contextlib import contextmanager
 import msgspec
 
 from reshard.errors import RankFailedError, format_ranks
-from reshard.ranks.distinct_answers import FAN
 from reshard.ranks.liveness import Gone, PeerWatch
 from reshard.ranks.store import (
     PART_BYTES,
@@ -42,9 +41,11 @@ from reshard.ranks.store import (
     decode_outcome,
 )
 
-__all__ = ["Combine", "Rounds"]
+__all__ = ["FAN", "Combine", "Rounds"]
 
 
+FAN = 128
+"""The number of ranks, or of pools of theirs, that are joined at a time."""
 _BOX_RANKS = 1024
 """More do not put into one box."""
 _INLINE_BYTES = 32 << 10
@@ -75,6 +76,8 @@ class Rounds:
         peers: reports a rank on this machine that died.
         stale_keys: of this rank's sessions over this store.
     """
+
+    fan = FAN
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import msgspec
 from planners.geometry.box import Window
 from planners.geometry.layout import itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.live.garbage import gc_paused
+from reshard.live.garbage_collection import gc_paused
 from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 

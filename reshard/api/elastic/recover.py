@@ -34,7 +34,7 @@ from reshard.api.elastic.generation import (
 )
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.load import LoadReport, ReadPlan, load_with
-from reshard.api.load_keys import LoadOptions
+from reshard.api.options import LoadOptions
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among

@@ -36,12 +36,11 @@ from reshard.api.elastic.generation import (
 )
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
-from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
+from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
 from reshard.api.save import agreed_plan, start_in_background
 from reshard.api.save_job import (
     Choice,
     SaveJob,
-    SaveOptions,
     ToWrite,
     entries_of,
     staged,

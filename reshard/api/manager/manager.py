@@ -21,12 +21,11 @@ from planners.notebooks import Tabled
 from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
-from reshard.api.load_keys import DtypePolicy, LoadOptions, Mode
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
+from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.save import PendingSave, async_save, save, start_in_background
-from reshard.api.save_job import SaveKeywords, SaveOptions
 from reshard.arguments import options_of, renamed, with_options
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, ReshardError
 from reshard.mapping import Mapping as StateMapping

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
 from planners.geometry.layout import Form
-from reshard.api.load_keys import Wording
+from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state

@@ -15,9 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.elastic
 from reshard import fingerprints
-from reshard.api.load_keys import LoadOptions
-from reshard.api.save_job import SaveOptions
-from reshard.api.transfer_matching import DEFAULTS
+from reshard.api.options import DEFAULTS, LoadOptions, SaveOptions
 from reshard.errors import ReshardError
 from tests import gloo
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from reshard.errors import DeadlineError
-from reshard.ranks.distinct_answers import FAN
+from reshard.ranks.rounds import FAN
 from tests.simulated_ranks import World
 
 HUNG_OF = FAN + 3

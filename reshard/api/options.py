@@ -1,0 +1,234 @@
+"""The options of loads, saves, and transfers: their defaults, what is allowed, and which must be equal on all ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
+
+from planners.plans.save import DIVIDE_ABOVE_BYTES
+from reshard.errors import CheckpointError, KeyMismatchError, LayoutError, OptionError, did_you_mean
+from reshard.native.manifest import STAGE_BYTES
+from reshard.stored.checksums import CheckTime
+
+if TYPE_CHECKING:  # imported by calls that map, or transfer
+    from planners.geometry.layout import TensorLayout
+    from planners.geometry.views import View
+    from reshard.mapping import Mapping as StateMapping
+
+__all__ = [
+    "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
+    "Wording", "complete", "digest_of", "shared",
+]  # fmt: skip
+
+
+Mode = Literal["strict", "subset", "partial"]
+"""Which keys only one side may have: none; the checkpoint may have more; both may."""
+DtypePolicy = Literal["error", "cast", "saved"]
+ReadOnce = Literal["job", "host", "rank"]
+"""Among whom no byte is read twice."""
+_LOAD_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
+"""What each rank may choose for itself."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
+
+    missing: str = "missing from the checkpoint"
+    mismatched: str = "mismatched"
+    allow: str = (
+        "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys; mapping= renames keys"
+    )
+    mismatch_error: type[KeyMismatchError] = KeyMismatchError
+    """Raised where something is mismatched."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
+
+    strict: bool | Mode | Mapping[str, Mode] = True
+    dtype_policy: DtypePolicy = "error"
+    mapping: Mapping[str, str] | StateMapping | None = None
+    dry_run: bool = False
+    check: bool | CheckTime = True
+    read_once: bool | ReadOnce | None = None
+    threads: int | None = None
+    memory_budget_bytes: int | None = None
+    progress: bool = False
+    entry_by_entry: bool = False
+    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
+    replaced whole."""
+    wording: Wording = Wording()
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
+        if not isinstance(self.check, bool):
+            _check_choice("check", self.check, get_args(CheckTime), ", True, False")
+        if not (isinstance(self.read_once, bool) or self.read_once is None):
+            _check_choice("read_once", self.read_once, get_args(ReadOnce))
+        if isinstance(self.strict, Mapping):
+            for glob, mode in self.strict.items():
+                _check_choice(f"strict[{glob!r}]", mode, get_args(Mode))
+        elif not isinstance(self.strict, bool):
+            _check_choice("strict", self.strict, get_args(Mode), ", True, False, or a dict from globs to these words")
+
+    def mode_of(self, key: str) -> Mode:
+        """How strict the load is about a key: by the first glob that fits it."""
+        if isinstance(self.strict, bool):
+            return "strict" if self.strict else "partial"
+        if isinstance(self.strict, str):
+            return self.strict
+        return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
+
+    @property
+    def once_among(self) -> ReadOnce:
+        """`read_once`, with True, None and False by name."""
+        if isinstance(self.read_once, bool):
+            return "job" if self.read_once else "rank"
+        return self.read_once or "host"
+
+    def shared(self) -> dict[str, object]:
+        """The options that must be equal on all ranks."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOAD_OWN}
+
+
+def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
+    if value not in known:
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise OptionError(f"{what} must be one of {', '.join(map(repr, known))}{others}; got {value!r}{meant}")
+
+
+_SAVE_OWN = frozenset({"memory_budget_bytes", "progress"})
+"""What each rank may choose for itself."""
+
+
+class SaveKeywords(TypedDict, total=False):
+    """What `save` and `async_save` take by name, as type checkers see it."""
+
+    select: Iterable[str] | None
+    check_replicas: bool
+    fingerprints: bool
+    divide_above_bytes: int
+    memory_budget_bytes: int
+    progress: bool
+    overwrite: bool
+    base: str | os.PathLike[str] | None
+    ranks_per_file: int
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What the caller of `save` chose; see there for what each means. Raises CheckpointError for what cannot be."""
+
+    select: Iterable[str] | None = None
+    check_replicas: bool = True
+    fingerprints: bool = True
+    divide_above_bytes: int = DIVIDE_ABOVE_BYTES
+    memory_budget_bytes: int = STAGE_BYTES
+    progress: bool = False
+    overwrite: bool = True
+    base: str | os.PathLike[str] | None = None
+    ranks_per_file: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("memory_budget_bytes", "divide_above_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
+        if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
+            raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
+        if self.ranks_per_file > 1 and self.base is not None:
+            raise CheckpointError("ranks_per_file and base cannot be combined: leave one of them out")
+        if isinstance(self.select, str):
+            raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
+        if self.select is not None and not isinstance(self.select, Iterable):
+            raise CheckpointError(f"select must be a list of globs, got {self.select!r}")
+        if self.select is not None:
+            object.__setattr__(self, "select", tuple(self.select))
+        if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
+            raise CheckpointError(f"select must be a list of strings, but contains {odd[0]!r}")
+        if self.base is not None and not isinstance(self.base, str | os.PathLike):
+            raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
+        if self.select == ():
+            raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+
+    @property
+    def globs(self) -> tuple[str, ...] | None:
+        """`select`, None for everything."""
+        return None if self.select is None else tuple(self.select)
+
+    def shared(self) -> dict[str, object]:
+        """The options that must be equal on all ranks."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SAVE_OWN}
+
+
+class TransferOptions(TypedDict, total=False):
+    """The keyword arguments of `prepare`, `redistribute`, and `verify_live`. The same on every rank, except for
+    layouts."""
+
+    mapping: Mapping[str, str] | StateMapping
+    views: Iterable[View]
+    source_layouts: Mapping[str, TensorLayout]
+    target_layouts: Mapping[str, TensorLayout]
+    strict: bool
+    dtype_policy: str
+    check_replicas: bool
+    max_inflight_bytes: int
+    ranks_per_host: int | None
+    delta: bool
+    timeout: float | timedelta
+
+
+DEFAULTS = TransferOptions(
+    mapping={},
+    views=(),
+    source_layouts={},
+    target_layouts={},
+    strict=True,
+    dtype_policy="error",
+    check_replicas=True,
+    max_inflight_bytes=256 << 20,
+    ranks_per_host=None,
+    delta=False,
+    timeout=1800.0,
+)
+"""The defaults."""
+_TRANSFER_OWN = ("views", "source_layouts", "target_layouts", "timeout")
+"""What ranks may choose each for itself, or is compared in another form."""
+
+
+def complete(given: TransferOptions) -> TransferOptions:
+    """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy, LayoutError for a
+    budget that is too small, or two views of one name."""
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
+    options: TransferOptions = {**DEFAULTS, **given}
+    options["views"] = views = list(options["views"])
+    if options["dtype_policy"] not in ("error", "cast"):
+        raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
+    if options["max_inflight_bytes"] < 1024:
+        raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
+    if len({view.spec.fqn for view in views}) != len(views):
+        raise LayoutError("two views create the same target")
+    return options
+
+
+def shared(options: TransferOptions) -> dict[str, object]:
+    """The options that must be equal on all ranks."""
+    from reshard.mapping import Mapping as StateMapping
+
+    mapping = options["mapping"] if isinstance(options["mapping"], StateMapping) else sorted(options["mapping"].items())
+    views = sorted((view.spec.fqn, view) for view in options["views"])
+    rest = {name: value for name, value in options.items() if name not in _TRANSFER_OWN}
+    return {**rest, "mapping": mapping, "views": views}
+
+
+def digest_of(options: TransferOptions) -> str:
+    """Equal if all options are equal that must be equal on all ranks."""
+    return hashlib.sha256(repr(shared(options)).encode()).hexdigest()
