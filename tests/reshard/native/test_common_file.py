@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError, StorageError
 from reshard.native import data_file as common_file
-from reshard.native.data_file import CommonFile, Entry, FileGroup, write_common_file
+from reshard.native.data_file import CommonFile, Entry, FileGroup, write_common_file, write_pieces
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.storage.local import LocalStorage
 from tests.same import same
@@ -113,3 +114,20 @@ def test_a_header_that_no_tool_would_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(common_file, "MAX_HEADER_BYTES", 100)
     with pytest.raises(FormatError, match="choose a smaller ranks_per_file"):
         together(LocalStorage(tmp_path), MIXED)
+
+
+@pytest.mark.parametrize("sizes", [[BLOCK_BYTES * 20 + 5], [1, BLOCK_BYTES, 700_001, 3], [BLOCK_BYTES - 40] * 9])
+def test_blocks_are_hashed_alike_however_the_bytes_come(tmp_path, sizes):
+    storage, data = LocalStorage(tmp_path), np.random.default_rng(7).bytes(sum(sizes))
+    stops = list(itertools.accumulate(sizes))
+    pieces = [memoryview(data)[stop - size : stop] for size, stop in zip(sizes, stops)]
+    seen: list[bytes] = []
+
+    record = write_pieces(storage, "a", b"header", pieces, len(data), seen=lambda piece: seen.append(bytes(piece)))
+
+    whole = b"header" + data
+    assert storage.read("a") == b"".join(seen) == whole
+    blocks = [whole[at : at + BLOCK_BYTES] for at in range(0, len(whole), BLOCK_BYTES)]
+    sums = np.array(list(map(xxhash.xxh3_64_intdigest, blocks)), "<u8").tobytes()
+    assert storage.read("a.sums") == sums
+    assert record.sums == xxhash.xxh3_128_hexdigest(sums)
