@@ -100,7 +100,7 @@ def test_all_ranks_end_alike_and_in_time(history: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch, world.clock():
         patch.setattr(store_rounds, "FAN", history["fan"])
-        patch.setattr("reshard.ranks.group.FAN", history["fan"])
+        patch.setattr(store_rounds.Rounds, "fan", history["fan"])
         ends = world.run(body)
     _judge(ends, world, history)
 
