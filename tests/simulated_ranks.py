@@ -279,6 +279,8 @@ class _Line(StoreClient):
 class _Ring:
     """Each watches the rank before it on its machine; the first one the last."""
 
+    knows_whom = True
+
     def __init__(self, world: World, rank: int) -> None:
         self._watched = world.watched_by(rank)
         self._world, self._rank = world, rank
