@@ -74,7 +74,6 @@ FRAMEWORKS = (
         ("pytorch-optimizer", "schedulefree", "prodigyopt"),
         alone=("heavyball",),
     ),
-    Framework("verl", (f"{_HERE}/test_verl.py",), ("tensordict", "omegaconf", "hydra-core"), alone=("verl",)),
     Framework("sglang", (f"{_HERE}/test_sglang.py",), alone=("sglang",)),
 )
 

@@ -19,6 +19,7 @@ from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
 from reshard.live.wrappers import has_torchs_setstate, loads_itself
+from reshard.state_dict import saved_optimizer
 from reshard.state_dict.model import (
     Spans,
     all_apart,
@@ -36,17 +37,7 @@ from reshard.state_dict.optimizer_parameters import (
     joined_pieces,
 )
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
-from reshard.state_dict.saved_optimizer import (
-    EXTRA,
-    GroupWrite,
-    Misfit,
-    SavedOptimizer,
-    StateKind,
-    extra_of,
-    plan_groups,
-    read_saved,
-    saved_by,
-)
+from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
 __all__ = ["apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers"]
 
@@ -61,7 +52,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
-        saved = saved_by(optimizer)
+        saved = saved_optimizer.saved_by(optimizer)
         if not is_nested(saved):
             cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
@@ -86,7 +77,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                         state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
                     else:
                         state[name] = copy_containers(values)
-        extra = {EXTRA: beside} if (beside := extra_of(saved)) else {}
+        extra = {saved_optimizer.EXTRA: beside} if (beside := saved_optimizer.extra_of(saved)) else {}
         for group in saved["param_groups"]:
             fields = {
                 field: copy_containers(value)
@@ -223,9 +214,11 @@ class _OptimizerMatch:
         ]
         known = {key for _, key, _ in self.other}
         unread = [
-            EXTRA
+            saved_optimizer.EXTRA
             for optimizer, own in zip(live.optimizers, live.parameters)
-            if own and EXTRA in saved.fields.get(own[0].name, _NO_FIELDS) and not loads_itself(optimizer)
+            if own
+            and saved_optimizer.EXTRA in saved.fields.get(own[0].name, _NO_FIELDS)
+            and not loads_itself(optimizer)
         ]
         strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
@@ -401,7 +394,7 @@ def apply_optimizers(
             continue
         for group, fields in zip(optimizer.param_groups, groups[k]):
             for field, value in fields.items():
-                if field == EXTRA:  # nothing of this optimizer reads it
+                if field == saved_optimizer.EXTRA:  # nothing of this optimizer reads it
                     continue
                 if isinstance(group.get(field), torch.Tensor) and isinstance(value, torch.Tensor):
                     group[field].copy_(value)
@@ -556,11 +549,11 @@ def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[
     """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups; what it has beside
     its state and groups as it was saved, else as it is."""
     optimizer, packed, ids = live.optimizers[k], [], itertools.count()
-    extra = copy.deepcopy(extra_of(saved_by(optimizer)))
+    extra = copy.deepcopy(saved_optimizer.extra_of(saved_optimizer.saved_by(optimizer)))
     for group, fields in zip(optimizer.param_groups, groups):
         kept = {field: value for field, value in group.items() if field != "params"}
-        extra |= fields.get(EXTRA, {})
-        own = {field: value for field, value in fields.items() if field != EXTRA}
+        extra |= fields.get(saved_optimizer.EXTRA, {})
+        own = {field: value for field, value in fields.items() if field != saved_optimizer.EXTRA}
         packed.append({**kept, **own, "params": [next(ids) for _ in group["params"]]})
     return {**extra, "state": state, "param_groups": packed}
 

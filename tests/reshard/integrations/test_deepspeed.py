@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -37,9 +38,9 @@ class Net(nn.Module):
 def _engine(stage: int, seed: int, lr: float, universal: bool) -> Any:
     os.environ.update({"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "LOCAL_RANK": os.environ.get("RANK", "0")})
     import deepspeed
-    import deepspeed.comm.torch
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # compiles for minutes where it can; gloo does the same
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None  # compiles for minutes where it can; gloo does the same
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     model = Net(seed)
     groups = [{"params": [model.up.weight, model.down.weight]}, {"params": [model.up.bias], "weight_decay": 0.0}]

@@ -88,7 +88,7 @@ def of_pytorch_optimizer(name: str) -> Callable[[nn.Module], Any]:
             matrices = {"params": [p for p in parameters if p.dim() > 1], "use_muon": True}
             others = {"params": [p for p in parameters if p.dim() < 2], "use_muon": False}
             return cls([matrices, others], **options)
-        except (KeyError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             return cls(model, **options)
 
     return made
