@@ -28,7 +28,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -578,8 +578,9 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
             simulation.wait_for(self.done)
             return super().result(0)
 
-    def wait_all(futures: Any, *_: Any, **__: Any) -> None:
-        simulation.wait_for(lambda: all(future.done() for future in futures))
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            simulation.wait_for(self.done)
+            return super().exception(0)
 
     clock = SimpleNamespace(
         monotonic=lambda: simulation.now,
@@ -594,7 +595,6 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread, "Event": Event}),
         id(ThreadPoolExecutor): Pool,
         id(Future): Awaited,
-        id(wait): wait_all,
         id(secrets): SimpleNamespace(token_hex=simulation.token),
         id(liveness.machine): lambda: "" if simulation.process is None else simulation.process.machine,
         id(liveness.start_of): simulation.start_of,
