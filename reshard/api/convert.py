@@ -69,6 +69,8 @@ class ConvertReport(WrittenReport, CheckedReport):
     def __repr__(self) -> str:
         """One line."""
         odd = f", {len(self.left_out)} left out" if self.left_out else ""
+        odd += f", {self.unchecked}" if self.unchecked else ""
+        odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
         head = f"{self.tensors} tensors, {format_bytes(self.total_bytes)} from {self.source!r} to {self.target!r}"
         return f"ConvertReport({head}, {self.format}{odd})"
 

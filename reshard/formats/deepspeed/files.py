@@ -97,7 +97,7 @@ def open(files: Files) -> Contents:
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
     contents = contents_of("deepspeed", opened, facts)
-    return replace(contents, warnings=(*contents.warnings, *missing))
+    return replace(contents, warnings=(*missing, *contents.warnings))
 
 
 def beside(contents: Contents) -> Iterator[str]:

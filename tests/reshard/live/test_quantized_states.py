@@ -211,7 +211,7 @@ def test_a_weight_that_is_quantized_on_one_side_only_is_refused_before_anything_
         before = model[0].weight.clone()
         state = reshard.get_model_state_dict(made(kinds[one]))
         with pytest.raises(
-            KeyMismatchError, match=r"misfit: 1.weight: is .* in the dict, and .* in the model. Quantize"
+            KeyMismatchError, match=r"Mismatched: 1.weight: is .* in the dict, and .* in the model. Quantize"
         ):
             reshard.set_model_state_dict(model, state)
         assert torch.equal(model[0].weight, before)
