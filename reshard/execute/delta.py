@@ -13,7 +13,7 @@ import xxhash
 
 from planners.plans.transfer import TransferItem
 from reshard.errors import ReshardError
-from reshard.execute.exchange import DEPTH, TAG, Exchange, Waiter, go_through
+from reshard.execute.exchange import DEPTH, Exchange, Waiter, go_through
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import raw_elements
 from reshard.live.fingerprints import partials
@@ -362,7 +362,7 @@ class DeltaExchange(Exchange):
         return {peer: numbers.tolist() for peer, numbers in found.items()}
 
     def _op(self, kind: Any, room: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, room, peer, self._process_group, TAG)
+        return dist.P2POp(kind, room, peer, self._process_group)
 
     def _move_bodies(self, waiter: Waiter, everything: set[int]) -> None:
         def fill(messages: list[_DeltaMessage]) -> list[dist.P2POp]:

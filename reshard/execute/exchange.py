@@ -28,7 +28,7 @@ from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker
 
 __all__ = [
-    "DEPTH", "LARGE_BYTES", "TAG", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group",
+    "DEPTH", "LARGE_BYTES", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group",
     "round_bytes",
 ]  # fmt: skip
 
@@ -52,7 +52,6 @@ LARGE_BYTES = 256 << 10
 DEPTH = 2
 """Rounds in flight at a time."""
 _ALIGN_BYTES = 16
-TAG = 0x52_53
 
 
 class PeerMessage(NamedTuple):
@@ -168,8 +167,8 @@ class Exchange:
         Args:
             pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
 
-        Raises what fails here, or the failure of another rank. Then targets are undefined, and so is what the process
-        group still has in flight: make a new one.
+        Raises what fails here, or the failure of another rank. Then targets are undefined, and messages of it may be
+        in flight for ever.
         """
         self._pace = pace
         with Waiter(group, self._device, deadline_s) as waiter:
@@ -310,7 +309,7 @@ class Exchange:
                         by_host = self._is_pinned and elements.device.type == "cpu"
                         packs = step.host_packs if by_host else step.packs
                         (packs if message.sends else step.unpacks).append(pair)
-                step.ops.append(dist.P2POp(send_or_receive, wire, message.peer, self._process_group, TAG))
+                step.ops.append(dist.P2POp(send_or_receive, wire, message.peer, self._process_group))
         return step
 
 
@@ -400,6 +399,8 @@ class Waiter:
 
     def post(self, ops: list[dist.P2POp]) -> list[Any]:
         """Start to send and receive. Raises as `wait`: sending to a dead rank may fail at once."""
+        for op in ops:
+            op.tag = self._group.tag
         try:
             return dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:

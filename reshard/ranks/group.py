@@ -58,6 +58,8 @@ def seconds(timeout: float | timedelta) -> float:
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
 
+_TAGS_FROM, _TAGS = 0x52 << 24, 1 << 24
+
 _VALUE_CHARS = 200
 """Of an option's value, in a message."""
 
@@ -340,6 +342,12 @@ class Group:
     def deadline(self) -> float:
         """When the current phase must be over, on the monotonic clock; never, outside of phases."""
         return self._phases[-1].deadline if self._phases else float("inf")
+
+    @property
+    def tag(self) -> int:
+        """The tag of this group's messages over `torch.distributed`, the same on all ranks. Each group has its own, so
+        that no message that a failed one left in flight reaches the next. Gloo obeys tags; NCCL does not know them."""
+        return _TAGS_FROM + (0 if self._rounds is None else self._rounds.session % _TAGS)
 
     @property
     def failed(self) -> bool:

@@ -88,6 +88,8 @@ class Rounds:
         stale_keys: StaleKeys | None = None,
     ) -> None:
         self.failure: Failure | None = None
+        self.session = 0
+        """Its number, which all ranks know it by."""
         self._store = store
         self._peers = peers
         self._next_watch = self._next_look = 0.0
@@ -101,13 +103,13 @@ class Rounds:
         self._own_keys: list[str] = []
         self._missed = ""  # how a session ended to which this rank came too late
         while True:
-            self._session = store.add(f"sessions/{rank}", 1)
+            self.session = store.add(f"sessions/{rank}", 1)
             outcome = self._read()
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
             self._missed = f". The other ranks had already given up on this rank: {outcome.message}"
-        self._stale_keys.enter(self._session)
-        weakref.finalize(self, self._stale_keys.leave, self._session, self._own_keys)
+        self._stale_keys.enter(self.session)
+        weakref.finalize(self, self._stale_keys.leave, self.session, self._own_keys)
 
     def take(
         self,
@@ -161,7 +163,7 @@ class Rounds:
             owner: whether this rank removes the box; default: if it is the first of those who put something there.
         """
         with self._lock, self._noting_loss():
-            log = f"{self._session}/{self._round - 1}/box/{box}"
+            log = f"{self.session}/{self._round - 1}/box/{box}"
             heads = self._store.entries(log, places)
             if owner or (owner is None and next(iter(heads), None) == self._rank):
                 self._own_keys += self._store.keys_of(log, heads)
@@ -215,13 +217,13 @@ class Rounds:
     def _acknowledge(self, n: int) -> None:
         """Round n was the last one; the first rank removes its keys when all know. Who missed the end of a session must
         find its outcome there."""
-        count, everybody = f"{self._session}/{n}/seen", f"{self._session}/{n}/all"
+        count, everybody = f"{self.session}/{n}/seen", f"{self.session}/{n}/all"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
         own = self._take_own_keys()
         if self._rank:
-            tree = tuple(f"{self._session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
-            self._stale_keys.leave(self._session, own if failed else [key for key in own if not key.startswith(tree)])
+            tree = tuple(f"{self.session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
+            self._stale_keys.leave(self.session, own if failed else [key for key in own if not key.startswith(tree)])
             if self._store.add(count, 1) >= expected:
                 self._store.set(everybody, b"1")
             return
@@ -234,15 +236,15 @@ class Rounds:
         if not missing and (not expected or self._store.peek(everybody) is not None):
             self._store.delete(keys)
             keys = {}
-        self._stale_keys.leave(self._session, keys)
+        self._stale_keys.leave(self.session, keys)
 
     def _tree_keys(self, n: int) -> Iterator[str]:
         """Under which keys the logs and the outcome of a round may be."""
-        yield f"{self._session}/{n}/outcome"
+        yield f"{self.session}/{n}/outcome"
         for level, sizes in enumerate(_levels(len(self._ranks))):
             for group, size in enumerate(sizes):
-                yield f"{self._session}/{n}/count/{level}/{group}"
-                yield from self._store.keys_of(f"{self._session}/{n}/log/{level}/{group}", range(size))
+                yield f"{self.session}/{n}/count/{level}/{group}"
+                yield from self._store.keys_of(f"{self.session}/{n}/log/{level}/{group}", range(size))
 
     def _take_own_keys(self) -> list[str]:
         keys = self._own_keys[:]
@@ -369,7 +371,7 @@ class Rounds:
     # --- the store ---
 
     def _key(self, name: str) -> str:
-        return f"{self._session}/{self._round}/{name}"
+        return f"{self.session}/{self._round}/{name}"
 
     def _read(self) -> Outcome | None:
         packed = self._store.peek(self._key("outcome"))

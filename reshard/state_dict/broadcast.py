@@ -224,9 +224,9 @@ def _fill(
             _one_for_all(views[path], sources.get(path))
         elif requests:
             each = {rank: request[path] for rank, request in enumerate(requests) if path in request}
-            _send_all(sources[path], each, views.get(path, []))
+            _send_all(sources[path], each, views.get(path, []), group.tag)
         else:
-            _receive(views[path])
+            _receive(views[path], group.tag)
 
 
 def _refuse(strangers: list[str]) -> None:
@@ -255,7 +255,9 @@ def _one_for_all(views: list[tuple[Box, torch.Tensor]], source: torch.Tensor | N
         view.copy_(buffer)
 
 
-def _send_all(source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tuple[Box, torch.Tensor]]) -> None:
+def _send_all(
+    source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tuple[Box, torch.Tensor]], tag: int
+) -> None:
     ops = []
     for rank, own in boxes.items():
         pieces = [source[Box(*box).slices].detach().contiguous() for box in own]
@@ -264,7 +266,7 @@ def _send_all(source: torch.Tensor, boxes: Mapping[int, Boxes], views: list[tupl
                 view.copy_(piece)
         elif sum(piece.numel() for piece in pieces):
             data = torch.cat([_as_bytes(piece) for piece in pieces]).to(_wire())
-            ops.append(dist.P2POp(dist.isend, data, rank))  # which keeps the data until it is sent
+            ops.append(dist.P2POp(dist.isend, data, rank, tag=tag))  # which keeps the data until it is sent
     _wait_for(ops)
 
 
@@ -275,12 +277,12 @@ def _wait_for(ops: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def _receive(views: list[tuple[Box, torch.Tensor]]) -> None:
+def _receive(views: list[tuple[Box, torch.Tensor]], tag: int) -> None:
     sizes = [view.numel() * view.element_size() for _, view in views]
     if not sum(sizes):
         return
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=_wire())
-    _wait_for([dist.P2POp(dist.irecv, data, 0)])
+    _wait_for([dist.P2POp(dist.irecv, data, 0, tag=tag)])
     for (_, view), piece in zip(views, data.split_with_sizes(sizes)):
         view.copy_(piece.clone().view(view.dtype).view(view.shape))
 

@@ -189,7 +189,7 @@ class Tier:
                 try:
                     data = staged(job.entries, "host", fingerprints=fingerprints)
                 except BaseException as error:
-                    _give_up(job.hosts.folder, job.kept, error)
+                    job.give_up(error)
                     raise
 
             def work() -> TierSaveReport:
@@ -423,7 +423,7 @@ class _KeepJob:
                 group.barrier()
         except BaseException as error:
             if not may_count:
-                _give_up(hosts.folder, self.kept, error)
+                self.give_up(error)
             raise
         if hosts.leads:
             with phase("remove"):
@@ -431,6 +431,21 @@ class _KeepJob:
                 remove(hosts.folder, [self.kept])
         total_bytes = self.save.generation.plan.total_bytes
         return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
+
+    def give_up(self, cause: BaseException) -> None:
+        """Remove what this rank has put into a generation that will never count, and the first of the host what is of
+        the host. Other ranks may still read and write their files, and must meet the cause and not their absence."""
+        group, keepers, storage = self.save.group, self.copies.keepers, LocalStorage(self.hosts.folder)
+        own = {f"{rank:05d}" for rank, those in zip(group.ranks, keepers) if group.rank in those}
+        own.add(f"{group.job_rank:05d}")
+        try:
+            for name in storage.list(f"{self.kept.folder}/"):
+                stem = name.rpartition("/")[2].partition(".")[0]
+                if stem in own or (self.hosts.leads and not stem.isdecimal()):
+                    with suppress(FileNotFoundError):
+                        storage.delete(name)
+        except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
+            cause.add_note(f"removing the unfinished generation failed too: {second}")
 
     def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
         """Return the manifest for the first rank of each host, by the place of that rank."""
@@ -521,14 +536,3 @@ def _mirror(
         if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
             raise CorruptCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
     return received
-
-
-def _give_up(folder: Path, kept: GenerationFolder, cause: BaseException) -> None:
-    """Remove what this host has of a generation that will never count."""
-    storage = LocalStorage(folder)
-    try:
-        for name in storage.list(f"{kept.folder}/"):
-            with suppress(FileNotFoundError):
-                storage.delete(name)
-    except ReshardError as second:  # the first error is what the caller must see; the next generation removes the rest
-        cause.add_note(f"removing the unfinished generation failed too: {second}")

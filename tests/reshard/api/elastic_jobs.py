@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import reshard
 from reshard.api.elastic import generation, tier as keeping
 from reshard.elastic import Tier
-from reshard.errors import StorageError
+from reshard.errors import ReshardError, StorageError
 
-__all__ = ["failed_behind", "kept_behind", "recovered", "trained", "went_on", "whole"]
+__all__ = ["failed_behind", "kept_after_a_failure", "kept_behind", "recovered", "trained", "went_on", "whole"]
 
 SHAPES = {"rows": (13, 8), "both": (16, 24), "same": (5,), "one": (), "none": (0, 4)}
 
@@ -82,7 +82,8 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     tier.save(state, 1)
     dist.barrier()
     started = time.monotonic()
-    pending = tier.async_save(state, 2, bytes_per_s=8 << 20)  # 4 MiB out and 4 MiB in: 1 s
+    # 4 MiB out and 4 MiB in: 1 s, and 32 s where host 1 is lost after half a second
+    pending = tier.async_save(state, 2, bytes_per_s=8 << 20 if how == "keep" else 1 << 18)
     waited = time.monotonic() - started
     state["w"].to_local().add_(100.0)  # the state kept is that of the call
     ended, talks = torch.zeros(1), 0
@@ -145,3 +146,20 @@ def failed_behind(folder: str) -> tuple[list[str], int | None]:
             said.append(f"{type(error).__name__}: {error}".splitlines()[0])
     tier.save(state, 5)
     return said, tier.restore(sharded(-1)).step
+
+
+def kept_after_a_failure(folder: str) -> tuple[str, int | None, list[float]]:
+    """Each rank is a host. Rank 1 has no room for its copy when rank 0 has sent it; the next step is kept."""
+    rank = dist.get_rank()
+    tier = Tier(folder, host=f"h{rank}", timeout=30.0)
+    full = mock.patch.object(generation, "_make_room", side_effect=StorageError("no room"))
+    said = ""
+    with full if rank == 1 else nullcontext():
+        try:
+            tier.save(sharded(1.0 + rank), 1)
+        except ReshardError as error:
+            said = str(error).partition("\n")[0]
+    tier.save(sharded(3.0 + rank), 2)
+    again = sharded(-1)
+    step = tier.restore(again).step
+    return said, step, again["w"].full_tensor()[:: 1 << 20].tolist()

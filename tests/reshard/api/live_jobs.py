@@ -370,6 +370,29 @@ def failure_job(how: str) -> dict[str, Any]:
     }
 
 
+def again_job() -> tuple[str, bool]:
+    """One rank fails before it sends or receives what the others have sent. Then other values move over the same
+    process group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = tuple(range(world))
+    first, second = numbers()["w"], -numbers()["w"]
+    source = live_layouts.placed({"w": first}, every, (world,), [Shard(0)])
+    target = live_layouts.placed({"w": first * 0}, every, (world,), [Shard(1)])
+    prepared = reshard.prepare(source, target)
+    if rank == 1:
+        prepared._exchanges[0]._rounds[0].packs.insert(0, (torch.zeros(2), torch.zeros(3)))
+    try:
+        prepared.run()
+        said = ""
+    except Exception as caught:
+        said = type(caught).__name__
+    source = live_layouts.placed({"w": second}, every, (world,), [Shard(0)])
+    target = live_layouts.placed({"w": second * 0}, every, (world,), [Shard(1)])
+    wanted = live_layouts.placed({"w": second}, every, (world,), [Shard(1)])
+    reshard.redistribute(source, target, timeout=10.0)
+    return said, bits(local(target["w"])) == bits(local(wanted["w"]))
+
+
 class _Deadly:
     """Ends the process when it is used."""
 

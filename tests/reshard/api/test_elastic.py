@@ -90,6 +90,15 @@ def test_a_host_that_is_lost_while_the_group_for_copies_is_made_is_told_soon(tmp
 
 
 @pytest.mark.gloo
+def test_a_step_is_kept_after_one_whose_copies_were_sent_in_vain(tmp_path: Path) -> None:
+    ends = gloo.run(elastic_jobs.kept_after_a_failure, 2, str(tmp_path))
+
+    assert ends[1][0] == "no room"
+    assert ends[0][0].startswith("rank 1 failed in 'write': StorageError: no room")
+    assert [end[1:] for end in ends] == [(2, [3.0, 4.0])] * 2
+
+
+@pytest.mark.gloo
 def test_what_fails_in_the_background_is_told_once_and_leaves_the_generation_before(tmp_path: Path) -> None:
     [(first, step), (second, other)] = gloo.run(elastic_jobs.failed_behind, 2, str(tmp_path))
 

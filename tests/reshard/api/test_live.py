@@ -128,6 +128,11 @@ def test_a_rank_that_fails_midway_ends_it_on_all_and_the_targets_are_named():
 
 
 @pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
+def test_what_a_failed_transfer_left_in_flight_does_not_reach_the_next_one():
+    assert gloo.run(live_jobs.again_job, 3) == [("UndefinedTargetsError", True)] * 3
+
+
+@pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
 @pytest.mark.parametrize("how", ["dies", "is dead", "is dead, delta"])
 def test_a_rank_that_dies_midway_ends_it_on_all_others(how):
     ends = gloo.outcomes(live_jobs.failure_job, 4, how, store="parent", linger_s=30)
