@@ -168,7 +168,7 @@ class Exchange:
             pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
 
         Raises what fails here, or the failure of another rank. Then targets are undefined, and messages of it may be
-        in flight for ever.
+        in flight without end.
         """
         self._pace = pace
         with Waiter(group, self._device, deadline_s) as waiter:

@@ -324,6 +324,7 @@ class Rounds:
             return None
         rank = self._ranks[gone.place]
         why = f"it exited or was killed at or before {label}. Check its log, and the system log for out-of-memory kills"
+        why += self._missed  # which may be why that rank ended
         return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
 
     def _diverged(self, entries: Mapping[int, LogEntry], span: int, group: int) -> Failure:

@@ -179,13 +179,9 @@ class _Trial:
         """The others know it, and what they go on with stays when it comes back."""
         begun = time.monotonic()
         getattr(self.hosts, self.fault.removesuffix(" first"))(self.host)
-        left = [rank for rank in self._world if rank // PER_HOST != self.host]
-        last = self._ends(left)
-        knew = {rank for rank, row in zip(left, last) if self._names(row["said"], self.host)}
-        for rank, row in zip(left, last):
-            # or it found that a rank beside it has ended, which itself named the host
-            gone = {int(found) for found in re.findall(r"\brank (\d+) \(process \d+ on [^)]*\) is gone", row["said"])}
-            if rank not in knew and not gone & knew:
+        last = self._ends([rank for rank in self._world if rank // PER_HOST != self.host])
+        for row in last:
+            if not self._names(row["said"], self.host):
                 raise _Wrong(f"not named: {row['said']}")
         kinds = "; ".join(sorted({row["said"].partition(":")[0] for row in last}))
         return self._after(Seen("", kinds, max(row["ended"] for row in last) - begun), begun)

@@ -406,6 +406,19 @@ def _too_late() -> str:
     return str(caught.value)
 
 
+def _too_late_and_alone() -> str:
+    """Both others have given rank 1 up and ended when it comes."""
+    if dist.get_rank() == 1:
+        time.sleep(4.0)
+    try:
+        for _ in range(2):
+            Group(deadline_s=0.5 if dist.get_rank() != 1 else 20.0).exchange(b"")
+    except ReshardError as error:
+        if dist.get_rank() == 1:
+            return str(error)
+    os._exit(0)
+
+
 def _raise_if(condition: bool) -> None:
     if condition:
         raise ValueError("once")
@@ -474,3 +487,10 @@ def test_the_backend_takes_no_part() -> None:
 @pytest.mark.gloo
 def test_a_group_of_one_needs_no_store() -> None:
     gloo.run(_hash_store, 1, init=False)
+
+
+@pytest.mark.gloo
+def test_who_comes_when_the_others_have_ended_is_told_what_they_had_missed() -> None:
+    said = gloo.outcomes(_too_late_and_alone, 3, store="parent")[1].value
+    assert "is gone: it exited or was killed" in said
+    assert "rank 1 did not reach an exchange within 0.5 s; waiting there: ranks 0, 2" in said
