@@ -58,7 +58,7 @@ def seconds(timeout: float | timedelta) -> float:
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""
 
-_TAGS_FROM, _TAGS = 0x52 << 24, 1 << 24
+_FIRST_TAG = 1 << 30
 
 _VALUE_CHARS = 200
 """Of an option's value, in a message."""
@@ -86,6 +86,8 @@ class Group:
         world_size: number of ranks in the group.
         job_rank: this process's rank in the default group, by which plans are numbered.
         ranks: the ranks in the default group of these processes, in group order; messages name these.
+        tag: of the messages over `torch.distributed`. Each group has its own, so that none that a failed one left in
+            flight reaches the next. Gloo obeys tags; NCCL does not know them.
 
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
@@ -111,7 +113,7 @@ class Group:
         self._phases: list[_GroupPhase] = []
         self._common: BaseException | None = None
         self._rounds: Rounds | None = None
-        self.rank = 0
+        self.rank = self.tag = 0
         self.ranks: Sequence[int] = (0,)
         joined = dist.is_available() and dist.is_initialized()
         if alone and process_group is None:
@@ -145,6 +147,7 @@ class Group:
             shared = store_of(process_group, until)
             client = shared.lend(until)
             self._rounds = Rounds(client, self.rank, self.ranks, shared.peers, shared.stale_keys)
+            self.tag = _FIRST_TAG + self._rounds.session % _FIRST_TAG
             weakref.finalize(self._rounds, shared.give_back, client)
 
     def barrier(self) -> None:
@@ -342,12 +345,6 @@ class Group:
     def deadline(self) -> float:
         """When the current phase must be over, on the monotonic clock; never, outside of phases."""
         return self._phases[-1].deadline if self._phases else float("inf")
-
-    @property
-    def tag(self) -> int:
-        """The tag of this group's messages over `torch.distributed`, the same on all ranks. Each group has its own, so
-        that no message that a failed one left in flight reaches the next. Gloo obeys tags; NCCL does not know them."""
-        return _TAGS_FROM + (0 if self._rounds is None else self._rounds.session % _TAGS)
 
     @property
     def failed(self) -> bool:

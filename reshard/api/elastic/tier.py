@@ -405,13 +405,13 @@ class _KeepJob:
     ) -> TierSaveReport:
         """Finish. Collective. The previous generation counts until all hosts have all of their files; then it is
         removed."""
-        group, hosts, storage = self.save.group, self.hosts, LocalStorage(self.hosts.folder / self.kept.folder)
+        group, hosts = self.save.group, self.hosts
         may_count = False
         try:
             with group.together("write"):
                 written, _, prints = write(self.save, data, [])
                 with phase("copy"):
-                    received = _mirror(self.settings, written.record, storage, self.copies, group, hosts, wire, pace)
+                    received = self._mirror(written.record, wire, pace)
                 may_count = True  # as soon as all ranks are known to be here, some host may publish
                 told = group.gather_and_sum(
                     (group.job_rank, written), tally(self.save, prints), add_tallies, kind=tuple[int, Written]
@@ -419,7 +419,7 @@ class _KeepJob:
             with phase("publish"):
                 text, _ = group.scatter(self._texts(told))
                 if hosts.leads:
-                    storage.publish_while(MANIFEST, text, hosts.check_owner)
+                    self.save.storage.publish_while(MANIFEST, text, hosts.check_owner)
                 group.barrier()
         except BaseException as error:
             if not may_count:
@@ -432,18 +432,40 @@ class _KeepJob:
         total_bytes = self.save.generation.plan.total_bytes
         return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
 
+    def _mirror(
+        self, record: FileRecord | None, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None
+    ) -> int:
+        """Collective: send copies of this rank's file to other hosts, and receive and check copies of theirs."""
+        group, copies = self.save.group, self.copies
+        files = group.exchange_within(f"ring {copies.ring_of[self.hosts.name]}", record, kind=FileRecord | None)
+        moves, mine = Moves({}, {}, {}), list[FileRecord]()
+        for place, its in files.items():
+            keepers = copies.keepers[place]
+            if its is None or not keepers:
+                continue
+            whole = [(0, its.nbytes)]
+            moves.add(its, BLOCK_BYTES, {group.ranks[place]: whole}, {group.ranks[keeper]: whole for keeper in keepers})
+            if group.rank in keepers:
+                mine.append(its)
+        storage, budget = LocalStorage(self.hosts.folder / self.kept.folder), self.settings.max_inflight_bytes
+        where, budget = storage.root.joinpath, budget if pace is None else min(budget, _PACED_BYTES)
+        received = move(moves, where, where, group, wire, max_inflight_bytes=budget, pace=pace)
+        for its in mine:
+            if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
+                raise CorruptCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
+        return received
+
     def give_up(self, cause: BaseException) -> None:
         """Remove what this rank has put into a generation that will never count, and the first of the host what is of
         the host. Other ranks may still read and write their files, and must meet the cause and not their absence."""
-        group, keepers, storage = self.save.group, self.copies.keepers, LocalStorage(self.hosts.folder)
-        own = {f"{rank:05d}" for rank, those in zip(group.ranks, keepers) if group.rank in those}
-        own.add(f"{group.job_rank:05d}")
+        group, storage = self.save.group, LocalStorage(self.hosts.folder)
+        places = [place for place, those in enumerate(self.copies.keepers) if group.rank in (place, *those)]
+        own = {f"{group.ranks[place]:05d}" for place in places}
         try:
             for name in storage.list(f"{self.kept.folder}/"):
-                stem = name.rpartition("/")[2].partition(".")[0]
+                stem = Path(name).name.partition(".")[0]
                 if stem in own or (self.hosts.leads and not stem.isdecimal()):
-                    with suppress(FileNotFoundError):
-                        storage.delete(name)
+                    storage.delete(name)
         except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
             cause.add_note(f"removing the unfinished generation failed too: {second}")
 
@@ -507,32 +529,3 @@ def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnati
     everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]
     before = found.order(everywhere).newest if everywhere else list(found.hosts)
     return _NextKept(GenerationFolder(number, step, commit.new_save_id()), before, incarnation)
-
-
-def _mirror(
-    settings: Settings,
-    record: FileRecord | None,
-    storage: LocalStorage,
-    copies: CopyPlan,
-    group: Group,
-    hosts: Hosts,
-    wire: dist.ProcessGroup | None,
-    pace: Callable[[int], None] | None,
-) -> int:
-    """Collective: send copies of this rank's file to other hosts, and receive and check copies of theirs."""
-    files = group.exchange_within(f"ring {copies.ring_of[hosts.name]}", record, kind=FileRecord | None)
-    moves, mine = Moves({}, {}, {}), list[FileRecord]()
-    for place, its in files.items():
-        if its is None or not copies.keepers[place]:
-            continue
-        keepers, whole = [group.ranks[keeper] for keeper in copies.keepers[place]], [(0, its.nbytes)]
-        moves.add(its, BLOCK_BYTES, {group.ranks[place]: whole}, dict.fromkeys(keepers, whole))
-        if group.rank in copies.keepers[place]:
-            mine.append(its)
-    where = storage.root.joinpath
-    budget = settings.max_inflight_bytes if pace is None else min(settings.max_inflight_bytes, _PACED_BYTES)
-    received = move(moves, where, where, group, wire, max_inflight_bytes=budget, pace=pace)
-    for its in mine:
-        if good_ranges(storage, its, BLOCK_BYTES) != [(0, its.nbytes)]:
-            raise CorruptCheckpointError(f"{storage.url}/{its.name} is not what was sent: its checksums differ")
-    return received

@@ -45,7 +45,7 @@ def trained(folder: str) -> None:
         assert report.number == step
         assert sum(report.bytes_by_host.values()) == 2 * report.total_bytes
     if rank // 2 == 1:
-        with mock.patch.object(keeping, "_mirror", side_effect=lambda *_: os.kill(os.getpid(), 9)):
+        with mock.patch.object(keeping._KeepJob, "_mirror", side_effect=lambda *_: os.kill(os.getpid(), 9)):
             tier.save(live(mesh, whole(3), cuts, 3), 3)
     tier.save(live(mesh, whole(3), cuts, 3), 3)
 

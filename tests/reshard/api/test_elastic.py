@@ -448,7 +448,7 @@ def test_a_damaged_lineage_is_taken_from_another_host(tmp_path: Path) -> None:
 def test_what_returned_stays_until_a_new_generation_counts(tmp_path: Path) -> None:
     small(tmp_path, ["a"], 10, recovers=False)
     small(tmp_path, ["b"], 20, recovers=False)
-    with mock.patch.object(keeping, "_mirror", side_effect=StorageError("no")):
+    with mock.patch.object(keeping._KeepJob, "_mirror", side_effect=StorageError("no")):
         assert isinstance(small(tmp_path, ["a", "b"], 30, recovers=False), ReshardError)
     assert all(files(tmp_path, host) for host in "ab")
     small(tmp_path, ["a", "b"], 30, recovers=False)
