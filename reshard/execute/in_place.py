@@ -63,26 +63,28 @@ class InPlace:
     def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Numbers]) -> InPlace:
         """Those of some copies that have many blocks of the plan to themselves, which loses these blocks; but not those
         that other ranks rely on."""
-        left = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
+        stays = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
+        free = {file: rows.copy() for file, rows in stays.items()}
         for file, ranges in for_others.items():
-            if file in left and isinstance(sums := file.checksums, BlockChecksums):
-                left[file] = ~sums.are_among(sums.within(ranges), *plan.blocks[file].T)
+            if file in free and isinstance(sums := file.checksums, BlockChecksums):
+                free[file] = ~sums.are_among(sums.within(ranges), *plan.blocks[file].T)
         chosen = []
         for copy in copies:
             source, window, out = copy.place.source, copy.place.window, copy.out
-            if not isinstance(source, FileSource) or source not in left or copy.place.conjugate:
+            if not isinstance(source, FileSource) or source not in free or copy.place.conjugate:
                 continue
             is_run = isinstance(out, np.ndarray) and out.flags.c_contiguous and window.runs().count == 1
             if not is_run or not isinstance(source.checksums, BlockChecksums):
                 continue
             bounds = source.checksums.inside(window.offset, window.stop)
             some = slice(*np.searchsorted(plan.blocks[source][:, 0], bounds).tolist())
-            taken = plan.blocks[source][some][left[source][some]]
+            taken = plan.blocks[source][some][free[source][some]]
             if (taken[:, 1] - taken[:, 0]).sum() >= _PIECE_BYTES:
-                left[source][some] = False
+                stays[source][some] &= ~free[source][some]
+                free[source][some] = False
                 chosen.append((copy, merge_ranges(map(tuple, taken.tolist()))))
-        for file, rest in left.items():
-            plan.blocks[file] = plan.blocks[file][rest]
+        for file, rows in stays.items():
+            plan.blocks[file] = plan.blocks[file][rows]
         return cls(sorted(chosen, key=lambda row: (row[0].place.source.label, row[0].place.window.offset)))
 
     def run(self, threads: int, overwritten: set[str], on_bytes: Callable[[int], None]) -> int:
