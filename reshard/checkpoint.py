@@ -244,7 +244,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def _histogram(tensor: LazyTensor) -> Histogram:
-    """Of its values, read twice, in pieces; of complex numbers, of how large they are."""
+    """Return a histogram of the tensor's values, or of the absolute values of complex numbers.
+    Reads it twice, in pieces."""
     from planners.reports.checkpoint_pages import Histogram
     from reshard.stored.streaming import windows
 
@@ -274,7 +275,7 @@ def _histogram(tensor: LazyTensor) -> Histogram:
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:
-    """For readers that have no report of their own: a line of what was read and not compared with a checksum."""
+    """Log what was read and not compared with a checksum, for readers that have no report of their own."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 

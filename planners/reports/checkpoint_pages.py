@@ -64,7 +64,7 @@ class Histogram(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """By how much a tensor of two checkpoints differs."""
+    """How much a tensor of two checkpoints differs."""
 
     elements: int
     differing: int
@@ -122,7 +122,7 @@ def checkpoint_page(shown: Shown) -> str:
 def difference_page(
     title: str, labels: tuple[str, str], measures: Mapping[str, Measure], findings: Sequence[tuple[str, str]], read: str
 ) -> str:
-    """What differs between two checkpoints, as an HTML page: a map over layers, and a table.
+    """Return what differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
         measures: of the tensors that both have with one shape. Equal tensors have no elements that differ.

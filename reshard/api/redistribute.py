@@ -196,8 +196,8 @@ class Prepared:
             waiter.meet(self._process_group)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
-        """All that devices are asked for in a run. Between tensors and by a backend of one device,
-        and without `delta`, it takes no memory, waits for nothing on the host, and is the same in
+        """Ask the devices for all that a run does. Between tensors, with a backend of one device
+        and without `delta`, this takes no memory, waits for nothing on the host, and is the same in
         each run."""
         for exchange in self._exchanges:
             exchange.move(group, waiter)
@@ -292,7 +292,7 @@ class Prepared:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
 
     def _places(self) -> list[int]:
-        """Where all local tensors are: equal as long as no tensor got other memory."""
+        """Return where all local tensors are: equal as long as no tensor got other memory."""
         return [tensor.data_ptr() for tensor in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -244,7 +244,7 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """For the whole program: `reshard inspect X | head` ends with 0 and prints nothing, whichever library writes."""
+    """Make `reshard inspect X | head` end with 0 and print nothing, whichever library writes."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def console(*, stderr: bool = False) -> Console:
-    """For people. In files and pipes lines have any length."""
+    """Return a console for people. In files and pipes, lines may have any length."""
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)

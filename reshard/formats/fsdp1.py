@@ -82,7 +82,8 @@ def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hi
 def layout_of(
     name: str | None, key: int | None, numel: int, itemsize: int, slack: int, flat_names: Sequence[str], hints: Hints
 ) -> FlatLayout:
-    """What is in the flat parameter of this name or id, of `numel` elements of which fewer than `slack` are padding.
+    """Return what is in the flat parameter of this name or id, of `numel` elements of which fewer
+    than `slack` are padding.
 
     Raises NormalizationError if no hint says it, or what it says has other sizes.
     """
@@ -416,7 +417,7 @@ def _flat_of(
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
-    """What is in the flat parameter of an id; None if ids are those of parameters."""
+    """Return what is in the flat parameter of an id; None if ids are those of parameters."""
     total = _length(key, states)
     given = hints.mapping("flat_params")
     if given:

@@ -231,7 +231,7 @@ class StoredTensor:
 
 
 def _within(box: Box, whole: Box) -> bool:
-    """Whether an empty box, too, starts and ends inside `whole`."""
+    """Return whether an empty box, too, starts and ends inside `whole`."""
     return all(stop <= size for stop, size in zip(box.stops, whole.sizes))
 
 
@@ -439,7 +439,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
 
 
 def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
-    """Which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
+    """Return which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
     start, step, n = wanted
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
 

@@ -299,7 +299,7 @@ class Survivors(Storage):
         self._plan = plan
 
     def path_of(self, name: str) -> Path:
-        """Where a file or its checksums are, or are to be written."""
+        """Return where a file or its checksums are, or are to be written."""
         return (self.here if name.removesuffix(".sums") in self.whole else self.fetched).root / name
 
     def list(self, prefix: str = "") -> dict[str, int]:
