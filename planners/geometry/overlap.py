@@ -241,7 +241,7 @@ def overlap_of(shape: tuple[int, ...], saved: Form, wanted: Form) -> ProductOver
     """The overlap of two forms for one shape; computed once for each."""
     if isinstance(saved, ProductForm) and isinstance(wanted, ProductForm):
         left, right = saved.geometry(shape), wanted.geometry(shape)
-        dims = tuple(overlap(s, w) for s, w in zip(left.dims, right.dims))
+        dims = tuple(map(overlap, left.dims, right.dims))
         return ProductOverlap(shape, wanted, left, right, dims)
     return SweepOverlap(shape, saved, wanted)
 

@@ -112,7 +112,11 @@ class _Command(TyperCommand):
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
             if word == "--html" and following.startswith("-"):
                 args[at] = f"--html=reshard-{self.name}.html"
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = in_words_of_the_command_line(error.message)
+            raise
 
 
 class _Program(TyperGroup):

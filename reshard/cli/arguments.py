@@ -420,8 +420,10 @@ _SAID: list[tuple[str, Any]] = [
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
+    (r"Input should be a valid (integer|number)\b.*", "write a number, such as 4"),
+    (r"Input should be greater than or equal to", "write a number of at least"),
 ]
-"""Words of the Python API in errors, and those of the command line."""
+"""Words of the Python API and of typer in errors, and those of the command line."""
 
 
 def in_words_of_the_command_line(message: str) -> str:

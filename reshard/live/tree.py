@@ -449,7 +449,7 @@ def _alike(value: Any, live: Any) -> Any:
         items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
         return items if type(live) is dict else _mapping(items, live)
     if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
-        return _with_items(value, [_alike(a, b) for a, b in zip(value, live)])
+        return _with_items(value, [*map(_alike, value, live)])
     return value
 
 

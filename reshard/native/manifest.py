@@ -239,9 +239,13 @@ def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
             data = body + b"}"
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{where} is not a complete manifest: {error}") from None
+        raise CorruptCheckpointError(
+            f"{where} is not a complete manifest: {error}. Restore the file, or load another checkpoint"
+        ) from None
     except RecursionError:
-        raise CorruptCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+        raise CorruptCheckpointError(
+            f"{where} is nested too deeply to be a manifest. Restore the file, or load another checkpoint"
+        ) from None
 
 
 def _check_version(data: bytes, where: str) -> None:

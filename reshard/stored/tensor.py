@@ -417,7 +417,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
         check_cover(stored, region)
     parts: list[tuple[Extent, Any]] = []
     for chunk, _ in met:
-        bounds = [_inside(r, o, s) for r, o, s in zip(ranges, chunk.box.offsets, chunk.box.sizes)]
+        bounds = [*map(_inside, ranges, chunk.box.offsets, chunk.box.sizes)]
         if any(first >= stop for first, stop in bounds):
             continue  # a stepped slice may jump over a whole chunk
         window = chunk.window
