@@ -35,7 +35,6 @@ __all__ = [
     "itemsize", "local_boxes", "state_from_json", "state_to_json",
 ]  # fmt: skip
 
-
 ITEM_SIZES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
