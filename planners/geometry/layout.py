@@ -27,7 +27,6 @@ from planners.geometry.mesh import (
     ownership,
     parse_placements,
 )
-from planners.units import counted
 
 __all__ = [
     "ITEM_SIZES", "LAYOUT_KINDS", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm", "ProductGeometry",
@@ -724,7 +723,7 @@ class StateLayout(Mapping[str, TensorLayout]):
     __hash__ = None  # type: ignore[assignment]  # a mapping of many tensors; use digest()
 
     def __repr__(self) -> str:
-        return f"StateLayout({counted(len(self), 'tensor')}, {self.nbytes} bytes, world_size={self.world_size})"
+        return f"StateLayout(tensors={len(self)}, bytes={self.nbytes}, world_size={self.world_size})"
 
 
 # Meshes and layouts as plain data: for checkpoint manifests and for messages between ranks.

@@ -18,7 +18,6 @@ from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.mesh import Ints, Segments
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
-from planners.units import counted
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
@@ -253,11 +252,8 @@ class LoadPlan(Plan[ReadItems]):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"LoadPlan({counted(len(self.wanted), 'tensor')}, {self.saved.world_size} -> "
-            f"{counted(self.world_size, 'rank')}, "
-            f"{self.total_bytes} bytes)"
-        )
+        ranks = f"{self.saved.world_size} -> {self.world_size}"
+        return f"LoadPlan(tensors={len(self.wanted)}, ranks={ranks}, bytes={self.total_bytes})"
 
 
 def plan_reads(

@@ -17,7 +17,6 @@ from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorL
 from planners.geometry.mesh import Ints, distinct, grouped, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
-from planners.units import counted
 
 __all__ = [
     "DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes",
@@ -152,10 +151,7 @@ class SavePlan(Plan[WriteItems]):
                 yield from alike(_assignment_findings(assigned, layout), assigned.names)
 
     def __repr__(self) -> str:
-        return (
-            f"SavePlan({counted(len(self.layout), 'tensor')}, {counted(self.world_size, 'rank')}, "
-            f"{self.total_bytes} bytes)"
-        )
+        return f"SavePlan(tensors={len(self.layout)}, ranks={self.world_size}, bytes={self.total_bytes})"
 
 
 def plan_writes(

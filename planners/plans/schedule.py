@@ -166,7 +166,7 @@ class Schedule:
         yield from _stream_findings(self, np.lexsort((number, self.start, receiver, sender)))
 
     def __repr__(self) -> str:
-        return f"Schedule({self.rounds} rounds, {len(self)} messages, {self.nbytes} bytes, {self.plan!r})"
+        return f"Schedule(rounds={self.rounds}, messages={len(self)}, bytes={self.nbytes}, {self.plan!r})"
 
 
 def slack_bytes(max_inflight_bytes: int) -> int:

@@ -28,7 +28,6 @@ from planners.geometry.overlap import Sweep
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
 from planners.plans.save import SavePlan, plan_writes
-from planners.units import counted
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -312,10 +311,7 @@ class TransferPlan(Plan[TransferItems]):
         yield from _conservation(self)
 
     def __repr__(self) -> str:
-        return (
-            f"TransferPlan({counted(len(self.names), 'tensor')}, {self.before.world_size} -> "
-            f"{counted(self.after.world_size, 'rank')})"
-        )
+        return f"TransferPlan(tensors={len(self.names)}, ranks={self.before.world_size} -> {self.after.world_size})"
 
 
 _Common = tuple[Box, Box, Box, int, int, int]
