@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
+from planners.units import counted
 
 __all__ = ["Coverage", "Finding", "Report"]
 
@@ -96,13 +97,13 @@ class Report(Tabled):
     def __repr__(self) -> str:
         """One line; `str` has all findings."""
         first = f", the first: {self.findings[0]}" if self.findings else ""
-        return f"Report({self.subject!r}, {self.tensors} tensors, {self.verdict}{first})"
+        return f"Report({self.subject!r}, {counted(self.tensors, 'tensor')}, {self.verdict}{first})"
 
     def __str__(self) -> str:
         covered = [f"  covered: {self.covered}"] if self.covered and (self.findings or self.covers) else []
         return "\n".join(
             [
-                f"{self.subject}: {self.tensors} tensors, {self.verdict}",
+                f"{self.subject}: {counted(self.tensors, 'tensor')}, {self.verdict}",
                 *covered,
                 *(f"  {finding}" for finding in self.findings),
             ]

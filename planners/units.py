@@ -1,13 +1,19 @@
-"""Sizes and times for people."""
+"""Counts, sizes, and times for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_each", "format_seconds"]
+__all__ = ["counted", "format_bytes", "format_each", "format_seconds"]
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
+    many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what if number == 1 else many}"
 
 
 def format_bytes(nbytes: float) -> str:

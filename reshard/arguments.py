@@ -89,7 +89,8 @@ def with_options(options: type[DataclassInstance]) -> Callable[[Callable[P, R]],
 
 
 def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """What a caller of a verb chose by name. Raises TypeError for a name that is none, with the one that was meant."""
+    """Return what a caller of a verb chose by name. Raises TypeError for a name that is none, with
+    the one that was meant."""
     known = [each.name for each in fields(options)]
     for name in given.keys() - set(known):
         raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")

@@ -15,6 +15,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
+from planners.units import counted, format_bytes
 from reshard.arguments import renamed
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.opening import open_contents
@@ -203,7 +204,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
             steps: the checkpoints of its run.
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
-        from planners.units import format_bytes
 
         layout, contents = self.layout, self.contents
         facts = contents.details(NativeFacts)
@@ -239,12 +239,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return framed(self.to_html(), repr(self))
 
     def __repr__(self) -> str:
-        said = [repr(self.url), self.format, f"{len(self)} tensors", self.unchecked]
+        said = [repr(self.url), self.format, counted(len(self), "tensor"), self.unchecked]
         return f"Checkpoint({', '.join(filter(None, said))})"
 
 
 def _histogram(tensor: LazyTensor) -> Histogram:
-    """Of its values, read twice, in pieces; of complex numbers, of how large they are."""
+    """Return a histogram of the tensor's values, or of the absolute values of complex numbers.
+    Reads it twice, in pieces."""
     from planners.reports.checkpoint_pages import Histogram
     from reshard.stored.streaming import windows
 
@@ -274,7 +275,7 @@ def _histogram(tensor: LazyTensor) -> Histogram:
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:
-    """For readers that have no report of their own: a line of what was read and not compared with a checksum."""
+    """Log what was read and not compared with a checksum, for readers that have no report of their own."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
@@ -303,7 +304,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"it has {len(known)} tensors" + (f", such as {next(iter(known))!r}" if known else "")
+    return f"it has {counted(len(known), 'tensor')}" + (f", such as {next(iter(known))!r}" if known else "")
 
 
 @renamed()

@@ -148,7 +148,7 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:
-    """How many, and the first few of them: `"5 ('a', 'b', 'c', ...)"`; `"0"`."""
+    """Return how many, and the first few of them: `"5 ('a', 'b', 'c', ...)"`; `"0"`."""
     first = [repr(name) for name in itertools.islice(names, limit)]
     more = ["..."] if len(names) > limit else []
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"

@@ -1,4 +1,4 @@
-"""Where the time of a test run goes, folder by folder, as the table of `docs/testing.md`.
+"""Where the time of a test run goes, folder by folder, as the table of `tests/durations.md`.
 
 make test TESTFLAGS="-n 2 --dist worksteal --junitxml=report.xml"
 python -m tests.durations report.xml           # prints the table
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 __all__ = ["PAGE", "Folder", "put_on_page", "read", "table"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "testing.md"
+PAGE = Path(__file__).with_suffix(".md")
 _BLOCK = re.compile(r"(?<=<!-- durations -->\n).*?(?=<!-- end of durations -->)", re.DOTALL)
 
 
@@ -83,7 +83,7 @@ def put_on_page(lines: Iterable[str], page: Path = PAGE) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="what pytest wrote with --junitxml")
-    parser.add_argument("--write", action="store_true", help="put the table on docs/testing.md")
+    parser.add_argument("--write", action="store_true", help="put the table on tests/durations.md")
     arguments = parser.parse_args()
     lines = list(table(*read(arguments.report)))
     print("\n".join(lines))

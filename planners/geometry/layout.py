@@ -34,7 +34,6 @@ __all__ = [
     "itemsize", "local_boxes", "state_from_json", "state_to_json",
 ]  # fmt: skip
 
-
 ITEM_SIZES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -724,7 +723,7 @@ class StateLayout(Mapping[str, TensorLayout]):
     __hash__ = None  # type: ignore[assignment]  # a mapping of many tensors; use digest()
 
     def __repr__(self) -> str:
-        return f"StateLayout({len(self)} tensors, {self.nbytes} bytes, world_size={self.world_size})"
+        return f"StateLayout(tensors={len(self)}, bytes={self.nbytes}, world_size={self.world_size})"
 
 
 # Meshes and layouts as plain data: for checkpoint manifests and for messages between ranks.

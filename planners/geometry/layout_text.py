@@ -33,7 +33,8 @@ def parse_layout(text: str) -> ProductForm:
 
 
 def in_words(layout: TensorLayout | ProductForm) -> str:
-    """How ranks share a tensor. Axes are named in the order in which they shard it; an axis of one rank is left out.
+    """Return how ranks share a tensor. Axes are named in the order in which they shard it; an axis
+    of one rank is left out.
 
     >>> in_words(parse_layout("R,S(1) on dp=2,tp=2"))
     'replicated over dp; dim 1 sharded over tp'
@@ -107,12 +108,12 @@ def _chunks_in_words(layout: TensorLayout) -> str:
 
 
 def _uneven(sizes: Sequence[int]) -> str:
-    """Nothing for what `Shard` makes: equal chunks, the last one perhaps smaller."""
+    """Return "" for chunks as `Shard` makes them: equal, the last one perhaps smaller."""
     return "" if len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0] else " of different sizes"
 
 
 def chunk_sizes(layout: TensorLayout) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """For each dim that is split: its number, and the sizes of the chunks along it. None if chunks are no grid."""
+    """Return each dim that is split, with the sizes of its chunks. None if the chunks are no grid."""
     boxes = {box for _, box in layout.chunks()}
     starts = [sorted({box.offsets[dim] for box in boxes}) for dim in range(len(layout.spec.shape))]
     if len(boxes) != math.prod(map(len, starts)) or any(at[:1] != [0] for at in starts):
@@ -136,6 +137,6 @@ _LEGEND = (
 
 
 def legend(short_forms: Iterable[str]) -> list[tuple[str, str]]:
-    """What the signs that occur in these short forms mean."""
+    """Return what the signs that occur in these short forms mean."""
     texts = set(short_forms)
     return [(sign, words) for sign, pattern, words in _LEGEND if any(re.search(pattern, text) for text in texts)]

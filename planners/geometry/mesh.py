@@ -532,7 +532,7 @@ class Segments:
             self.stops[at] - start,
             self.local_starts[at],
         )
-        return [SegmentRow(*values) for values in zip(*(column.tolist() for column in columns))]
+        return [*map(SegmentRow, *(column.tolist() for column in columns))]
 
 
 class SegmentRow(NamedTuple):

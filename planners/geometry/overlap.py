@@ -87,7 +87,7 @@ class Overlap(ABC):
         return ()
 
     def origins(self, box: Box) -> Iterator[Origin]:
-        """Where the elements of a box of the wanted tensor come from."""
+        """Yield where the elements of a box of the wanted tensor come from."""
         yield Origin(box, 0, box, None)
 
     def replicas(self) -> Iterator[Ints]:
@@ -132,7 +132,8 @@ class ProductOverlap(Overlap):
 
 @dataclass(frozen=True)
 class SweepOverlap(Overlap):
-    """At least one side is no product. Where saved chunks overlap one another, the first one gives the element."""
+    """The overlap of two forms, of which at least one is no product. If saved chunks overlap, the
+    first one gives the element."""
 
     shape: tuple[int, ...]
     saved: Form
@@ -240,7 +241,7 @@ def overlap_of(shape: tuple[int, ...], saved: Form, wanted: Form) -> ProductOver
     """The overlap of two forms for one shape; computed once for each."""
     if isinstance(saved, ProductForm) and isinstance(wanted, ProductForm):
         left, right = saved.geometry(shape), wanted.geometry(shape)
-        dims = tuple(overlap(s, w) for s, w in zip(left.dims, right.dims))
+        dims = tuple(map(overlap, left.dims, right.dims))
         return ProductOverlap(shape, wanted, left, right, dims)
     return SweepOverlap(shape, saved, wanted)
 

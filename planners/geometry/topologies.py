@@ -148,8 +148,8 @@ class Topology:
         Raises PlanError for text that cannot be parsed.
         """
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-        its_rules = [Rule.parse(pattern, rule) for pattern, rule in (rules or {}).items()]
-        its_homes = [Home.parse(pattern, home) for pattern, home in (homes or {}).items()]
+        its_rules = [*itertools.starmap(Rule.parse, (rules or {}).items())]
+        its_homes = [*itertools.starmap(Home.parse, (homes or {}).items())]
         its_even = list(even)
         for line in lines[1:]:
             body = line.removesuffix("(optional)").rstrip()
@@ -414,7 +414,7 @@ def fsdp_tp(
         return Rule.parse(pattern, text, optional=True)
 
     cuts = tp_dims if "tp" in axes else {}
-    return Topology(Mesh(axes), (*(rule(pattern, dim) for pattern, dim in cuts.items()), rule("*", None)))
+    return Topology(Mesh(axes), (*itertools.starmap(rule, cuts.items()), rule("*", None)))
 
 
 def expert_parallel(

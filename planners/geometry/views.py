@@ -245,7 +245,8 @@ class View:
         return ViewGeometry(self.shape, tuple(source.shape for source in self.sources), self.patches, self.fills)
 
     def overlap(self, saved: Sequence[Form], wanted: Form) -> ViewOverlap:
-        """What ranks that want the target placed as `wanted` take of sources that are placed as `saved`."""
+        """Return what ranks that want the target placed as `wanted` take of sources that are placed
+        as `saved`."""
         return _overlap(self.geometry, tuple(saved), wanted)
 
     def rename(self, fqn: str) -> View:
@@ -530,7 +531,7 @@ def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
 
 
 def _sources(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """By name. Raises PlanError if two of one name differ."""
+    """Return the sources by name. Raises PlanError if two sources with one name differ."""
     out: dict[str, TensorSpec] = {}
     for spec in specs:
         if out.setdefault(spec.fqn, spec) != spec:
@@ -641,7 +642,7 @@ class Pulled:
 
 @lru_cache(maxsize=1024)
 def pull_back(view: ViewGeometry, wanted: Form) -> tuple[Pulled, ...]:
-    """What the ranks that want the target of `view` placed as `wanted` need of its sources.
+    """Return what the ranks that want the target of `view` placed as `wanted` need of its sources.
 
     Each wanted element that is not a constant is in one region. A source of which a rank wants an element twice
     (heads of keys that are repeated) comes up once for each time.

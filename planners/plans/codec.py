@@ -59,7 +59,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def _kinds() -> Iterator[tuple[str, Kind]]:
-    """What has a JSON form, by name."""
+    """Yield what has a JSON form, by name."""
     yield from LAYOUT_KINDS.items()
     from planners.plans.plan_codec import PLAN_KINDS  # all plans and their proofs, which layouts do without
 

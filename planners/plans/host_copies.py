@@ -129,7 +129,8 @@ def _rings(written: dict[str, int], copies: int) -> tuple[tuple[str, ...], ...]:
 def _keepers(
     hosts: Sequence[str], nbytes: Sequence[int], following: dict[str, list[str]]
 ) -> tuple[tuple[int, ...], ...]:
-    """On each of the next hosts the rank that gets the least until then, the largest first."""
+    """For each rank, choose one rank on each of the next hosts: the one with the fewest bytes so
+    far. The largest come first."""
     ranks = grouped((host, rank) for rank, host in enumerate(hosts))
     got, out = [0] * len(hosts), [()] * len(hosts)  # type: tuple[list[int], list[tuple[int, ...]]]
     for rank in sorted(range(len(hosts)), key=lambda rank: -nbytes[rank]):

@@ -252,10 +252,8 @@ class LoadPlan(Plan[ReadItems]):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"LoadPlan({len(self.wanted)} tensors, {self.saved.world_size} -> {self.world_size} ranks, "
-            f"{self.total_bytes} bytes)"
-        )
+        ranks = f"{self.saved.world_size} -> {self.world_size}"
+        return f"LoadPlan(tensors={len(self.wanted)}, ranks={ranks}, bytes={self.total_bytes})"
 
 
 def plan_reads(
@@ -326,7 +324,8 @@ def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
 
 
 def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:
-    """What is wrong with tensors of one geometry: dim by dim if both sides are products, else rank by rank."""
+    """Yield what is wrong with tensors of one geometry: dim by dim if both sides are products, else
+    rank by rank."""
     overlap = plan.overlap(fqn)
     if overlap.product is not None:
         yield from product_findings(overlap.product)
@@ -357,7 +356,7 @@ def _tensor_findings(plan: LoadPlan, rank: int, fqn: str, items: Sequence[ReadIt
 
 
 def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | None:
-    """What is wrong with one item by itself, or None."""
+    """Return what is wrong with one item by itself, or None."""
     identity = tuple(range(item.source.ndim))
     try:
         sizes = rearranged(item.source, identity if item.dims is None else item.dims).sizes
@@ -385,7 +384,8 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
 
 
 def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
-    """What is wrong with where the elements of `meant`, in global coordinates of the target, come from; or None."""
+    """Return what is wrong with where the elements of `meant`, in global coordinates of the target,
+    come from; or None."""
     identity, names = tuple(range(meant.ndim)), plan.sources(item.fqn)
     found = (meant, item.saved_fqn, item.box, item.dims or identity)
     for box, tensor, source, dims in plan.overlap(item.fqn).origins(meant):

@@ -74,7 +74,7 @@ class PlanItems(tuple[ItemT, ...]):
 
 @runtime_checkable
 class Provable(Protocol):
-    """Something that can be proved right, or else lists what is wrong."""
+    """A layout or plan: it can be proved right, or lists what is wrong."""
 
     covers: ClassVar[str]
     """What is proved if nothing is wrong."""
@@ -173,7 +173,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     @abstractmethod
     def _derived(self, rank: int) -> Iterable[Any]:
-        """What the layouts make `rank` do, whatever was listed explicitly."""
+        """Return what the layouts make `rank` do, whatever was listed explicitly."""
 
     @abstractmethod
     def findings(self) -> Iterator[Finding]:
@@ -291,8 +291,8 @@ def listed_findings(
     stranger: str,
     judge: Callable[[int, str, list[ItemT]], Iterator[Finding]],
 ) -> Iterator[Finding]:
-    """What is wrong with items that were listed by hand: `stranger`, of those of other tensors than `names`, and what
-    `judge` says of all items of one rank and name."""
+    """Yield what is wrong with items that were listed by hand: `stranger`, of those of other
+    tensors than `names`, and what `judge` says of all items of one rank and name."""
     for rank, items in explicit.items():
         found: dict[str, list[ItemT]] = {fqn: [] for fqn in names}
         for item in items:
@@ -311,8 +311,8 @@ def arrival_findings(
     fault: Callable[[ArrivingT], str | None],
     written: Mapping[int, Sequence[Box]],
 ) -> Iterator[Finding]:
-    """What is wrong with all items of one tensor and rank: each by itself, and that every element of the local tensors
-    is written exactly once.
+    """Yield what is wrong with all items of one tensor and rank: each by itself, and that every
+    element of the local tensors is written exactly once.
 
     `fault` says what is wrong with one item; `written` is what else is written: local tensor -> boxes in it.
     """

@@ -111,7 +111,7 @@ def _plan_json(plan: Plan[Any]) -> dict[str, Any]:
 
 
 def _digest(plan: Plan[Any]) -> str:
-    """Of all that a plan is made for: its layouts, and the views between them."""
+    """Return a digest of what a plan is made for: its layouts, and the views between them."""
     views = _views_json(plan.views.values()) if isinstance(plan, LoadPlan) and plan.views else None
     told = "" if views is None else hashlib.sha256(json.dumps(views, sort_keys=True).encode()).hexdigest()
     return "".join(layout.digest() for layout in plan.sides.values()) + told

@@ -70,7 +70,7 @@ class Holders:
         return self.source_of << 32 | self.ranks
 
     def between(self, sources: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-        """Where in `ranks` the holders of each source with first <= rank < last begin and end."""
+        """Return where in `ranks` the holders of each source with first <= rank < last begin and end."""
         base = np.asarray(sources, dtype=np.int64) << 32
         return (
             np.asarray(np.searchsorted(self._keys, base | first), dtype=np.int64),
@@ -78,7 +78,7 @@ class Holders:
         )
 
     def hold(self, sources: Ints, ranks: Ints) -> npt.NDArray[np.bool_]:
-        """Whether each rank holds the source beside it."""
+        """Return whether each rank holds the source beside it."""
         begin, end = self.between(sources, ranks, ranks + 1)
         return end > begin
 
@@ -136,7 +136,7 @@ class ProductIntersection:
         return np.sort(self.after.mesh.ranks[(base[:, None] + self.after.replica_positions).reshape(-1)])
 
     def commons(self, source: int, receiver: int) -> tuple[Common, ...]:
-        """What they have in common, in the order of the receiver's local elements."""
+        """Return what they have in common, in the order of the receiver's local elements."""
         owners = zip(unravel(source, self.shape), self.after.owners_of(receiver))
         return tuple(_commons([table.rows(s, w) for table, (s, w) in zip(self.tables, owners)]))
 
@@ -167,7 +167,7 @@ class ProductIntersection:
         return Deliveries(sources[order], receiver[order], numels[order])
 
     def counts(self, world_size: int) -> Ints:
-        """How many boxes each rank has in common with sources, its own included."""
+        """Return how many boxes each rank has in common with sources, its own included."""
         numbers = np.ones(self.after.mesh.size, dtype=np.int64)
         for segments, owner in zip(self.overlap.dims, self.after.rank_owners):
             numbers *= np.diff(segments.indptr)[owner]
@@ -227,7 +227,7 @@ class _DimTable:
         return np.asarray(np.where(self._keys[at] == wanted, self.length[at], 0), dtype=np.int64)
 
     def rows(self, giver: int, taker: int) -> list[SegmentRow]:
-        """Their segments, in the order of the taker's local dim."""
+        """Return the segments that `giver` has of what `taker` wants, in the order of the taker's local dim."""
         if (giver, taker) not in self._rows:
             self._rows |= grouped(((row.saved_owner, taker), row) for row in self._segments.rows(taker))
         return self._rows[giver, taker]
@@ -250,8 +250,8 @@ def _steps(shape: Sequence[int]) -> list[int]:
 
 
 class SweepIntersection:
-    """At least one side is no product: every receiver's boxes are swept over all that is held. Answers as a
-    `ProductIntersection` does."""
+    """The intersection of two forms, of which at least one is no product. It sweeps each receiver's
+    boxes over all held boxes, and has the methods of `ProductIntersection`."""
 
     overlap = None
 
@@ -419,7 +419,8 @@ class Route:
     # --- one rank ---
 
     def senders(self, source: int, receiver: int) -> list[int]:
-        """Who sends the part of `source` that `receiver` needs, for each tensor of the group; itself if it holds it."""
+        """Return who sends the part of `source` that `receiver` needs, for each tensor of the
+        group: itself if it holds the part."""
         holders = self.intersection.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if self._holds(source, receiver):
@@ -468,7 +469,7 @@ class Route:
         return int(begin[0]), int(end[0])
 
     def _near_all(self, sources: Ints, ranks: Ints) -> tuple[Ints, Ints]:
-        """Where among the holders those on the host of each rank begin and end."""
+        """Return where among the holders those on the host of each rank begin and end."""
         if self._ranks_per_host is None:
             nobody = np.zeros(len(ranks), dtype=np.int64)
             return nobody, nobody

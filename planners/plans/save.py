@@ -151,7 +151,7 @@ class SavePlan(Plan[WriteItems]):
                 yield from alike(_assignment_findings(assigned, layout), assigned.names)
 
     def __repr__(self) -> str:
-        return f"SavePlan({len(self.layout)} tensors, {self.world_size} ranks, {self.total_bytes} bytes)"
+        return f"SavePlan(tensors={len(self.layout)}, ranks={self.world_size}, bytes={self.total_bytes})"
 
 
 def plan_writes(
@@ -416,7 +416,7 @@ def _order(loads: Ints, chunks: Ints) -> Ints:
 
 
 def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
-    """Where each holder's share of a strip ends, so that loads (ascending for each strip) become level.
+    """Return where each holder's share of a strip ends, so that loads (ascending for each strip) become level.
 
     Shares are whole units: a holder ends up within one unit of the level.
     """
@@ -474,7 +474,7 @@ def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Fin
 def _held(
     assigned: Assignment, layout: TensorLayout, chunk_of: Ints
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Whether the rank of each entry holds its chunk, as the local tensor that the entry names."""
+    """Return whether the rank of each entry holds its chunk, as the local tensor that the entry names."""
     product = layout.product
     if isinstance(assigned.chunks, ProductTable) and product is not None:
         held = np.isin(assigned.ranks, product.mesh.ranks) & (assigned.indices == 0)
@@ -522,7 +522,7 @@ def _listed_findings(plan: SavePlan) -> Iterator[Finding]:
 
 
 def _item_fault(item: WriteItem, plan: SavePlan, rank: int) -> str | None:
-    """What is wrong with one item by itself, or None."""
+    """Return what is wrong with one item by itself, or None."""
     parts, spec = plan.layout.parts(item.fqn, rank), plan.layout[item.fqn].spec
     if item.nbytes != item.box.numel * spec.itemsize:
         return f"says {item.nbytes} bytes, but has {item.box.numel} elements of {spec.dtype}"

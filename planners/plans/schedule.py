@@ -133,7 +133,7 @@ class Schedule:
         if not isinstance(other, Schedule):
             return NotImplemented
         mine, its = self.columns(), other.columns()
-        same = all(np.array_equal(a, b) for a, b in zip(mine, its))
+        same = all(map(np.array_equal, mine, its))
         return same and self.plan == other.plan and self.max_inflight_bytes == other.max_inflight_bytes
 
     __hash__ = None  # type: ignore[assignment]  # holds a plan and columns of numbers
@@ -166,7 +166,7 @@ class Schedule:
         yield from _stream_findings(self, np.lexsort((number, self.start, receiver, sender)))
 
     def __repr__(self) -> str:
-        return f"Schedule({self.rounds} rounds, {len(self)} messages, {self.nbytes} bytes, {self.plan!r})"
+        return f"Schedule(rounds={self.rounds}, messages={len(self)}, bytes={self.nbytes}, {self.plan!r})"
 
 
 def slack_bytes(max_inflight_bytes: int) -> int:

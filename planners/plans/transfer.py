@@ -311,7 +311,7 @@ class TransferPlan(Plan[TransferItems]):
         yield from _conservation(self)
 
     def __repr__(self) -> str:
-        return f"TransferPlan({len(self.names)} tensors, {self.before.world_size} -> {self.after.world_size} ranks)"
+        return f"TransferPlan(tensors={len(self.names)}, ranks={self.before.world_size} -> {self.after.world_size})"
 
 
 _Common = tuple[Box, Box, Box, int, int, int]
@@ -404,7 +404,7 @@ def _tensor_findings(plan: TransferPlan, rank: int, fqn: str, items: Sequence[Tr
 
 
 def _item_fault(item: TransferItem, plan: TransferPlan, parts: Sequence[Part]) -> str | None:
-    """What is wrong with one item by itself, or None."""
+    """Return what is wrong with one item by itself, or None."""
     itemsize = plan.before[item.fqn].spec.itemsize
     if item.nbytes != item.box.numel * itemsize:
         return f"says {item.nbytes} bytes, but has {item.box.numel} elements of {itemsize} bytes"
@@ -518,7 +518,7 @@ def _wanted_pieces(number: int, form: Form, shape: Shape, rank: int) -> list[tup
 def _new_of(
     wanted: Sequence[tuple[HeldPlace, Box]], before: Iterable[tuple[HeldPlace, Box]]
 ) -> tuple[list[tuple[HeldPlace, Box]], list[Repeat]]:
-    """Of what is wanted, what was not there before, and what was."""
+    """Divide what is wanted into what is new, and what was there before."""
     again: list[Repeat] = []
     rest = list(wanted)
     for there, known in before:
@@ -535,12 +535,12 @@ def _new_of(
 
 
 def _within(place: HeldPlace, piece: Box, box: Box) -> HeldPlace:
-    """Where a piece of `box` is, which itself is at `place`."""
+    """Return where a piece of `box` is, which itself is at `place`."""
     return place._replace(box=piece.moved_with(box, place.box))
 
 
 def _near(shape: Shape, forms: Sequence[Form]) -> list[list[int]]:
-    """For each form, the earlier ones of which it may want the same elements: slices of a stack are none."""
+    """Return, for each form, the earlier forms that may want the same elements. Slices of a stack never do."""
     hulls = [_hull(form, shape) for form in forms]
     sweep = Sweep((number, hull) for number, hull in enumerate(hulls) if hull is not None)
     found = [() if hull is None else sweep.meeting(hull) for hull in hulls]
@@ -589,7 +589,7 @@ class ReadOncePlan:
     shares: SavePlan
 
     def own_boxes(self, rank: int) -> Mapping[str, tuple[OwnBox, ...]]:
-        """Where in the local tensors of `rank` its parts of `readers` are."""
+        """Return where in the local tensors of `rank` its parts of `readers` are."""
         items = self.shares.items(rank) if rank < self.shares.world_size else ()
         found = grouped((item.fqn, OwnBox(item.part, item.source)) for item in items)
         return {fqn: tuple(boxes) for fqn, boxes in found.items()}

@@ -64,7 +64,7 @@ class Histogram(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """By how much a tensor of two checkpoints differs."""
+    """How much a tensor of two checkpoints differs."""
 
     elements: int
     differing: int
@@ -122,7 +122,7 @@ def checkpoint_page(shown: Shown) -> str:
 def difference_page(
     title: str, labels: tuple[str, str], measures: Mapping[str, Measure], findings: Sequence[tuple[str, str]], read: str
 ) -> str:
-    """What differs between two checkpoints, as an HTML page: a map over layers, and a table.
+    """Return what differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
         measures: of the tensors that both have with one shape. Equal tensors have no elements that differ.
@@ -339,7 +339,7 @@ def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
         share = m.differing / m.elements if m.elements else 0.0
         before = row.get(column, [0.0, 0.0, 0.0, 0, 0])
         new = (m.relative, m.largest, share, m.odd)
-        row[column] = [*(max(a, b) for a, b in zip(before, new)), before[4] + 1]
+        row[column] = [*map(max, before, new), before[4] + 1]
         top = max(top, column)
     step = top // _MAP_COLUMNS + 1
     kept = sorted(cells, key=lambda row: -max(cell[0] + cell[3] for cell in cells[row].values()))[:_MAP_ROWS]
@@ -349,6 +349,6 @@ def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
         for column, cell in cells[pattern].items():
             at = column // step if column >= 0 else -1
             other = merged.get(at, [0.0] * 5)
-            merged[at] = [*(max(a, b) for a, b in zip(other[:4], cell)), other[4] + cell[4]]
+            merged[at] = [*map(max, other[:4], cell), other[4] + cell[4]]
         rows.append([pattern, merged])
     return {"rows": rows, "step": step, "columns": top // step + 1, "left": len(cells) - len(rows)}

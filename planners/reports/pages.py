@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_seconds
+from planners.units import counted, format_bytes, format_seconds
 
 __all__ = ["to_html"]
 
@@ -100,7 +100,7 @@ def _between(source: str, target: str) -> str:
 
 
 def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
-    """What the proof of this plan says."""
+    """Return what the proof of this plan says."""
     report = verify(plan)
     if report.ok:
         return f'<p class="verdict">Proved right: {escape(report.covers)}.</p>'
@@ -110,7 +110,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
 
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
-    """What the tensors of one rank take, at most, on each side."""
+    """Yield what the tensors of one rank take, at most, on each side."""
     for caption, layout in sides:
         held = layout.rank_bytes()
         yield f"a rank holds, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
@@ -123,7 +123,7 @@ def _rates(cluster: Cluster) -> str:
         "sent": cluster.network_bytes_per_s,
     }
     told = [f"{format_bytes(rate)}/s {what} by a host" for what, rate in rates.items() if rate is not None]
-    return ", ".join([*told, f"{cluster.ranks_per_host} ranks each"])
+    return ", ".join([*told, f"{counted(cluster.ranks_per_host, 'rank')} each"])
 
 
 def _figure(name: str, value: str) -> str:
@@ -337,7 +337,7 @@ def placed(layout: TensorLayout) -> str:
 
 
 def notation(sides: Iterable[StateLayout]) -> str:
-    """What the signs in the short forms of these layouts mean."""
+    """Return what the signs in the short forms of these layouts mean."""
     signs = legend(form for side in sides for form in side.described(side, short_form).values())
     rows = "".join(f"<li><b>{escape(sign)}</b> {escape(words)}</li>" for sign, words in signs)
     head = '<section aria-labelledby="notation"><h2 id="notation">Notation</h2>'

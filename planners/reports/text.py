@@ -17,7 +17,7 @@ from planners.plans.plan import Plan
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferItem, TransferPlan
-from planners.units import format_bytes, format_each
+from planners.units import counted, format_bytes, format_each
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
 
@@ -336,14 +336,19 @@ class PlanStats:
                 f"axis {axis!r} shards no tensor: {len(fqns)} are replicated over it"
                 for axis, fqns in self.unsharded_axes.items()
             ),
-            f"{self.tensors} tensors of {self.geometries} geometries, {self.world_size} ranks",
+            (
+                f"{counted(self.tensors, 'tensor')} of {counted(self.geometries, 'geometry')}, "
+                f"{counted(self.world_size, 'rank')}"
+            ),
             (
                 f"{format_bytes(self.total_bytes)} {verb}; a rank has {format_bytes(self.mean_bytes)} on average, "
                 f"{format_bytes(self.max_bytes)} at most (rank {self.busiest_rank}, {self.imbalance:.2f} times that)"
             ),
         ]
         if self.items is not None:
-            lines.append(f"{int(self.items.sum())} items, {int(self.items.max(initial=0))} at most for one rank")
+            lines.append(
+                f"{counted(int(self.items.sum()), 'item')}, {int(self.items.max(initial=0))} at most for one rank"
+            )
         most = max(bin.ranks for bin in self.histogram())
         for bin in self.histogram():
             bar = "#" * round(40 * bin.ranks / most)

@@ -59,7 +59,7 @@ def meshes(draw: st.DrawFn, max_axes: int = 3, max_ranks: int = 24, explicit: bo
 
 
 def placements(ndim: int) -> st.SearchStrategy[Placement]:
-    """Any placement that DTensor accepts for one axis of a tensor of `ndim` dims."""
+    """Generate placements that DTensor accepts for one axis of a tensor of `ndim` dims."""
     if ndim == 0:
         return st.just(Replicate())
     dims = st.integers(0, ndim - 1)
@@ -122,7 +122,7 @@ def box_layouts(draw: st.DrawFn, spec: TensorSpec) -> TensorLayout:
 
 
 def layouts(spec: TensorSpec) -> st.SearchStrategy[TensorLayout]:
-    """Any layout: mostly products, some block-wise, flat or irregular."""
+    """Generate layouts: mostly products, some block-wise, flat, or irregular."""
     plain = product_layouts(spec)
     return st.one_of(plain, plain, product_layouts(spec, blocks=True), flat_layouts(spec), box_layouts(spec))
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from planners.units import format_bytes
+from planners.units import counted, format_bytes
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
@@ -71,7 +71,8 @@ class ConvertReport(WrittenReport, CheckedReport):
         odd = f", {len(self.left_out)} left out" if self.left_out else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
         odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
-        head = f"{self.tensors} tensors, {format_bytes(self.total_bytes)} from {self.source!r} to {self.target!r}"
+        head = f"{counted(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
+        head += f" from {self.source!r} to {self.target!r}"
         return f"ConvertReport({head}, {self.format}{odd})"
 
 

@@ -78,7 +78,7 @@ class ConvertJob:
         return writing_of(self.format)
 
     def storage(self) -> Storage:
-        """Where the files go."""
+        """Return where the files go."""
         if self.writing.is_one_file:
             folder, _, _ = os.fspath(self.target).rstrip("/").rpartition("/")
             return open_storage(folder or ("/" if os.fspath(self.target).startswith("/") else "."))
@@ -399,7 +399,7 @@ class Journal:
             )
 
     def is_continued(self) -> bool:
-        """Whether another process works on this job, if not the one that did."""
+        """Return whether another process works on this job, if not the one that did."""
         found = self._claim()
         return found is not None and not found.has_left
 
@@ -524,8 +524,9 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _has_ended(storage: Storage, job_id: str) -> bool:
-    """Whether the target is what the job has published: its records are about to be removed, or a killed process left
-    them. A conversion that resumed it would write into files that count."""
+    """Return whether the target is what the job has published: its records are about to be removed,
+    or a killed process left them. A conversion that resumed it would write into files that
+    count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True
     return commit.counts(storage, commit.save_id_of(job_id))

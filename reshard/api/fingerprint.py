@@ -140,7 +140,7 @@ def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) 
 
 
 def _sums(checkpoint: Checkpoint, key: Key, share: Share) -> list[bytes]:
-    """What each box of a share adds to the fingerprint of its tensor."""
+    """Return what each box of a share adds to the fingerprint of its tensor."""
     regions = [Region(checkpoint[name].stored, box) for name, box in share]
     with Feed(regions) as feed:
         return [_sum_up(feed, region, key).to_bytes() for region in regions]
@@ -168,8 +168,8 @@ def holdings(
     *,
     world_size: int = 0,
 ) -> list[Holding]:
-    """What `rank` holds, summed up. A tensor of which it holds no element is still named. Asks no
-    other rank.
+    """Return what `rank` holds, summed up. A tensor of which it holds no element is still named.
+    Asks no other rank.
 
     `world_size`: how many ranks there are, if it is known.
 
@@ -200,7 +200,8 @@ def holdings(
 def _summed(
     given: StateLayout, held: Mapping[str, Sequence[tuple[Any, Part]]], rank: int, key: Key
 ) -> Sequence[Partial]:
-    """Of all parts of all tensors, in order. Those on devices are computed there and waited for once."""
+    """Return the partial sums of all parts of all tensors, in order. Devices compute theirs, and
+    are waited for once."""
     fqn = ""
 
     def parts() -> Iterator[tuple[Any, Part, Sequence[int]]]:
@@ -234,7 +235,7 @@ def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tupl
 
 
 def _holders(layout: TensorLayout, rank: int, world_size: int) -> int:
-    """How many ranks hold what this rank holds; 0 if others may, which this layout does not say."""
+    """Return how many ranks hold what this rank holds; 0 if others may, which this layout does not say."""
     form = layout.form
     if not isinstance(form, ProductForm) or form.mesh.size != world_size or rank not in form.mesh:
         return 0

@@ -31,7 +31,7 @@ class PrefixDifference(NamedTuple):
 
 
 def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
-    """How missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
+    """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
     keys, names = list(missing), set(known)
     if not keys or not names:
         return None
@@ -82,7 +82,7 @@ _CANONICAL = "save and load reshard.get_model_state_dict(model)"
 
 
 def _told(found: Mapping[str, str], front: str, level: str, who: str, call: str) -> tuple[str, str]:
-    """What differs, and the fix. `call`: where the level is at the front."""
+    """Return what differs, and the fix. `call`: where the level is at the front."""
     if front:
         what = f"{_differing(found)} only by {level!r} after {front!r}, which {who} has: {_first(found)}"
         return what, "nest the state in the same way, or rename keys with mapping="

@@ -456,7 +456,7 @@ def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
+    """Return whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
     if a.is_contiguous() and b.is_contiguous():
         return True
     if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
@@ -488,7 +488,7 @@ def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
 
 
 def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
-    """Whether two stored tensors have the same values, as far as this rank wants them."""
+    """Return whether two stored tensors have the same values, as far as this rank wants them."""
     names = checkpoint.aliases
     if names.get(one, one) == names.get(other, other):
         return True

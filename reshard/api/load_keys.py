@@ -95,7 +95,7 @@ class KeyMatch:
                 self.missing.append(key)
 
     def compare_classes(self) -> None:
-        """Those of tensors that were saved with those of what is filled."""
+        """Compare the classes of saved tensors with those of the tensors that are filled."""
         for key, name in self.tensors.items():
             path, own = self.checkpoint.contents.paths.get(name, (name,)), self.targets.paths[key]
             for above in filter(self.tensor_classes.__contains__, _prefixes(path)):
@@ -259,7 +259,7 @@ def match_keys(
 
 
 def needs_code(kind: str) -> str:
-    """What to say of an object whose class is not known here."""
+    """Return what to say of an object whose class is not known here."""
     return (
         f"saved as an object of {kind}, which only code can rebuild, and reshard runs no code from a checkpoint: "
         "leave the key out of the state to load, and save such objects as plain data"
@@ -267,7 +267,8 @@ def needs_code(kind: str) -> str:
 
 
 class _Below(NamedTuple):
-    """By path, of leaves and of all containers around them. Not by dotted key: "a.b" beside "a" is not below it."""
+    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is
+    not below it."""
 
     names: dict[KeyPath, list[str]]
     """The names at or below it."""
@@ -359,7 +360,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(votes: list[_MismatchVote]) -> _MismatchVote:
-        """Of several."""
+        """Combine several votes."""
         used: dict[bytes, bytes] = {}
         for source, bits in ((source, bits) for vote in votes for source, bits in vote.used.items()):
             used[source] = either([used.get(source, bits), bits])
@@ -521,13 +522,15 @@ def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
 
 
 def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """Whether a checkpoint ought to have a key: it ought to have all, unless it was declared a subset."""
+    """Return whether a checkpoint ought to have a key: it ought to have all, unless it was declared
+    a subset."""
     globs = checkpoint.contents.subset
     return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:
-    """What is under the names of keys that this rank misses, in words, where it is of another kind than its target."""
+    """Return what is under the names of keys that this rank misses, in words, where it is of
+    another kind than its target."""
     checkpoint = match.checkpoint
     what = {True: "a tensor", False: "each rank's own value"}
     kinds = {name: what[name in checkpoint] for name in match.names if name not in checkpoint.objects}

@@ -79,7 +79,7 @@ class LoadOptions:
             _check_choice("strict", self.strict, get_args(Mode), ", True, False, or a dict from globs to these words")
 
     def mode_of(self, key: str) -> Mode:
-        """How strict the load is about a key: by the first glob that fits it."""
+        """Return how strict the load is about a key: by the first glob that fits it."""
         if isinstance(self.strict, bool):
             return "strict" if self.strict else "partial"
         if isinstance(self.strict, str):

@@ -19,7 +19,7 @@ from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
-from planners.units import format_bytes
+from planners.units import counted, format_bytes
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import (
@@ -79,7 +79,8 @@ class TransferReport(FilledReport):
         """One line: what was moved, and the first names of what was not."""
         kinds = ("missing", "unexpected", "cast")
         odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
-        moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {self.rounds} rounds"
+        rounds = counted(self.rounds, "round")
+        moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {rounds}"
         return f"TransferReport({', '.join([moved, *odd])})"
 
 
@@ -147,7 +148,7 @@ class Prepared:
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Prepared({len(self.pairing.transfers)} tensors)"
+        return f"Prepared({counted(len(self.pairing.transfers), 'tensor')})"
 
     def run(self) -> TransferReport:
         """Move everything once. Collective.
@@ -196,8 +197,8 @@ class Prepared:
             waiter.meet(self._process_group)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
-        """All that devices are asked for in a run. Between tensors and by a backend of one device,
-        and without `delta`, it takes no memory, waits for nothing on the host, and is the same in
+        """Ask the devices for all that a run does. Between tensors, with a backend of one device
+        and without `delta`, this takes no memory, waits for nothing on the host, and is the same in
         each run."""
         for exchange in self._exchanges:
             exchange.move(group, waiter)
@@ -292,7 +293,7 @@ class Prepared:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
 
     def _places(self) -> list[int]:
-        """Where all local tensors are: equal as long as no tensor got other memory."""
+        """Return where all local tensors are: equal as long as no tensor got other memory."""
         return [tensor.data_ptr() for tensor in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from planners.plans.save import SavePlan
-from planners.units import format_bytes
+from planners.units import counted, format_bytes
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
@@ -640,10 +640,10 @@ def await_place(place: str) -> None:
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
     """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
-    counted = [future for future, place in list(_saves.items()) if place is not None]
-    while sum(not future.done() for future in counted) >= max_in_flight:
-        next(future for future in counted if not future.done()).exception()
-    ended = [future for future in counted if future.done()]
+    known = [future for future, place in list(_saves.items()) if place is not None]
+    while sum(not future.done() for future in known) >= max_in_flight:
+        next(future for future in known if not future.done()).exception()
+    ended = [future for future in known if future.done()]
     for future in ended:
         forget_background_save(future)
     return ended
@@ -682,7 +682,8 @@ class SaveReport(WrittenReport):
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""
-        head = f"{self.tensors} tensors, {self.objects} objects, {format_bytes(self.total_bytes)} in {self.path!r}"
+        head = f"{counted(self.tensors, 'tensor')}, {counted(self.objects, 'object')}"
+        head += f", {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:

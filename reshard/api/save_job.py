@@ -67,7 +67,7 @@ class SaveJob:
 
 
 def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
-    """What this rank gives to be saved. Raises as `reshard.save` does."""
+    """Return what this rank gives to be saved. Raises as `reshard.save` does."""
     if not isinstance(state_dict, Mapping | list | tuple):
         raise FormatError(f"the state to save must be a dict (or a list) of values, got {type(state_dict).__name__}")
     return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
@@ -110,7 +110,7 @@ class OwnItem(NamedTuple):
 
 @gc_paused()
 def own_items(layout: StateLayout, plan: SavePlan, rank: int) -> list[OwnItem]:
-    """What `rank` writes."""
+    """Return what `rank` writes."""
     counts: dict[str, int] = {}
     out = []
     for item in plan.items(rank):
@@ -152,7 +152,8 @@ def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...
 
 
 def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
-    """Where no rank can say by itself whether a tensor is what it was, its fingerprint can: those of which it does."""
+    """Return where no rank can say by itself whether a tensor is what it was, its fingerprint can:
+    those of which it does."""
     if not job.choice.by_print:
         return data, []
     group, generation = job.group, job.generation
@@ -273,7 +274,8 @@ class ToWrite:
 
     @classmethod
     def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
-        """In place, from now on: work that was queued on the calling thread's streams is done when this returns."""
+        """Write from the tensors' own memory. Work that was queued on the calling thread's streams
+        is done on return."""
         devices = {entry.tensor.device for entry in entries}
         return cls(entries, CopyStreams(devices), CopyStreams(devices))
 
@@ -283,7 +285,7 @@ class ToWrite:
         return sum(entry.nbytes for entry in self.entries)
 
     def sum_up(self) -> dict[str, Partial]:
-        """What all entries add to the fingerprints of their tensors, by name."""
+        """Return what all entries add to the fingerprints of their tensors, by name."""
         with phase("fingerprints"):
             out = dict(self.prints)
             rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
@@ -438,7 +440,7 @@ def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -
 
 
 def alike(names: list[str], base: Base, now: Mapping[str, str]) -> list[str]:
-    """Those whose fingerprint is what it was."""
+    """Return the names whose fingerprint did not change."""
     before = base.facts.manifest.fingerprints
     return [fqn for fqn in names if now.get(fqn) == before[fqn]]
 
@@ -496,7 +498,7 @@ def _newest_first(path: Any, passed: list[str]) -> list[str]:
 
 
 def _save_id(head: bytes) -> str:
-    """Of a manifest's first bytes: ids sort by time."""
+    """Return the save id in the first bytes of a manifest. Ids sort by time."""
     _, _, rest = head.partition(b'"save_id":"')
     return rest.partition(b'"')[0].decode("ascii", "replace")
 

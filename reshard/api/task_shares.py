@@ -53,7 +53,7 @@ class Opening:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Opening:
-        """How workers open what this process has opened by its path."""
+        """Return how workers open what this process has opened by its path."""
         path = absolute(checkpoint.url)
         return cls(path, _digest(checkpoint, path))
 

@@ -124,7 +124,7 @@ def _perform(order: _Order) -> _Answer:
 
 
 def _look(order: _Order) -> _Answer:
-    """Whether the work can be begun; at a worker."""
+    """Return whether the work can be begun; at a worker."""
     worker, started = f"process {os.getpid()} on {socket.gethostname()}", time.monotonic()
     try:
         _begin(order)
@@ -268,7 +268,7 @@ class _Driver:
         return [row for row in answers if row not in gone]
 
     def _run(self) -> None:
-        """Until all are done, or `stop`."""
+        """Run until all tasks are done, or `stop`."""
         tries: Counter[int] = Counter()
         waiting = deque(enumerate(self._tasks))
         most = getattr(self._executor, "num_workers", IN_FLIGHT // 2) * 2
@@ -334,7 +334,7 @@ class _Driver:
         return f"{self._done} of {self._count} tasks are done"
 
     def _result(self, answer: _Answer, worker: str = "") -> Any:
-        """What was done. Raises what was raised, naming the worker, if it is none of our own."""
+        """Return what was done. Raises what was raised, naming the worker, if it is none of our own."""
         error = answer.error
         if error is None:
             return answer.result
@@ -358,7 +358,7 @@ def _answer_of(future: Future[Any]) -> Any:
 
 
 def _is_of_import(error: BaseException) -> bool:
-    """Whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
+    """Return whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
     return isinstance(error, ImportError | AttributeError) or "ModuleNotFoundError" in str(error)
 
 
@@ -367,7 +367,7 @@ def _words(error: BaseException) -> str:
 
 
 def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
-    """What asks each worker of the executor once, and gives answers or errors by the workers' names."""
+    """Return what asks each worker of the executor once, and gives answers or errors by the workers' names."""
     client: Any = getattr(executor, "_client", None)  # of dask.distributed's executor
     if hasattr(client, "scheduler_info"):
         return lambda function, about: client.run(function, about, on_error="return")
@@ -448,7 +448,7 @@ class _QuietProcess(SpawnProcess):
     """A process that does not run the program's main module again, which may lack a guard, or be none that can be."""
 
     def start(self) -> None:
-        """As usual, but without a visible main module meanwhile."""
+        """Start the process, with its main module hidden meanwhile."""
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             super().start()

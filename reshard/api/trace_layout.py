@@ -78,7 +78,7 @@ class _Trace:
         """rank -> the ranks that have what it has, itself included"""
 
     def run(self, rank: int) -> Described:
-        """What `rank` has; run once."""
+        """Return what `rank` has; run once."""
         if rank not in self._runs:
             with _as_rank(rank, self._world_size), torch.random.fork_rng(devices=[]):
                 try:
@@ -108,7 +108,7 @@ class _Trace:
         return alike
 
     def layout(self) -> StateLayout:
-        """All that was found, put together."""
+        """Combine all that was found into one layout."""
         for rank in self.alike:
             self._settle(rank)
         told, parties = set(self._runs), []

@@ -48,7 +48,7 @@ class Steps:
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """Who sends what to whom, for the whole job, step by step."""
+        """The plan of each step, for the whole job."""
         return tuple(rounds.plan for rounds in self.rounds)
 
     @property
@@ -207,17 +207,18 @@ class TransferMemory:
         return part_tensors(key, local, self._pairing.after[key], self._rank)
 
     def wanted(self, name: str) -> Sequence[torch.Tensor]:
-        """Where the wanted boxes of its source go, as views of the local tensors of its target."""
+        """Return where the wanted boxes of its source go, as views of the local tensors of its target."""
         transfer = self._pairing.transfers[name]
         return _slots(transfer, self.target(transfer.target), self._rank)
 
     def moved(self, name: str) -> Sequence[torch.Tensor]:
-        """Those of them that are to be moved, and not repeated from what another transfer brings."""
+        """Return the wanted parts that move, without those that repeat what another transfer brings."""
         parts, places = self.wanted(name), self._steps.places.get(name)
         return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
     def arriving(self, name: str) -> Sequence[torch.Tensor]:
-        """Where the first step writes: all that is moved, or the stripe of it that this rank passes on."""
+        """Return where the first step writes: all that is moved, or the stripe of it that this rank
+        passes on."""
         parts = self.moved(name)
         if name not in self._steps.relayed:
             return parts

@@ -209,7 +209,7 @@ class _Blocks:
         self._sums: dict[str, BlockChecksums] = {}
 
     def problems(self, asked: _FileRange) -> list[_Problem]:
-        """What is wrong with a part of a file; of foreign archives, with all of it."""
+        """Return what is wrong with a part of a file; of foreign archives, with all of it."""
         if self._native is None:
             return list(changed_records([self._files[asked[0]]]))
         try:
@@ -543,7 +543,7 @@ class _Difference:
         )  # fmt: skip
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
-        """With the distances of a piece of both."""
+        """Return this difference with the distances of one more piece of both sides added."""
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         x, y = (tensor.to("cpu").to(wide) for tensor in (x, y))
         finite = x.isfinite() & y.isfinite()
@@ -553,7 +553,7 @@ class _Difference:
         return self + _Difference(0, None, "", largest, float(distance.square().sum()), float(size.square().sum()), odd)
 
     def measure(self, elements: int) -> Measure:
-        """By how much they differ, for this number of elements."""
+        """Return how much the sides differ, for this number of elements."""
         from planners.reports.checkpoint_pages import Measure
 
         ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
@@ -561,7 +561,7 @@ class _Difference:
         return Measure(elements, self.count, largest, ratio, self.odd)
 
     def text(self, numel: int) -> tuple[str, tuple[int, ...] | None]:
-        """In words, if there is one, and where."""
+        """Return the difference in words, "" if there is none, and the first element that differs."""
         if self.error or self.first is None:
             return self.error, None
         element, x, y = self.first

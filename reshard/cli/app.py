@@ -112,7 +112,11 @@ class _Command(TyperCommand):
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
             if word == "--html" and following.startswith("-"):
                 args[at] = f"--html=reshard-{self.name}.html"
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = in_words_of_the_command_line(error.message)
+            raise
 
 
 class _Program(TyperGroup):
@@ -244,7 +248,7 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """For the whole program: `reshard inspect X | head` ends with 0 and prints nothing, whichever library writes."""
+    """Make `reshard inspect X | head` end with 0 and print nothing, whichever library writes."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):

@@ -96,7 +96,7 @@ def newest(path: str) -> str:
 
 
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
-    """What does tasks on an engine: `with executor_on("dask://scheduler:8786") as executor`.
+    """Return what does tasks on an engine: `with executor_on("dask://scheduler:8786") as executor`.
 
     Raises UsageError for an engine that is not known, CheckpointError where its package is not installed.
     """
@@ -211,8 +211,8 @@ def side(
     hints: Mapping[str, Any] | None = None,
     select: list[str] | None = None,
 ) -> StateLayout | Topology:
-    """What one side is: the layout of a checkpoint or file, or a topology. Raises UsageError for a
-    topology that cannot be read."""
+    """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
+    for a topology that cannot be read."""
     from planners.geometry.topologies import WORDS, looks_like_a_topology, topology_of
 
     if looks_like_a_topology(text) and not Path(text).exists():
@@ -299,7 +299,7 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
 
 
 def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
-    """What makes quantized weights plain ones; nothing where that is not wanted."""
+    """Return what makes quantized weights plain ones; nothing where that is not wanted."""
     from reshard.mapping import Dequantize, Mapping, Mxfp4
 
     to = dtype or "bfloat16"
@@ -420,8 +420,10 @@ _SAID: list[tuple[str, Any]] = [
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
+    (r"Input should be a valid (integer|number)\b.*", "write a number, such as 4"),
+    (r"Input should be greater than or equal to", "write a number of at least"),
 ]
-"""Words of the Python API in errors, and those of the command line."""
+"""Words of the Python API and of typer in errors, and those of the command line."""
 
 
 def in_words_of_the_command_line(message: str) -> str:
@@ -437,7 +439,7 @@ def _as_json(example: str) -> str:
 
 
 def size_in_bytes(text: str) -> int:
-    """Of `5GB`, `500MB` or `2GiB`. Raises UsageError for anything else."""
+    """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:

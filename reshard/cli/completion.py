@@ -43,7 +43,7 @@ def namings(incomplete: str) -> list[str]:
 
 
 def topologies(incomplete: str) -> list[str]:
-    """How short forms begin."""
+    """Return how short forms begin."""
     return one_of("fsdp=", "tp=", "hsdp=", "ddp=")(incomplete)
 
 

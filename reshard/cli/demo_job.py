@@ -100,7 +100,7 @@ class Change:
         return sum(self.bytes_read) / max(sum(self.bytes_needed), 1)
 
     def problems(self, loss_before: float) -> list[str]:
-        """What is not as it must be."""
+        """Return what is not as it must be."""
         found = []
         if not self.proved:
             found.append("the plan could not be proved")
@@ -178,7 +178,7 @@ def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
 
 
 def _plan(path: str) -> Plans:
-    """From the checkpoint's metadata alone: no tensor is read, no process group is up, no model exists."""
+    """Plan from the checkpoint's metadata alone, without tensors, a process group, or a model."""
     saved: StateLayout = open_checkpoint(path).layout
     plans = {str(ways): plan_reads(saved, fsdp_tp(ways.fsdp, ways.tp).layout(saved.specs)) for ways in AFTER}
     return Plans(plans, len(saved), {name: verify(plan).ok for name, plan in plans.items()})
@@ -312,7 +312,8 @@ _LOOK_S = 0.05
 
 
 def _first_words(failure: ProcessExitedException | ProcessRaisedException) -> str:
-    """What a rank ended with: of an error of ours the first line says enough; of a bug, everything is needed."""
+    """Return what a rank ended with: of an error of ours the first line says enough; of a bug,
+    everything is needed."""
     if isinstance(failure, ProcessExitedException):
         return "died without an error message. It may have run out of memory"
     known = re.findall(r"^reshard\.errors\.\w+: (.*)", str(failure), re.MULTILINE)

@@ -123,7 +123,7 @@ def _named(
     normalized: bool,
     select: Any,
 ) -> list[Any]:
-    """Under the names by which they are compared."""
+    """Return the sides under the names by which they are compared."""
     if model or (normalized and (select or mapping is not None)):
         kinds = (names or ":").split(":")
         hints = [stored_hints(kind, given) for kind in kinds]
@@ -147,7 +147,7 @@ def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None
 
 
 def _unread_note(covered: Coverage) -> str:
-    """What --unread did not read, before any verdict."""
+    """Return what --unread did not read, before any verdict."""
     if not covered.read_bytes:
         return "no values were read: only saved fingerprints are compared, which does not detect damage"
     if covered.read_bytes >= covered.total_bytes:
@@ -157,7 +157,7 @@ def _unread_note(covered: Coverage) -> str:
 
 
 def _verdict(covered: Coverage, is_within: bool) -> str:
-    """What was found to be equal, and by what."""
+    """Return what was found to be equal, and by what."""
     read, how = size(covered.read_bytes), "within the tolerance" if is_within else "bit by bit"
     if covered.read_bytes >= covered.total_bytes:
         return f"the same: {read} of values on each side were read and compared {how}"

@@ -54,7 +54,7 @@ def explain(
 
 
 def _shape(form: ProductForm, given: str | None) -> tuple[int, ...]:
-    """What was given, or a shape of two dims at least, in which every axis finds something to shard."""
+    """Return what was given, or a shape of two dims at least, in which every axis finds something to shard."""
     if given is not None:
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", given):
             raise UsageError(f"cannot read the shape {given!r}: write sizes such as 4096,1024")

@@ -124,7 +124,8 @@ def _print_run(path: str, steps: Sequence[Step], is_named: bool) -> None:
 
 
 def _costs(run: str) -> list[SavedStep]:
-    """What each checkpoint of a run wrote, and what it shares with files of earlier ones. Nothing for no run."""
+    """Return what each checkpoint of a run wrote, and what it shares with files of earlier ones.
+    Nothing for no run."""
     import reshard
     from planners.reports.checkpoint_pages import SavedStep
     from reshard.native.manifest import LinkedRecord

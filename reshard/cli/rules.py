@@ -39,7 +39,7 @@ def example_rules(topology: Topology, saved: StateLayout, axis: str, fqns: tuple
 
 
 def as_options(rules: list[Rule]) -> list[str]:
-    """As the command line takes them."""
+    """Return the rules as options of the command line."""
     return [f"--rule '{rule.pattern}={rule.text}'" for rule in rules]
 
 

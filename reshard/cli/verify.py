@@ -48,7 +48,7 @@ def verify(
 
 
 def _verdict(covered: Coverage, against: str | None) -> str:
-    """What was found to be right, and what could not have been found to be wrong."""
+    """Return what was found to be right, and what could not have been found to be wrong."""
     total, checked = size(covered.total_bytes), size(covered.checked_bytes)
     same = "" if against is None else f", and the same as {against}"
     if covered.read_bytes < covered.total_bytes:

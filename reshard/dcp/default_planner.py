@@ -118,9 +118,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def _join_what_was_saved_whole(self, known: Mapping[str, Any]) -> None:
-        """Before torch 2.4, DCP saved a dict of plain values as one object. Read it as one object
-        in that case.
-        """
+        """Read a dict of plain values as one object, if DCP before torch 2.4 saved it as one."""
         for key in [key for key in self.state_dict if key not in known and not is_tensor(self.state_dict[key])]:
             path = self.mappings.get(key, ())
             for depth in range(len(path) - 1, 0, -1):

@@ -49,9 +49,8 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """For readers without metadata, such as `BroadcastingTorchSaveReader`: it derives the metadata
-    from the target.
-    """
+    """A planner that derives the metadata from the target, for readers that have none, such as
+    `BroadcastingTorchSaveReader`."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

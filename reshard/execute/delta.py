@@ -79,7 +79,7 @@ class _ChangedPiece:
         return min(self.dtype.itemsize, 8)
 
     def words(self) -> torch.Tensor:
-        """As they are now, in row-major order; in their own memory if they have that order."""
+        """The current words in row-major order, in place if the memory has that order."""
         there = self.elements.to(self.dtype).resolve_conj().resolve_neg()
         return raw_bytes(raw_elements(there).contiguous()).view(_WORDS[self.dtype.itemsize])
 

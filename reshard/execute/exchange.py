@@ -425,7 +425,8 @@ class Waiter:
             work.wait()
 
     def outcome(self, pending: SimpleQueue[Answer], what: Callable[[], str], who: str) -> Any:
-        """What a worker does together with the other ranks. Raises as `wait`; `what`, `who`: if time is up before."""
+        """Return what a worker does together with the other ranks. Raises as `wait`; `what`, `who`:
+        if time is up before."""
         while True:
             with suppress(Empty):
                 made, error = pending.get(timeout=_LOOK_S)

@@ -39,7 +39,7 @@ class _TargetPiece(NamedTuple):
     is_compared: bool
 
     def target(self) -> memoryview:
-        """Its memory."""
+        """The memory of the piece."""
         first = self.start - self.copy.place.window.offset
         assert isinstance(self.copy.out, np.ndarray)
         return memoryview(cast("Any", self.copy.out.reshape(-1).view(np.uint8)))[first : first + self.stop - self.start]
@@ -61,8 +61,8 @@ class InPlace:
 
     @classmethod
     def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Numbers]) -> InPlace:
-        """Those of some copies that have many blocks of the plan to themselves, which loses these blocks; but not those
-        that other ranks rely on."""
+        """Take the copies that have many blocks of the plan to themselves, and remove these blocks
+        from it. Blocks that other ranks rely on stay."""
         stays = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
         free = {file: rows.copy() for file, rows in stays.items()}
         for file, ranges in for_others.items():

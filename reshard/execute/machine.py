@@ -155,10 +155,11 @@ class MachineReading:
     def compared_elsewhere(
         self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
     ) -> dict[FileSource, Elsewhere]:
-        """What others compare with checksums for this rank, and what it should compare for them before any rank
-        writes: what is assigned to it, and of the segments that it reads for all those that it wants whole. Of files
-        that have a view: what is far away is compared when it is read, and with `in_place` what is read for all.
-        `whole`: what this rank reads of each file."""
+        """Return what others compare with checksums for this rank, and what it should compare for
+        them before any rank writes: what is assigned to it, and of the segments that it reads for
+        all those that it wants whole. Of files that have a view: what is far away is compared when
+        it is read, and with `in_place` what is read for all. `whole`: what this rank reads of each
+        file."""
         found = {}
         for source, reads in self.reads.items():
             if source.view() is None:
@@ -198,7 +199,7 @@ _NONE = np.zeros((0, 2), np.int64)
 def _by_file(
     files: Mapping[str, FileSource], segments: Iterable[SharedSegments], place: int
 ) -> tuple[_Ranges, _Ranges]:
-    """Of the files that this rank, which is at `place`, knows: its own segments, and those of others."""
+    """Return the segments of this rank, at `place`, and those of others, for each file that it knows."""
     mine, others = dict.fromkeys(files.values(), _NONE), dict.fromkeys(files.values(), _NONE)
     for source, its in ((files[its.label], its) for its in segments if its.label in files):
         mine[source] = np.concatenate((mine[source], its.ranges[its.rank == place]))
@@ -209,7 +210,7 @@ def _by_file(
 def _taken(
     copies: Iterable[Copy], files: Mapping[str, FileSource], segments: Iterable[SharedSegments]
 ) -> tuple[dict[FileSource, list[Copy]], list[Copy]]:
-    """What is taken of segments that are read for all, and the rest."""
+    """Return what is taken of segments that are read for all, and the rest."""
     is_shared: dict[str, npt.NDArray[np.bool_]] = {}
     for label, ranges, _ in segments:
         if label in files:
@@ -232,7 +233,7 @@ def _taken(
 
 
 def common_bytes(segments: Numbers, ranges: Sequence[tuple[int, int]]) -> Numbers:
-    """Of each of some segments, (n, 2): how many bytes it shares with ranges, which are in order and apart."""
+    """Return how many bytes each segment, (n, 2), shares with `ranges`, which are sorted and disjoint."""
     starts, stops = np.array([(0, 0), *ranges], np.int64).T
     before = np.cumsum(stops - starts)
 
@@ -447,7 +448,7 @@ class _MachineRun:
         of: npt.NDArray[np.int64],
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
-        """What this rank reads for all, in the first columns; the digests that it is compared with."""
+        """Return what this rank reads for all, in the first columns; the digests that it is compared with."""
         turns, memory, digests = self._turns, self._memory, [np.zeros(0, np.uint64)]
         mine = turns.between(first, last, self._place)
         turn, rows = turns.turn[mine], len(mine)
@@ -509,7 +510,7 @@ class _MachineRun:
     # What Python does, and what it tries again where the loop could not.
 
     def _piece(self, reader: int, turn: int) -> tuple[FileSource, int, int, memoryview]:
-        """Its file and bytes there, and the slot that it is read into."""
+        """Return the file and byte range that `reader` reads in this turn, and its slot."""
         turns = self._turns
         number = int(turns.begins[reader]) + turn
         source = self._files[turns.labels[turns.file[number]]]
@@ -653,8 +654,8 @@ class MachineMemory:
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 
     def counter(self, what: int, place: OneOrMany) -> tuple[int, OneOrMany]:
-        """Where it is counted how many slots a rank, or each of several, has `FILLED`, or through how many turns it
-        is."""
+        """Return where it is counted how many slots a rank, or each of several, has `FILLED`, or
+        through how many turns it is."""
         return 0, self.step * place + _COUNTER_STEP * what
 
     def slot_at(self, place: int | Numbers, turn: int | Numbers) -> Numbers:

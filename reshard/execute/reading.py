@@ -272,7 +272,7 @@ class Wanted:
         return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
 
     def without(self, blocks: npt.NDArray[np.bool_], sums: BlockChecksums) -> Wanted:
-        """Only what touches another block than these."""
+        """Return only what touches other blocks than these."""
 
         def left(bounds: Sequence[tuple[int, int]]) -> Iterable[bool]:
             return ~sums.are_among(blocks, *np.array(bounds, np.int64).reshape(-1, 2).T)

@@ -133,7 +133,7 @@ class SegmentAssignment(NamedTuple):
 
 
 def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> SegmentAssignment:
-    """Who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
+    """Return who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
 
     A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
     together they touch all of it, whichever of them reads it. Those that touch it take turns.
@@ -167,8 +167,8 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
 
 
 def _in_turns(touches: npt.NDArray[np.bool_], load: Numbers) -> Numbers:
-    """For each of some segments a rank of those that touch it, (ranks, segments): those that touch the same ones take
-    turns, who has the fewest first. Counted in `load`."""
+    """Choose a reader for each of some segments, (ranks, segments). Ranks that touch the same
+    segments take turns, the one with the fewest first. Adds to `load`."""
     who = np.zeros(touches.shape[1], np.int64)
     alike: dict[bytes, list[int]] = defaultdict(list)
     if (touches == touches[:, :1]).all():  # as nearly always
@@ -254,8 +254,8 @@ def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list
 
 @lru_cache(maxsize=1024)  # tensors of the same shape and position in their segments are split in the same way
 def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Window]]]:
-    """For each segment of `size` bytes: the indices of the elements of a window that begin in it, and their window,
-    counted from the start of the segment."""
+    """Return, for each segment of `size` bytes, the indices of the elements that begin in it, and
+    their window, counted from the start of the segment."""
     out = []
     for start in range(0, window.stop, size):
         parts = [(box, window.crop(box)) for box in window.within(start, start + size)]
@@ -298,14 +298,14 @@ def compare_segment(source: FileSource, start: int, data: memoryview, check: Che
 
 
 def has_whole_blocks(source: FileSource) -> bool:
-    """Whether the checksums of a file are of blocks that are each within one segment."""
+    """Return whether the checksums of a file are of blocks that are each within one segment."""
     blocks = source.checksums
     return isinstance(blocks, BlockChecksums) and segment_bytes(source) % blocks.block_bytes == 0
 
 
 def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
-    """Of parts of segments that were read from files without a view: the bytes that were not compared with checksums.
-    Files with a view have counted them before."""
+    """Return the bytes of segment parts, read from files without a view, that were not compared
+    with checksums. Files with a view have counted them before."""
     return sum(
         part.window.nbytes
         for part in parts

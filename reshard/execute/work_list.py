@@ -102,7 +102,7 @@ class _Loop(Protocol):
         limit_ns: int,
         /,
     ) -> tuple[int, int, int]:
-        """Where it ended, why, and what comes with that."""
+        """Return where it ended, why, and what comes with that."""
 
 
 def compiled() -> _Loop | None:
@@ -388,7 +388,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _sleep_until_changed(address: int, seen: int, most_s: float) -> None:
-    """Until a waker changes a counter from the value that was seen, or earlier."""
+    """Sleep until a waker changes a counter from the value that was seen, or less."""
     if _FUTEX is None:
         time.sleep(min(_SLEEP_S, most_s))
         return

@@ -229,7 +229,7 @@ class NameMap:
         return bare if hinted is None else hinted
 
     def _from_hint(self, name: str) -> str | None:
-        """By the whole name, or by the longest leading part that the hint has."""
+        """Return the hint's name for the full name, or for its longest leading part in the hint."""
         if name in self._hinted:
             return self._hinted[name]
         head = name

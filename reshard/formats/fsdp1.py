@@ -82,7 +82,8 @@ def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hi
 def layout_of(
     name: str | None, key: int | None, numel: int, itemsize: int, slack: int, flat_names: Sequence[str], hints: Hints
 ) -> FlatLayout:
-    """What is in the flat parameter of this name or id, of `numel` elements of which fewer than `slack` are padding.
+    """Return what is in the flat parameter of this name or id, of `numel` elements of which fewer
+    than `slack` are padding.
 
     Raises NormalizationError if no hint says it, or what it says has other sizes.
     """
@@ -131,7 +132,7 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, tuple[int, 
         return None
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        return [(str(param), tuple(int(n) for n in shape)) for param, shape in pairs]
+        return [(str(param), tuple(map(int, shape))) for param, shape in pairs]
     except (TypeError, ValueError):
         raise NormalizationError(f"the hint 'flat_params' must list (name, shape), got {value!r:.80}") from None
 
@@ -147,7 +148,7 @@ def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple
     for param, shape in shapes.items():
         front = next((f for f in fronts if str(param).startswith(f)), None)
         if front == mine:
-            out.append((str(param), tuple(int(n) for n in shape)))
+            out.append((str(param), tuple(map(int, shape))))
     return out
 
 
@@ -333,7 +334,7 @@ def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
 def _shapes(hints: Hints) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they are none."""
     try:
-        shapes = {str(name): tuple(int(n) for n in shape) for name, shape in hints.mapping("param_shapes").items()}
+        shapes = {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
     except (TypeError, ValueError):
         raise NormalizationError("the hint 'param_shapes' must be {name: shape}") from None
     for key in hints.mapping("flat_params"):
@@ -416,7 +417,7 @@ def _flat_of(
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
-    """What is in the flat parameter of an id; None if ids are those of parameters."""
+    """Return what is in the flat parameter of an id; None if ids are those of parameters."""
     total = _length(key, states)
     given = hints.mapping("flat_params")
     if given:

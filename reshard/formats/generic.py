@@ -91,7 +91,8 @@ def _attribute(contents: Contents, names: list[str]) -> str:
 
 
 def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:
-    """What to know of a checkpoint that may have lost its `meta.pt`, by which it is known that names have a prefix."""
+    """Return what to know of a checkpoint that may have lost its `meta.pt`, by which it is known
+    that names have a prefix."""
     front = common_attribute(result.model)
     numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
     if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
@@ -220,7 +221,7 @@ def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, St
 
 
 def _renamed(name: str) -> str:
-    """What a tensor that is no single expert's is called in memory."""
+    """Return what a tensor that is no single expert's is called in memory."""
     for pattern, becomes in _RENAMED:
         changed, count = pattern.subn(becomes, name)
         if count:

@@ -77,7 +77,7 @@ def _half(data: Bytes) -> Floats:
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """Of rows of n bytes their low halves, and then their high ones."""
+    """Return the low halves of the n bytes of each row, then the high ones."""
     return np.concatenate([data & 15, data >> 4], axis=1)
 
 
@@ -119,7 +119,7 @@ def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Of 128 bytes eight rows of 32 elements: low halves of 32 bytes, their high halves, and so on."""
+    """Divide 128 bytes into eight rows of 32 elements: low halves of 32 bytes, their high halves, and so on."""
     quarters = data.reshape(len(data), 4, 1, 32)
     return np.concatenate([quarters & 15, quarters >> 4], axis=2).reshape(len(data), 8, 32)
 
@@ -146,7 +146,7 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 def _twos(data: Bytes) -> Bytes:
-    """Of 64 bytes 256 numbers of two bits: 32 bytes give four rows of 32, the lowest bits first."""
+    """Divide 64 bytes into 256 numbers of two bits: 32 bytes give four rows of 32, the lowest bits first."""
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
     return data.reshape(len(data), 2, 1, 32) >> shifts & np.uint8(3)
 
@@ -611,7 +611,8 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
 def _objects(
     url: str, header: GgufHeader, types: Mapping[str, str]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[Any, ...]]]:
-    """What the first file knows of the model, and the types of quantized tensors, under names of their own."""
+    """Return what the first file knows of the model, and the types of quantized tensors, under
+    names of their own."""
     objects: dict[str, Callable[[], Any]] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     for key, value in header.values.items():
@@ -627,7 +628,7 @@ def _objects(
 
 
 def _quantized(types: Mapping[str, str]) -> list[str]:
-    """What to know of each type of blocks that there is."""
+    """Return what to know of each type of blocks that there is."""
     told = []
     for of, count in Counter(of for of in types.values() if of in _BLOCKS).items():
         example = next(key for key, type_ in types.items() if type_ == of)

@@ -36,7 +36,7 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there are archives at the top, or what one holds."""
+    """Return whether there are archives at the top, or what one holds."""
     return any("/" not in n and n.endswith(".nemo") for n in names) or _folder(names) is not None
 
 

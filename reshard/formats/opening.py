@@ -60,7 +60,7 @@ class _Run(NamedTuple):
     """Files of checkpoints that are beside them."""
 
     def not_opened(self, path: str | os.PathLike[str]) -> list[str]:
-        """What to say of the latter."""
+        """Return what to say of the latter."""
         if not self.beside:
             return []
         more = f", and {len(self.beside) - 1} more" if len(self.beside) > 1 else ""
@@ -237,7 +237,8 @@ def _open_at(
 
 
 def _of_a_hub(url: str) -> str:
-    """What to do where a path looks like the name of a model, "owner/name", and there is no such folder of an owner."""
+    """Return what to do where a path looks like the name of a model, "owner/name", and there is no
+    such folder of an owner."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.\-]*", url) or os.path.isdir(url.partition("/")[0]):
         return ""
     return (
@@ -247,7 +248,7 @@ def _of_a_hub(url: str) -> str:
 
 
 def _nothing(storage: Storage, url: str) -> str:
-    """What to say of a path without files."""
+    """Return what to say of a path without files."""
     if any(map(is_generation, storage.empty_folders())):
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
     path = Path(_local(url)) if isinstance(storage, LocalStorage) else None
@@ -450,7 +451,7 @@ def look_in(names: Iterable[str]) -> Look:
 
 
 def steps_seen(look: Look) -> list[RunStep]:
-    """What is called as checkpoints of a run, the oldest first, at the top or in one folder below.
+    """Return what is called as checkpoints of a run, the oldest first, at the top or in one folder below.
 
     Raises FormatError where two folders below hold a run each.
     """

@@ -70,7 +70,7 @@ def open(files: Files) -> Contents:
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
-    """What the tree in one folder says."""
+    """Return what the tree in one folder says."""
     tree = _tree(storage, f"{folder}{_TREE}")
     driver = "zarr3" if tree.get("use_zarr3") else "zarr"
     stored = bool(tree.get("store_array_data_equal_to_fill_value"))
@@ -195,7 +195,7 @@ class _ArrayChunk(DecodedSource):
     """One chunk of an array, whose size is known before."""
 
     def check(self, start: int, stop: int) -> None:
-        """Nothing to do: its box says how many bytes it has."""
+        """Do nothing: the box says how many bytes there are."""
 
 
 def _read_chunk(label: str, array: Any, box: Box) -> memoryview:

@@ -171,7 +171,8 @@ def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:
 
 
 def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], int]:
-    """What to add to the numbers of a stage, by container; 0 where stages count as the whole model does."""
+    """Return what to add to the numbers of a stage, by container; 0 where stages count as the whole
+    model does."""
     given = hints.mapping("layer_offsets")
     out: dict[tuple[int, str], int] = {}
     done: dict[str, int] = {}

@@ -79,7 +79,8 @@ def sections_of(
 
 
 def _section_name(text: str, pattern: re.Pattern[str]) -> str:
-    """What stands before the keys of such files: accelerate numbers its models from 0 and the first is just "model"."""
+    """Return what stands before the keys of such files: accelerate numbers its models from 0 and
+    the first is just "model"."""
     if pattern is not _ACCELERATE:
         return text
     base, number = re.fullmatch(r"(.*?)(_\d+)?", text, re.DOTALL).groups()  # type: ignore[union-attr]  # fits any

@@ -262,7 +262,7 @@ def tied_names(names: Iterable[str], config: Mapping[str, Any], metadata: Mappin
 
 
 def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """By the names that there are, and the config."""
+    """Infer tied names from the names in the files and the config."""
     if not _is_tied(config):
         return {}
     found = {**_shared(known), **_heads_with_bias(known)}

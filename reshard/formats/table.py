@@ -78,7 +78,7 @@ def formats() -> Iterator[Format]:
 
 
 def writing_of(name: str) -> Writing:
-    """How a format is written. Raises FormatError for one that is not known, or not written."""
+    """Return how a format is written. Raises FormatError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
         known = [*WRITTEN, *ALSO_CALLED]

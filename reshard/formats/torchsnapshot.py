@@ -88,7 +88,7 @@ def _manifest(data: bytes, label: str) -> dict[str, Any]:
 
 
 def _yaml(data: bytes, label: str) -> Any:
-    """What early versions wrote. Only plain values are built."""
+    """Return what early versions wrote. Only plain values are built."""
     try:
         import yaml
     except ImportError:
@@ -231,7 +231,7 @@ class _Snapshot:
         return start, stop
 
     def warnings(self) -> tuple[str, ...]:
-        """What a reader should know."""
+        """Return what a reader should know."""
         told = []
         if self.inferred:
             told.append(

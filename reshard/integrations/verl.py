@@ -248,7 +248,7 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
 
 
 def _flush(changes: list[ChangedElements]) -> _WeightMessage:
-    """As verl describes it: byte offsets of positions, which take 4 bytes each, and offsets of values."""
+    """Return a message as verl describes it: byte offsets of positions of 4 bytes, and offsets of values."""
     params, at = [], 0
     is_dense = changes[0].positions is None
     for change in changes:

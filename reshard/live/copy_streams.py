@@ -72,7 +72,7 @@ def has_copy_streams(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a device has done all queued work. It need not be the current device."""
+    """Wait until a device, current or not, has done all queued work."""
     module = device_module(device)
     if hasattr(module, "Stream"):
         module.synchronize(device)
@@ -116,7 +116,7 @@ class CopyStream:
         return context
 
     def mark(self) -> StreamEvent:
-        """What was asked until now."""
+        """Return what was asked until now."""
         event: StreamEvent = self._stream.record_event()
         return event
 
@@ -163,7 +163,7 @@ class CopyStreams:
 
     @contextmanager
     def use_all(self) -> Iterator[None]:
-        """As `use` of each device that has a lane."""
+        """Use the lanes of all devices, as `use` does."""
         with ExitStack() as stack:
             for lane in self._lanes.values():
                 stack.enter_context(lane.use())
@@ -232,8 +232,8 @@ class Uploads:
         return has_copy_streams(device)
 
     def begin(self) -> None:
-        """On the caller's thread: what is put from here on comes after what the caller's streams
-        were asked."""
+        """Let uploads from here on come after the earlier work on the caller's streams. Call it on
+        the caller's thread."""
         self._lanes = CopyStreams(self._devices)
 
     @contextmanager

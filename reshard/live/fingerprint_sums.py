@@ -376,7 +376,7 @@ def known(found: Sequence[Term]) -> list[Sums]:
 
 
 def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]:
-    """What `fold` adds up. On a device each is asked for, and not waited for."""
+    """Yield what `fold` adds up. On a device each is asked for, and not waited for."""
     for matrix in matrices(words, axes):
         column_limbs = _limbs(key, matrix.column_axes, matrix.columns, words.device)
         row_limbs = _limbs(key, matrix.row_axes, matrix.rows, words.device)

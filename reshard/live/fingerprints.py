@@ -73,7 +73,7 @@ class Partial:
 
     @classmethod
     def total(cls, partials: Iterable[Partial]) -> Partial:
-        """Their sum; of none, the partial of no elements."""
+        """Return the sum of partials; of none, the partial of no elements."""
         partials = list(partials)
         return cls(add_sums(*(p.sums for p in partials)), sum(p.count for p in partials))
 
@@ -115,7 +115,7 @@ class Partial:
 def partial(
     tensor: torch.Tensor, positions: Positions = None, shape: Sequence[int] | None = None, *, key: Key = PUBLIC
 ) -> Partial:
-    """What a local tensor adds to the fingerprint of the global tensor of `shape`.
+    """Return what a local tensor adds to the fingerprint of the global tensor of `shape`.
 
     Without positions the tensor is the whole. Each replica's part must be added once only. Any
     device, any strides; extra memory is at most 50 MiB on the CPU and 200 MiB on other devices,
@@ -154,8 +154,8 @@ def partials(
 
 
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
-    """What small tensors have in common that can be viewed as complete words and summed up together;
-    None for others."""
+    """Return what small tensors have in common that can be viewed as complete words and summed up
+    together; None for others."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
@@ -176,7 +176,7 @@ def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
 def _small_partials(
     alike: Sequence[tuple[torch.Tensor, Positions, Sequence[int] | None]], key: Key
 ) -> Iterator[Partial]:
-    """Of tensors of one small kind. Raises as `partial` does."""
+    """Return the partials of tensors of one small kind. Raises as `partial` does."""
     tensor, positions, shape = alike[0]
     _refuse(tensor)
     ((piece, part),) = local_parts(tensor, positions, tuple(tensor.shape) if shape is None else tuple(shape))
@@ -568,7 +568,7 @@ class HeldSums(msgspec.Struct, array_like=True):
 
 
 def sum_up(held: Iterable[Holding], rank: int) -> HeldSums:
-    """What one rank holds, for `add_holdings`."""
+    """Return what one rank holds, for `add_holdings`."""
     found, none = HeldSums(1, {}), Partial().to_bytes()
     for one in held:
         places = {one.place: (one.holders, {one.sums: [(rank, rank + 1)]})}
@@ -577,8 +577,8 @@ def sum_up(held: Iterable[Holding], rank: int) -> HeldSums:
 
 
 def add_holdings(parts: Sequence[HeldSums], world_size: int) -> HeldSums:
-    """What several ranks, or several lots of them, hold together; the first of them becomes it.
-    `world_size`: how many ranks there are in all."""
+    """Return what several ranks, or several lots of them, hold together; the first of them becomes
+    it. `world_size`: how many ranks there are in all."""
     first, *rest = parts
     for more in rest:
         first.ranks += more.ranks
@@ -661,7 +661,7 @@ def unpack_tally(packed: bytes) -> dict[int, Partial]:
 
 
 def add_tallies(packed: Sequence[bytes]) -> bytes:
-    """Their sum, packed."""
+    """Return the packed sum of packed tallies."""
     parts = [_rows(one) for one in packed]
     ordered = np.sort(np.concatenate([part["number"] for part in parts]))
     is_new = np.ones(len(ordered), dtype=bool)

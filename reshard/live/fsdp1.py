@@ -89,7 +89,7 @@ class FlatPiece:
         return low, min(max((position + 1) * self.shard_numel - self.start, 0), self.numel)
 
     def local_slice(self) -> slice:
-        """Where this rank's range is in its shard of the flat parameter."""
+        """Return where this rank's range is in its shard of the flat parameter."""
         position = dist.get_rank(self.group)
         low, high = self.range_of(position)
         at = self.start + low - (position * self.shard_numel if self.sharded else 0)
@@ -114,7 +114,7 @@ class FlatPiece:
         return self.cut().tensor(local.detach())
 
     def cut(self) -> FlatCut:
-        """Which ranges of the parameter's flattening the ranks of the unit's group hold."""
+        """Return which ranges of the parameter's flattening the ranks of the unit's group hold."""
         ranges = tuple(self.range_of(position) for position in range(dist.get_world_size(self.group)))
         return FlatCut(self.shape, ranges, self.group, self.mesh)
 
@@ -131,7 +131,7 @@ def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
 
 
 def is_flat(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is a flat one."""
+    """Return whether the parameter is a flat one."""
     return bool(getattr(parameter, "_is_flat_param", False))
 
 
@@ -238,7 +238,7 @@ class FlatCut:
 
 
 def cut_of(tensor: Any) -> tuple[FlatCut, torch.Tensor] | None:
-    """How a `CutAcrossRows` is sharded, and this rank's range of it; None for any other tensor."""
+    """Return how a `CutAcrossRows` is sharded, and this rank's range of it; None for any other tensor."""
     cut = getattr(type(tensor), "_is_cut_across_rows", False)
     return (tensor.flat_cut, tensor.flat_local) if cut else None
 
@@ -301,7 +301,7 @@ def _sharded_tensor(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
 
 
 def _device_of(rank: int, local: torch.Tensor) -> str:
-    """Where another rank has its part: on the device that FSDP takes it to have."""
+    """Return where another rank has its part: on the device that FSDP takes it to have."""
     kind = local.device.type
     count = 0 if kind in ("cpu", "meta") else torch.get_device_module(kind).device_count()
     return f"{kind}:{rank % count}" if count else kind
@@ -369,7 +369,7 @@ def join_state(
 
 
 def _holds(nest: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a nest has a tensor of this shape."""
+    """Return whether a nest has a tensor of this shape."""
     return any(isinstance(leaf, torch.Tensor) and global_shape(leaf) == shape for leaf in leaves_of(nest).values())
 
 

@@ -18,8 +18,8 @@ _Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _NoChunks(list[Any]):
-    """As long as no list of one chunk is; its items cannot be had. torch's planners look at the
-    length alone."""
+    """A list whose length no list of one chunk has, and whose items raise. torch's planners look at
+    the length alone."""
 
     def __init__(self, tensor: CutAcrossRows) -> None:
         super().__init__()
@@ -91,15 +91,15 @@ class CutAcrossRows(ShardedTensor):
         return self._remade(torch.Tensor.clone)
 
     def cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """On the CPU; itself if it is there."""
+        """Return the tensor on the CPU: itself if it is there."""
         return self if self.flat_local.device.type == "cpu" else self._remade(torch.Tensor.cpu)
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """On an accelerator."""
+        """Return the tensor on an accelerator."""
         return self._remade(lambda local: local.cuda(*args, **kwargs))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Of another dtype, or on another device; itself if nothing changes."""
+        """Return the tensor with another dtype or device: itself if nothing changes."""
         local = self.flat_local.to(*args, **kwargs)
         return self if local is self.flat_local else self._remade(lambda _: local)
 
@@ -107,7 +107,7 @@ class CutAcrossRows(ShardedTensor):
         return self._remade(lambda local: copy.deepcopy(local, memo))
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
-        """What torch's planners save of it."""
+        """Return what torch's planners save of it."""
         from torch.distributed.checkpoint import planner
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
@@ -122,7 +122,7 @@ class CutAcrossRows(ShardedTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What torch's planners load into it."""
+        """Return what torch's planners load into it."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         sizes = [(shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in self._local_shards]

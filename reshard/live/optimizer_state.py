@@ -238,8 +238,7 @@ class _StateMemory:
         self._live, self._made = live, dict[str, Any]()
 
     def place(self, row: Saved, parameter: Any, there: Any) -> Any:
-        """For a tensor, unfilled memory, placed like its parameter where the shapes are the
-        same."""
+        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal."""
         if row.shape is None:
             return row.value if there is None else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
@@ -262,7 +261,7 @@ def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 
 def _lies_like(known: Any, like: Any) -> bool:
-    """Whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
+    """Return whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
     both = is_dtensor(known) and is_dtensor(like)
@@ -306,7 +305,7 @@ class _Groups(NamedTuple):
 
 
 def _at(value: Any, path: KeyPath) -> Any:
-    """What a nest has at a path; None for nothing."""
+    """Return what a nest has at a path; None for nothing."""
     for part in path:
         known = value if isinstance(value, Mapping) else dict(enumerate(value)) if type(value) in (list, tuple) else {}
         value = known.get(part)
@@ -314,7 +313,7 @@ def _at(value: Any, path: KeyPath) -> Any:
 
 
 def _usable(there: Any, row: Saved) -> Any:
-    """What is there, unless it is a tensor where an object was saved."""
+    """Return what is there, unless it is a tensor where an object was saved."""
     return None if row.shape is None and is_tensor(there) else there
 
 
@@ -383,8 +382,8 @@ _FRONTS = ("state.", "param_groups.")
 
 
 def is_nested(tree: Mapping[Any, Any]) -> bool:
-    """Whether this is one optimizer, by names or by ids: a dict of states, and groups that list
-    parameters."""
+    """Return whether this is one optimizer, by names or by ids: a dict of states, and groups that
+    list parameters."""
     groups = tree.get("param_groups")
     if isinstance(groups, Mapping):
         groups = list(groups.values())
@@ -396,12 +395,12 @@ def is_nested(tree: Mapping[Any, Any]) -> bool:
 
 
 def is_flat_key(key: Any) -> bool:
-    """Whether the key is one of the flat form."""
+    """Return whether the key is one of the flat form."""
     return isinstance(key, str) and key.startswith(_FRONTS)
 
 
 def is_flat(keys: Iterable[Any]) -> bool:
-    """Whether these are all keys of an optimizer's flat form."""
+    """Return whether these are all keys of an optimizer's flat form."""
     given = list(keys)
     return bool(given) and all(map(is_flat_key, given))
 

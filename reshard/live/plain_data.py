@@ -123,7 +123,7 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
 
 
 def _fix(value: object) -> str:
-    """What to save instead."""
+    """Return what to save instead."""
     if isinstance(value, torch.nn.Module):
         return "save reshard.get_model_state_dict(model) instead, or use a CheckpointManager, which takes models"
     if isinstance(value, torch.optim.Optimizer):

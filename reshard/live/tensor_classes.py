@@ -168,7 +168,7 @@ def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
 
 
 def _block_of(numel: int, parts: int, of: str) -> int:
-    """How many elements each element of a part stands for."""
+    """Return how many elements each element of a part stands for."""
     if parts and not numel % parts:
         return numel // parts
     raise LayoutError(

@@ -62,12 +62,12 @@ warn_if_untried(torch.__version__)
 
 
 def this_rank() -> int:
-    """Of this process in the job; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks the job has; 1 without a process group."""
+    """Return how many ranks the job has; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -89,7 +89,7 @@ def dtype_of(tensor: Any) -> torch.dtype:
 
 
 def device_of(tensor: Any) -> torch.device:
-    """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
+    """Return where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
     if is_sharded_tensor(tensor):
         return next((shard.tensor.device for shard in tensor._local_shards), torch.device("cpu"))
     device: torch.device = tensor.device
@@ -150,8 +150,8 @@ def holder(value: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where a local tensor is, and how it is seen there; () without elements, None where that
-    cannot be said."""
+    """Return where a local tensor is, and how it is seen there; () without elements, None where
+    that cannot be said."""
     if local.is_nested:
         return None
     if local.numel() == 0:
@@ -186,7 +186,7 @@ def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
 
 
 def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[int]]]:
-    """For each axis: the ranks along it through `here`, in the order of the mesh and in that of
+    """Return the ranks along each axis through `here`, in the order of the mesh and in that of
     their process group."""
     grid = _mesh_ranks(device_mesh)
     lines = [mesh_line(grid, here, axis) for axis in range(grid.ndim)] if (grid == here).any() else []
@@ -212,8 +212,8 @@ def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list
 
 
 def form_of(tensor: Any, fqn: str = "") -> Form:
-    """How `tensor` is placed. A plain tensor is whole on every rank of the job, or on the one rank
-    without a job.
+    """Return how `tensor` is placed. A plain tensor is whole on every rank of the job, or on the
+    one rank without a job.
 
     Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not
     known here, or one that allows several layouts between which its local tensor does not
@@ -248,8 +248,8 @@ def _whole_everywhere(world_size: int) -> ProductForm:
 
 
 def form_by_all(tensor: Any) -> Form:
-    """How `tensor` is placed, as all ranks that hold it find together: collective over them, unless
-    no rank can doubt.
+    """Return how `tensor` is placed, as all ranks that hold it find together: collective over them,
+    unless no rank can doubt.
 
     Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
     """
@@ -316,7 +316,7 @@ def _forms_held(
 def _readings(
     device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
 ) -> tuple[ProductForm, ...]:
-    """What the placements may mean, the likeliest first.
+    """Return what the placements may mean, the likeliest first.
 
     The same slice of a mesh has other ranks for another process, yet compares equal. `here` separates
     them, as the names of its groups separate meshes that differ in nothing but the order of the
@@ -448,7 +448,7 @@ _PENDING = _Named("Partial")
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Whether `value` is a DTensor."""
+    """Return whether `value` is a DTensor."""
     return _DTENSORS[type(value)]
 
 
@@ -503,10 +503,10 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 def candidate_layouts(
     mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
 ) -> tuple[ProductForm, ...]:
-    """What tensors of these placements may be, the likeliest first, each once: as FSDP2 shards what
-    tensor parallelism (by `distribute_tensor`) has left, as all axes shard that a strided shard
-    leaves for later, and as the placements say. The shapes of local tensors decide which it is, see
-    `matching_shards`.
+    """Return what tensors of these placements may be, the likeliest first, each once: as FSDP2
+    shards what tensor parallelism (by `distribute_tensor`) has left, as all axes shard that a
+    strided shard leaves for later, and as the placements say. The shapes of local tensors decide
+    which it is, see `matching_shards`.
 
     Args:
         kept: axes whose process groups have their ranks in the order of the mesh. Those of all
@@ -533,9 +533,9 @@ def candidate_layouts(
 def matching_shards(
     forms: Sequence[ProductForm], shape: tuple[int, ...], held: Mapping[int, Shape]
 ) -> tuple[ProductForm, ...]:
-    """Those of `forms` by which the local tensors of some ranks (rank -> shape) have these shapes,
-    in order; of several that give every rank the same elements, the last, which says it as the
-    placements do."""
+    """Return the `forms` whose local tensors have the shapes that some ranks hold (rank -> shape),
+    in order. Of forms that give every rank the same elements, the last one stays, which says it as
+    the placements do."""
     found: list[ProductForm] = []
     for form in forms:
         if all(_local_shape(form, shape, rank) == sizes for rank, sizes in held.items()):

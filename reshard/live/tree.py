@@ -280,8 +280,8 @@ class CustomValue:
 
 
 def typed(value: Any) -> CustomValue | None:
-    """What can be saved of a value whose class extends a plain type or Enum; None for any other
-    value.
+    """Return what can be saved of a value whose class extends a plain type or Enum; None for any
+    other value.
 
     Raises FormatError, naming the class, for a value with attributes of its own, which would be
     lost.
@@ -314,9 +314,9 @@ def _base(cls: type) -> type | None:
 
 
 def sequence_kind(value: Any) -> str | None:
-    """What kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest length,
-    "deque:8"; of a class that extends one, "tuple:app.P". None for what is none, or has attributes
-    besides its items."""
+    """Return what kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest
+    length, "deque:8"; of a class that extends one, "tuple:app.P". None for what is none, or has
+    attributes besides its items."""
     cls = type(value)
     if cls is tuple or cls is list:
         return cls.__name__
@@ -379,7 +379,7 @@ def unresolved_class(value: Any) -> str | None:
 
 
 def needs_class(name: str) -> str:
-    """What to say of a value of a class that no live value brings."""
+    """Return what to say of a value of a class that no live value brings."""
     return f"saved as a {name}, which a load restores only if the target has one: put one there, or leave the key out"
 
 
@@ -430,8 +430,7 @@ def _make(cls: type, plain: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; of sequences, whether their items are the same
-    objects."""
+    """Return whether two plain values are the same; of sequences, whether their items are the same objects."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b))
     return bool(a == b) or (a != a and b != b)
@@ -450,7 +449,7 @@ def _alike(value: Any, live: Any) -> Any:
         items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
         return items if type(live) is dict else _mapping(items, live)
     if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
-        return _with_items(value, [_alike(a, b) for a, b in zip(value, live)])
+        return _with_items(value, [*map(_alike, value, live)])
     return value
 
 

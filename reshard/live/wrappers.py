@@ -216,8 +216,8 @@ def _is_known(hook: Any) -> bool:
 
 
 def forget_meshes() -> None:
-    """For a process that continues as another rank: torch 2.6 returns old meshes, even without their
-    process groups."""
+    """Forget known meshes, when a process continues as another rank: torch 2.6 returns old ones,
+    even without their process groups."""
     known = getattr(device_mesh, "_mesh_resources", None)
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
         getattr(known, name, {}).clear()

@@ -253,7 +253,7 @@ class MappingStage:
             self._put(self.made, new, first, partial(self._part, group, number, new))
 
     def _count_at_parameter(self, group: RuleGroup) -> int:
-        """How many targets the parameter has that a state belongs to."""
+        """Return how many targets the parameter has that a state belongs to."""
         name = self._parameters.get(group.site.name)
         if name is None:
             raise KeyMismatchError(
@@ -455,7 +455,7 @@ class RuleGroup(Application):
     """Of the targets, where they are numbered."""
 
     def filled(self, members: Sequence[T], filling: T) -> list[T]:
-        """Something for every place: that of the members, and `filling` for what is missing."""
+        """Return `members` with `filling` at each missing place."""
         out = list(members)
         for place in self.missing:
             out.insert(place, filling)
@@ -556,7 +556,7 @@ class Matcher:
         return groups, rest
 
     def counts(self, keys: Iterable[str]) -> Counts:
-        """How many numbered parameters among the keys belong together, by rule and words."""
+        """Return how many numbered parameters among the keys belong together, by rule and words."""
         out: dict[tuple[Any, ...], int] = {}
         for _, hit in self._parameters(keys):
             _count(out, hit)
@@ -593,7 +593,7 @@ def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:
 
 
 def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
-    """What to say of a source that is not there."""
+    """Return what to say of a source that is not there."""
     source, index = place
     pattern = first.rule.sources[source]
     words = {**first.common, **({pattern.number: str(index)} if pattern.number else {})}

@@ -564,7 +564,7 @@ class Pattern:
         return re.compile(out + re.escape(self.text[at:]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What the words stand for, or None."""
+        """Return what the words stand for, or None."""
         found = self.regex.fullmatch(name)
         return None if found is None else found.groupdict()
 

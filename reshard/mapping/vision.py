@@ -38,14 +38,14 @@ _KINDS = ("weight", "bias")
 
 
 def to_decoder(family: str) -> Mapping:
-    """From the names on disk to those of the decoder alone; the names of the vision tower stay."""
+    """Map the names on disk to those of the decoder alone; the names of the vision tower stay."""
     front, head = _ON_DISK[family]
     rules = _decoder(front, "model.")
     return Mapping([rule for rule in [*rules, Rename(f"{head}lm_head.weight", "lm_head.weight")] if _renames(rule)])
 
 
 def in_memory(family: str) -> Mapping:
-    """From the names on disk to those that a model of transformers 5 has in memory."""
+    """Map the names on disk to those that a model of transformers 5 has in memory."""
     parts = _MEMORY.get(family, ())
     moved = [Rename(f"{part}.{{rest+}}", f"model.{part}.{{rest+}}") for part in parts]
     return Mapping([*_decoder(_ON_DISK[family][0], "model.language_model."), *moved] if parts else [])
@@ -61,7 +61,8 @@ def _renames(rule: Rule) -> bool:
 
 
 def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping:
-    """From Megatron's names of the decoder alone, and those of the vision tower on disk. `heads`: of the tower."""
+    """Map Megatron's names of the decoder alone, and the vision tower's on disk, to Megatron's. The
+    tower has `heads`."""
     names = ("decoder.{rest+}", "embedding.{rest+}", "output_layer.weight")
     rules: list[Rule] = [Rename(name, f"language_model.{name}") for name in names]
     if family == "llama4":

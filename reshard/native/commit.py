@@ -65,7 +65,7 @@ class Written(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> list[FileRecord | PartsRecord]:
-        """All that must be there."""
+        """All files that must be there."""
         return [one for one in (self.record, self.parts, *self.linked) if one is not None]
 
 
@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def folder(self) -> str:
-        """Of this generation, within the checkpoint's."""
+        """The folder of this generation within the checkpoint."""
         return folder_of(self.save_id)
 
     @gc_paused()
@@ -211,7 +211,8 @@ class Generation:
         )
 
     def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
-        """Of every tensor, from parts by name; {} if no rank computed any; without elements there is no part."""
+        """Return the fingerprint of every tensor, summed from parts by name; {} if no rank computed
+        any. A tensor without elements has no part."""
         specs = self.census.tensors.specs
         totals = dict.fromkeys(specs, Partial()) if parts else {}
         for some in parts:
@@ -414,7 +415,7 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
-    """Whether a process may still be writing the generation, whose files are `names`."""
+    """Return whether a process may still be writing the generation, whose files are `names`."""
     name = f"{folder_of(save_id)}/{CLAIM}"
     if name not in names:  # a claim is made before anything else and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < CLAIMING_S

@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The name of the entry in the file."""
         return entry_key(self.spec.fqn, self.box, self.spec.shape)
 
     @property
@@ -293,8 +293,8 @@ class _Shape:
 
 
 def places(held: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-    """Where the bytes of each rank begin, counted from the end of the header, by item size; `held` says how many each
-    has."""
+    """Return where the bytes of each rank begin, counted from the end of the header, by item size;
+    `held` says how many each has."""
     out: list[dict[int, int]] = [{} for _ in held]
     at = 0
     for size in sorted({size for row in held for size in row}, reverse=True):
@@ -465,7 +465,7 @@ def blocks_of(box: Box, itemsize: int) -> list[Box]:
 
 
 def _cut(offsets: tuple[int, ...], sizes: tuple[int, ...], dim: int, itemsize: int) -> Iterator[Box]:
-    """Of a box whose dims before `dim` have one index each."""
+    """Yield the blocks of a box whose dims before `dim` have one index each."""
     inner = itemsize
     for size in sizes[dim + 1 :]:
         inner *= size
@@ -520,7 +520,7 @@ class BlockDigests:
         self._length = self._left = next(self._lengths, 0)
 
     def finish(self) -> Digests:
-        """Of all blocks."""
+        """Return the digests of all blocks."""
         return np.array(self._found, dtype=_RECORD)
 
 

@@ -216,8 +216,8 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def read_save_id(storage: Storage) -> str:
-    """Of the manifest in `storage`, with the errors of `read_manifest`. What its digest says to be as it was written
-    is not taken apart for it: there may be a million tensors."""
+    """Read the save id of the manifest in `storage`, with the errors of `read_manifest`. If its
+    digest is right, the rest is not decoded: there may be a million tensors."""
     data = storage.read(MANIFEST)
     where = f"{storage.url.rstrip('/')}/{MANIFEST}"
     found: str = _taken_apart(data, where, _SaveId if _is_digested(data) else Manifest).save_id
@@ -239,9 +239,13 @@ def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
             data = body + b"}"
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{where} is not a complete manifest: {error}") from None
+        raise CorruptCheckpointError(
+            f"{where} is not a complete manifest: {error}. Restore the file, or load another checkpoint"
+        ) from None
     except RecursionError:
-        raise CorruptCheckpointError(f"{where} is nested too deeply to be a manifest") from None
+        raise CorruptCheckpointError(
+            f"{where} is nested too deeply to be a manifest. Restore the file, or load another checkpoint"
+        ) from None
 
 
 def _check_version(data: bytes, where: str) -> None:

@@ -57,7 +57,7 @@ class Share(NamedTuple):
     of: int
 
     def among(self, things: Collection[T]) -> Iterator[T]:
-        """Those of this part, which are next to one another."""
+        """Yield the things of this part, which are next to one another."""
         start, stop = (len(things) * number // self.of for number in (self.number, self.number + 1))
         return islice(things, start, stop)
 
@@ -267,7 +267,7 @@ class NativeFacts(Facts):
         }
 
     def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
-        """Where the elements of a tensor are that share one with a box, each with its file and array."""
+        """Yield where the elements of a tensor are that share one with a box, each with its file and array."""
         for rank, found in self.plan.writers_near(fqn, box):
             for part in self._parts(fqn, rank, found):
                 if part.box & box is None:
@@ -282,7 +282,7 @@ class NativeFacts(Facts):
         return entry_key(fqn, box, self.plan.layout[fqn].spec.shape)
 
     def _parts(self, fqn: str, rank: int, box: Box) -> Sequence[ArrayPart]:
-        """What makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
+        """Return what makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
         found = self._tables[rank].get(self._key(fqn, box)) if rank in self._tables else None
         return found or (ArrayPart(box, box),)
 

@@ -117,12 +117,13 @@ class Base:
             self.passed_over[str(error)] = None
 
     def live_share(self, file: str) -> float:
-        """How much of a file's bytes are elements of the earlier checkpoint."""
+        """Return how much of a file's bytes are elements of the earlier checkpoint."""
         record = self.facts.files[file]
         return record.live_bytes / max(record.nbytes, 1) if isinstance(record, LinkedRecord) else 1.0
 
     def parts_near(self, entry: Entry) -> list[tuple[ArrayPart, Box]]:
-        """Where the earlier checkpoint has the entry's elements, and which of them; [] where it does not have all."""
+        """Return where the earlier checkpoint has the entry's elements, and which of them; [] where
+        it does not have all."""
         layout = self.facts.plan.layout
         fqn = entry.spec.fqn
         if fqn not in layout or layout[fqn].spec != entry.spec:
@@ -179,7 +180,7 @@ class Reused:
 
 @dataclass
 class _Found:
-    """Of one entry: which parts of the earlier files hold it unchanged, and what else there is of it."""
+    """The parts of one entry that earlier files hold unchanged, and the rest of it."""
 
     entry: Entry
     kept: list[ArrayPart]

@@ -119,8 +119,8 @@ _Row = tuple[TensorSpec, tuple[Form, ...], Sequence[int]]
 
 
 class _Participants:
-    """Who takes part, and whether all ranks of a form do: asked once for each form, since many tensors have the same,
-    and it may name thousands of ranks."""
+    """The participants, and whether all ranks of a form are among them. That is asked once per
+    form, since many tensors share one, and it may name thousands of ranks."""
 
     def __init__(self, everyone: Iterable[int]) -> None:
         self.everyone = sorted(everyone)

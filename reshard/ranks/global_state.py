@@ -291,7 +291,7 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(parts: list[ValueDigests]) -> ValueDigests:
-        """What several ranks sent, joined."""
+        """Return what several ranks sent, joined."""
         digests: dict[bytes, tuple[bytes, int, int]] = {}
         for part in parts:
             for holders, (digest, heard, count) in part.digests.items():
@@ -352,7 +352,7 @@ class DigestTable:
         self.counts[holders] = count
 
     def told(self) -> ValueDigests:
-        """What this rank sends."""
+        """Return what this rank sends."""
         sums = {
             holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
             for holders, of in self.rows.items()

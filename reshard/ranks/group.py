@@ -259,7 +259,8 @@ class Group:
     def distinct_answers(
         self, value: T, *, kind: Any = None, known: DistinctValues | None = None
     ) -> list[tuple[T, Sequence[int]]]:
-        """What the ranks have to say: each distinct answer, and the ranks that gave it, in the order of the ranks.
+        """Return what the ranks have to say: each distinct answer, and the ranks that gave it, in
+        the order of the ranks.
 
         A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
         does, and if not, each distinct answer once.
@@ -481,7 +482,7 @@ def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
 
 
 def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
-    """By kind of device."""
+    """Return the backend of each kind of device."""
     config = dist.get_backend_config(process_group)
     return dict(row.split(":") for row in config.split(",")) if ":" in config else {"cpu": config}
 

@@ -236,7 +236,7 @@ def read_lease(storage: Storage, name: str) -> WriterLease | None:
 
 
 def may_be_alive(found: WriterLease | None, work: str) -> bool:
-    """Whether a process may still do the work."""
+    """Return whether a process may still do the work."""
     if found is None:
         return False
     if found.has_left or found.is_seen():
@@ -281,7 +281,8 @@ class KeptLease:
 
 
 def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:
-    """Whether the claim, of a process that cannot be seen from here, is published again within `WATCH_S` seconds."""
+    """Return whether the claim, of a process that cannot be seen from here, is published again
+    within `WATCH_S` seconds."""
     _log.info("waiting %.0f s to see whether %s is still at work in %s", WATCH_S, found, storage.url)
     stop = time.monotonic() + WATCH_S
     while time.monotonic() < stop:

@@ -156,7 +156,7 @@ class Rounds:
             return whole
 
     def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
-        """What was put into a box in the round just taken, by place, in order.
+        """Return what was put into a box in the round just taken, by place, in order.
 
         Args:
             places: who may have put something there.
@@ -239,7 +239,7 @@ class Rounds:
         self._stale_keys.leave(self.session, keys)
 
     def _tree_keys(self, n: int) -> Iterator[str]:
-        """Under which keys the logs and the outcome of a round may be."""
+        """Yield the keys that the logs and the outcome of a round may have."""
         yield f"{self.session}/{n}/outcome"
         for level, sizes in enumerate(_levels(len(self._ranks))):
             for group, size in enumerate(sizes):
@@ -273,7 +273,7 @@ class Rounds:
         return self._settle(RoundOutcome(self._put("whole", data, PART_BYTES if only is None else 0), oldest))
 
     def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:
-        """Of a log, by slot."""
+        """Return the entries of a log, by slot."""
         found = self._store.entries(self._key(f"log/{level}/{group}"), range(size))
         return {slot: msgspec.msgpack.decode(entry, type=LogEntry) for slot, entry in found.items()}
 
@@ -293,8 +293,8 @@ class Rounds:
         return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
 
     def _say_here(self) -> bool:
-        """That this rank has posted and waits. One that has posted and does not say so hangs, or died before it waited:
-        maybe as the one that is to close a log, which nothing else reveals."""
+        """Note that this rank has posted and waits. A rank that posted without this note hangs, or
+        died before it waited: maybe the one that is to close a log, which nothing else reveals."""
         group, slot = divmod(self._rank, FAN)
         log = self._key(f"here/{group}")
         self._store.append(log, slot, b"")
@@ -389,7 +389,7 @@ class Rounds:
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """That the store is gone is how the session ended, for this rank."""
+        """Note the loss of the store as the end of the session for this rank."""
         try:
             yield
         except RankFailedError as error:
@@ -399,7 +399,7 @@ class Rounds:
 
 
 def _levels(count: int) -> list[list[int]]:
-    """How many append to each log, from the level of the ranks up to that of the one at the top."""
+    """Return how many append to each log, from the level of the ranks up to that of the one at the top."""
     levels = []
     while True:
         full, rest = divmod(count, FAN)

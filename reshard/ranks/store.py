@@ -119,7 +119,7 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
 
 
 def _client_of(store: Any) -> Callable[[], Any]:
-    """What opens another client of a store; the same one again where it serves any number of threads."""
+    """Return what opens another client of a store; the same one again where it serves any number of threads."""
     if hasattr(store, "clone"):
         return cast(Callable[[], Any], store.clone)
     # older releases of torch cannot clone: 2.6, for one
@@ -182,8 +182,9 @@ class Worker:
         return self.pending
 
     def call(self, until: float, call: Callable[..., Any], *args: Any) -> Any:
-        """What the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after `until`, on the monotonic
-        clock. While this process itself is stopped, these seconds do not pass."""
+        """Return what the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after
+        `until`, on the monotonic clock. While this process itself is stopped, these seconds do not
+        pass."""
         begun = time.monotonic()
         try:
             pending = self.begin(call, *args)
@@ -349,7 +350,7 @@ class StoreClient:
         return dict(sorted(rows))
 
     def keys_of(self, log: str, places: Iterable[int]) -> list[str]:
-        """Under which keys a log is, to delete it."""
+        """Return the keys of a log, to delete it."""
         return [log] if self._appends else [f"{log}/{place}" for place in places]
 
     def put(self, name: str, data: bytes, limit: int) -> tuple[bytes, list[str]]:
@@ -374,7 +375,7 @@ class StoreClient:
         return b"".join(part for part in parts if part is not None)
 
     def _ask(self, ask: Callable[[KeyValueStore], T]) -> T:
-        """What `ask` makes of a client's answers, on a worker."""
+        """Return what `ask` makes of a client's answers, on a worker."""
         try:
             if not self._silent_for:
                 if self.worker.is_idle:
@@ -469,5 +470,5 @@ class StaleKeys:
         return min(self._live, default=0)
 
     def take(self, oldest: int) -> list[str]:
-        """What may be deleted where no rank is in a session before `oldest`."""
+        """Return what may be deleted where no rank is in a session before `oldest`."""
         return [key for session in sorted(self._keys) if session < oldest for key in self._keys.pop(session)]

@@ -25,7 +25,7 @@ _bytes = _meter.create_counter("reshard.bytes", unit="By", description="What cal
 
 
 def tell(call: Span) -> None:
-    """Of a call that is over, with all that it does in the background."""
+    """Export a call that has ended, with all that it did in the background."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     nbytes, seconds = _bytes_of(call), call.seconds
     facts: dict[str, Any] = {"reshard.verb": call.name, "reshard.rank": rank} | _failure(call)
@@ -36,7 +36,7 @@ def tell(call: Span) -> None:
 
 
 def _tell_spans(span: Span, name: str, facts: dict[str, Any], context: Any, took_ns: int) -> None:
-    """Of one and all within it, which belongs to the current span of the program if `context` is None."""
+    """Export a span and all within it. It belongs to the program's current span if `context` is None."""
     facts |= {"thread.name": span.thread}
     told = _tracer.start_span(name, context, attributes=facts, start_time=span.began_ns)
     if not told.is_recording():  # no exporter wants it
@@ -57,5 +57,5 @@ def _failure(span: Span) -> dict[str, Any]:
 
 
 def _bytes_of(span: Span) -> int:
-    """Of that phase which had the most to do: what is read is checked, too, and counts once."""
+    """Return the bytes of the phase with the most: what is read is also checked, and counts once."""
     return max([span.nbytes, *map(_bytes_of, span.inner)])

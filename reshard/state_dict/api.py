@@ -186,8 +186,8 @@ def set_state_dict(
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:
-    """Whether all ranks set together, so that one's refusal must be that of all: full tensors into
-    a sharded model."""
+    """Return whether all ranks set together, so that one's refusal must be that of all: full
+    tensors into a sharded model."""
     return (
         options.full_state_dict
         and world_size() > 1
@@ -200,7 +200,7 @@ def _broadcast(options: StateDictOptions) -> bool:
 
 
 def _gives(options: StateDictOptions) -> bool:
-    """Whether this rank's own dict is what is set."""
+    """Return whether this rank's own dict is what is set."""
     return not _broadcast(options) or this_rank() == 0
 
 

@@ -171,8 +171,8 @@ def _on_meta(nest: Any) -> Any:
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by path.
-    Collective."""
+    """Return what rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by
+    path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
 
     def outline(path: Sequence[Any], leaf: Any) -> Any:
@@ -292,6 +292,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wire() -> torch.device:
-    """Where tensors must be to be sent: the CPU, if the default group has a backend for it."""
+    """Return where tensors must be to be sent: the CPU, if the default group has a backend for it."""
     kinds = sending_kinds(None)
     return device_of_kind("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -38,8 +38,7 @@ __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "
 
 
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
-    """What this rank holds of `tensor`: each part of its layout with the local tensor that holds
-    it."""
+    """Return what this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
     here = this_rank()
     parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):
@@ -265,8 +264,8 @@ def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.
 
 
 def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
-    """How a tensor is sharded, and this rank's range of its flattening, its memory shared; None if a
-    rank has no range."""
+    """Return how a tensor is sharded, and this rank's range of its flattening, its memory shared;
+    None if a rank has no range."""
     found = cut_of(tensor.value)
     group = _group_along_rows(tensor.value) if found is None else None
     if group is None:
@@ -322,7 +321,7 @@ def _agree(moves: list[_Move], group: Any) -> None:
 
 
 def _nbytes(move: _Move) -> int:
-    """Of the largest part, so that all ranks say the same."""
+    """Return the bytes of the largest part, which is the same on all ranks."""
     return max(high - low for low, high in move.held) * move.local.itemsize
 
 

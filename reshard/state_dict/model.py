@@ -83,8 +83,7 @@ class DirectWrite(NamedTuple):
 
 
 class ModelWrites(NamedTuple):
-    """All that setting a model's state will do, checked against the model before anything is
-    touched."""
+    """All writes that set a model's state, checked against the model before anything is touched."""
 
     direct: list[DirectWrite]
     regions: list[RegionWrite]
@@ -168,8 +167,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
-    """What a late refusal leaves behind. To copy it all beforehand would take the memory of these
-    modules once more."""
+    """Return what a late refusal leaves behind. To copy it all beforehand would take the memory of
+    these modules once more."""
     paths = [region.prefix.rstrip(".") for region in regions]
     names = ", ".join(repr(path) if path else "the model itself" for path in paths[:5])
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
@@ -198,7 +197,7 @@ class _ModelMatch:
         last."""
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
-        """What is to be written there; None where nothing is given for it."""
+        """Return what is to be written there; None where nothing is given for it."""
         name = slot.name
         value = self.given.get(name)
         if _is_plain_pair(slot, value) and name not in self.live.tied:
@@ -238,8 +237,8 @@ class _ModelMatch:
             self.faults.append(f"{pairs[i][0].name}: shares memory with another entry that gets another value")
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
-        """What to give to the module's own `load_state_dict`: its keys by their names, and with
-        every name below it that is unknown, since its hooks may know it."""
+        """Return what to give to the module's own `load_state_dict`: its keys by their names, and
+        with every name below it that is unknown, since its hooks may know it."""
         state: dict[str, Any] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
@@ -270,8 +269,7 @@ class _ModelMatch:
         return RegionWrite(region, state, assign, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
-        """Of unexpected names, under which of those that were used the dict has the same
-        memory."""
+        """Return the unexpected names that share memory with a used name, and that name."""
         if not unexpected:
             return {}
         used = [name for name in self.used if isinstance(self.given[name], torch.Tensor)]
@@ -281,7 +279,7 @@ class _ModelMatch:
         return {name: other for name, other in found.items() if other is not None}
 
     def report(self, unexpected: list[str], aliases: Collection[str]) -> SetReport:
-        """What was found, to be returned if all goes well."""
+        """Return what was found, to be returned if all goes well."""
         untouched = [s for s in self.live.slots if s.value is not None and s.identity not in self.written]
         return SetReport(
             missing=tuple(self.missing),
@@ -332,7 +330,8 @@ class _ModelMatch:
 
 
 def _other_class(value: Any, target: torch.Tensor) -> str | None:
-    """What to say if only one of two tensors is quantized, or they are so in two ways: no copy can convert them."""
+    """Return what to say if only one of two tensors is quantized, or they are so in two ways: no
+    copy can convert them."""
     one, two = tensor_class(value), tensor_class(target)
     if one == two or not (_is_quantized(value) or _is_quantized(target)):
         return None
@@ -376,7 +375,7 @@ def _address(value: Any) -> int:
 
 
 def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
-    """Whether the value can simply be copied: the usual case, and there are many of them."""
+    """Return whether the value can simply be copied: the usual case, and there are many of them."""
     target = slot.value
     return (
         type(value) is torch.Tensor
@@ -413,7 +412,7 @@ def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: boo
 
 
 def is_meta(value: torch.Tensor) -> bool:
-    """Whether the tensor has no values."""
+    """Return whether the tensor has no values."""
     return value.is_meta if is_dtensor(value) or not is_sharded(value) else False
 
 
@@ -532,9 +531,8 @@ def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
 
 
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
-    """Whether no two of the tensors, and of others with the memory `spans`, share memory, as far as one
-    look at each
-    shows: then no further check is needed."""
+    """Return whether no two of the tensors, and of others with the memory `spans`, share memory, as
+    far as one look at each shows: then no further check is needed."""
     found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
     ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
@@ -605,7 +603,7 @@ def _have_own_storages(tensors: Sequence[Any]) -> bool:
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
-    """Their memory, whatever their kinds."""
+    """Return the memory of tensors of any kinds."""
     found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
     return Spans(*zip(*map(_span, tensors))) if found is None else found
 

@@ -237,7 +237,7 @@ class _OptimizerMatch:
         return None
 
     def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
-        """Whether a flat dict was made with state of this parameter, and lacks it now."""
+        """Return whether a flat dict was made with state of this parameter, and lacks it now."""
         told = self.saved.stateless
         if told is None or not self.saved.state or not (kind.keeps_state and one.parameter.requires_grad):
             return False
@@ -546,8 +546,8 @@ def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device
 
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the optimizer's own `load_state_dict` takes: integer ids, in the order of its groups; what it has beside
-    its state and groups as it was saved, else as it is."""
+    """Return what the optimizer's own `load_state_dict` takes: integer ids, in the order of its
+    groups; what it has beside its state and groups as it was saved, else as it is."""
     optimizer, packed, ids = live.optimizers[k], [], itertools.count()
     extra = copy.deepcopy(saved_optimizer.extra_of(saved_optimizer.saved_by(optimizer)))
     for group, fields in zip(optimizer.param_groups, groups):

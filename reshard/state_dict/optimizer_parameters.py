@@ -93,7 +93,7 @@ class LiveOptimizers:
 
     @property
     def pieces(self) -> dict[str, FlatPiece]:
-        """By the name of its state, each parameter that is a piece of a flat one."""
+        """Each parameter that is a piece of a flat one, by the name of its state."""
         return {one.name: one.piece for own in self.parameters for one in own if one.piece is not None}
 
     @property

@@ -40,13 +40,14 @@ EXTRA = "extra_state"
 
 
 def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's own state dict has beside its state and groups, such as a count of all steps."""
+    """Return what an optimizer's own state dict has beside its state and groups, such as a count of
+    all steps."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def saved_by(optimizer: Optimizer) -> dict[str, Any]:
-    """Its state dict; of a ZeroRedundancyOptimizer that was not consolidated, with the state of this rank's parameters:
-    all ranks together have that of all."""
+    """Return the optimizer's state dict. A ZeroRedundancyOptimizer that was not consolidated gives
+    the state of this rank's parameters; together, all ranks have everything."""
     try:
         return optimizer.state_dict()
     except RuntimeError:
@@ -348,7 +349,7 @@ def _agree(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]], o
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values, or nests of them, are equal."""
+    """Return whether two values, or nests of them, are equal."""
     one, two = leaves_of(a), leaves_of(b)
     return one.keys() == two.keys() and all(same_value(leaf, two[path]) for path, leaf in one.items())
 
@@ -455,8 +456,8 @@ class StateKind:
         self._checked: dict[Any, Misfit] = {}
 
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
-        """What is wrong with the keys of `values`, saved for the parameter in a group that had
-        `fields`; or None."""
+        """Return what is wrong with the keys of `values`, saved for the parameter in a group that
+        had `fields`; or None."""
         # a model has many parameters, one after another in few groups, and few kinds of state
         known = fields is self._fields and one.group == self._group
         if self._optimizer_has_a_say or (known and list(values) == self.fitting):
@@ -477,8 +478,8 @@ class StateKind:
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
-        """Which of the fields that add to the state will be set: as they were saved, else as they
-        are."""
+        """Return which of the fields that add to the state will be set: as they were saved, else as
+        they are."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
@@ -509,8 +510,8 @@ class StateKind:
         return loads_itself(self._optimizer)
 
     def _has_no_use_for(self, key: str) -> bool:
-        """Whether the optimizer neither knows the key nor holds state under it; not where that
-        is unknown."""
+        """Return whether the optimizer neither knows the key nor holds state under it; not where
+        that is unknown."""
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
             return False

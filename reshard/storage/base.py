@@ -55,8 +55,8 @@ class Storage(ABC):
         """
 
     def top(self) -> builtins.dict[str, int] | None:
-        """What is in no folder, and its size, and each folder, with a slash behind its name and no size; None if
-        that takes no less than to `list` everything."""
+        """Return what is in no folder, and its size, and each folder, with a slash behind its name
+        and no size; None if that takes no less than to `list` everything."""
         return None
 
     @abstractmethod

@@ -224,7 +224,8 @@ class LocalStorage(Storage):
         return self.root / check_name(name, self.url)
 
     def _with_file(self, name: str, verb: str, use: Callable[[int, int], T]) -> T:
-        """What `use` makes of the open file and its length in bytes; `verb` says in errors what could not be done."""
+        """Return what `use` makes of the open file and its length in bytes; `verb` says in errors
+        what could not be done."""
         path = f"{self.url}/{check_name(name, self.url)}"
         try:
             # without O_NONBLOCK a named pipe would keep us waiting for its writer

@@ -324,7 +324,7 @@ class ObjectStorage(Storage):
 
 
 def _first_line(error: BaseException) -> str:
-    """What obstore says before it shows its own insides."""
+    """Return what obstore says before it shows its own insides."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
 

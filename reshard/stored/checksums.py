@@ -125,12 +125,12 @@ class Checksums(ABC):
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
 
     def are_pending(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
-        """Whether each of some blocks, (n, 2), was not compared yet."""
+        """Return whether each of some blocks, (n, 2), was not compared yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
 
     @abstractmethod
     def has(self, start: int, stop: int) -> bool:
-        """Whether all of these bytes are in blocks that have checksums."""
+        """Return whether all of these bytes are in blocks that have checksums."""
 
     @abstractmethod
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
@@ -156,7 +156,8 @@ class Checksums(ABC):
         return sorted({block for blocks in list(self._owed) for block in blocks if self.pending(*block)})
 
     def settle(self) -> int:
-        """How many bytes of elements were owed of blocks that are right by now; they are not owed any more."""
+        """Return how many bytes of elements were owed of blocks that are right by now; they are not
+        owed any more."""
         right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
         return sum(self._owed.pop(blocks, 0) for blocks in right)
 
@@ -189,7 +190,7 @@ class BlockChecksums(Checksums):
 
     @property
     def digests(self) -> npt.NDArray[np.uint64]:
-        """Those of all blocks."""
+        """The digests of all blocks."""
         if self._digests is None:
             self._digests = np.frombuffer(self._load(), dtype="<u8")
         return self._digests
@@ -207,18 +208,19 @@ class BlockChecksums(Checksums):
         return list(map(tuple, blocks[~right].tolist()))
 
     def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
-        """Of many ranges [start, stop): whether a block that shares bytes with it was not compared yet."""
+        """For each range [start, stop), return whether a block that shares bytes with it was not
+        compared yet."""
         return ~self.are_among(np.frombuffer(self._seen, np.bool_), starts, stops)
 
     def are_among(self, chosen: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
-        """Of many ranges [start, stop): whether all blocks that share bytes with it are `chosen`."""
+        """For each range [start, stop), return whether all blocks that share bytes with it are `chosen`."""
         first, last = self._blocks_of(starts, stops)
         base = int(first.min(initial=len(chosen)))
         before = np.concatenate(([0], np.cumsum(chosen[base : int(last.max(initial=base))], dtype=np.int64)))
         return np.asarray(before[last - base] - before[first - base] == last - first)
 
     def within(self, ranges: Numbers) -> npt.NDArray[np.bool_]:
-        """For each block: whether one of the ranges, (n, 2), contains it completely."""
+        """For each block, return whether one of the ranges, (n, 2), contains it completely."""
         size, count = self.block_bytes, len(self._seen)
         first = -(-ranges[:, 0] // size)
         last = np.where(ranges[:, 1] >= self.nbytes, count, ranges[:, 1] // size)
@@ -316,8 +318,8 @@ _BATCH_BLOCKS = 1 << 16
 
 
 def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """How many bytes from the first grain to the end of the last one; and by dim with gaps, from the inner ones:
-    stride, count, and what each of its items reaches over and touches."""
+    """Return how many bytes from the first grain to the end of the last one; and by dim with gaps,
+    from the inner ones: stride, count, and what each of its items reaches over and touches."""
     reach, lead, touched = runs.run_bytes, runs.offset, 0
     levels: list[tuple[int, int, int, int]] = []
     for stride, count in sorted(zip(runs.strides, runs.counts)):

@@ -79,7 +79,7 @@ class Contents(State[StoredTensor]):
     """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
 
     def details(self, kind: type[F]) -> F | None:
-        """What the format knows, if that is of this kind."""
+        """Return what the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
 
     def find(self, name: str) -> StoredTensor | None:

@@ -32,7 +32,7 @@ class _Record:
     """What was looked up."""
 
     def crc(self) -> int | None:
-        """What was written with it; None where none was."""
+        """Return what was written with it; None where none was."""
         if self.found is None:
             self.found = (self.look_up(),)
         return self.found[0]
@@ -146,7 +146,7 @@ _BYTE = _ONE >> 8
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo the one of CRC-32."""
+    """Return the product of two polynomials, modulo the one of CRC-32."""
     found = 0
     for power in range(32):
         if a & _ONE >> power:

@@ -75,7 +75,7 @@ class Header:
     metadata: Mapping[str, str]
 
     def place(self, name: str) -> Extent:
-        """Where a tensor of this file is. Raises CorruptCheckpointError if it has none of that name."""
+        """Return where a tensor of this file is. Raises CorruptCheckpointError if it has none of that name."""
         if name not in self.entries:
             raise CorruptCheckpointError(f"{self.source.label}: this safetensors file has no tensor {name!r}")
         return Extent(self.source, self.entries[name].window)

@@ -443,7 +443,7 @@ class DecodedSource(Source):
                 self._shrink()
 
         def get(self, source: DecodedSource) -> memoryview:
-            """What it has decoded, or decodes now; others who ask wait for that."""
+            """Return what it has decoded, or decodes now; others who ask wait for that."""
             with self._lock:
                 found = self._items.pop(source, None)
                 is_new = found is None or (found.done() and found.exception() is not None)

@@ -361,7 +361,7 @@ class FormatWriter(ABC):
         return FilePart(spec, Box.full(spec.shape))
 
     def region(self, part: FilePart) -> Region:
-        """Where a part's elements come from."""
+        """Return where a part's elements come from."""
         return Region(self.stored(part.spec.fqn), part.box)
 
     @property
@@ -375,7 +375,7 @@ class FormatWriter(ABC):
         return Feed(regions, self._take_sum if self.takes_fingerprints else None)
 
     def _take_sum(self, region: Region, piece: StreamedRows) -> None:
-        """Of large pieces at once; small ones are kept, and summed up many together."""
+        """Sum a large piece at once. Keep small ones, and sum many together."""
         tensor, is_small = piece.tensor(), len(piece.data) <= _SMALL_BYTES
         self._small.append((region.stored.spec, tensor.clone() if is_small else tensor, piece.box))
         if not is_small or len(self._small) >= _SUMMED_TOGETHER:
@@ -429,7 +429,7 @@ class FormatWriter(ABC):
 
 
 def fingerprint_parts(done: WrittenFile) -> dict[str, Partial]:
-    """What a file adds to the fingerprints of tensors, by name."""
+    """Return what a file adds to the fingerprints of tensors, by name."""
     return {fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in done.facts.get("prints", {}).items()}
 
 
@@ -492,7 +492,8 @@ def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
 
 
 def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:
-    """Which rank writes what: the ranks of `onto`; without it, one for each group of full tensors of limited size."""
+    """Return which rank writes what: the ranks of `onto`; without it, one for each group of full
+    tensors of limited size."""
     if target.onto is not None:
         return plan_writes(target.onto)
     layouts = {}

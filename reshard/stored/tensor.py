@@ -231,7 +231,7 @@ class StoredTensor:
 
 
 def _within(box: Box, whole: Box) -> bool:
-    """Whether an empty box, too, starts and ends inside `whole`."""
+    """Return whether an empty box, too, starts and ends inside `whole`."""
     return all(stop <= size for stop, size in zip(box.stops, whole.sizes))
 
 
@@ -417,7 +417,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
         check_cover(stored, region)
     parts: list[tuple[Extent, Any]] = []
     for chunk, _ in met:
-        bounds = [_inside(r, o, s) for r, o, s in zip(ranges, chunk.box.offsets, chunk.box.sizes)]
+        bounds = [*map(_inside, ranges, chunk.box.offsets, chunk.box.sizes)]
         if any(first >= stop for first, stop in bounds):
             continue  # a stepped slice may jump over a whole chunk
         window = chunk.window
@@ -439,7 +439,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
 
 
 def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
-    """Which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
+    """Return which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
     start, step, n = wanted
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
 

@@ -148,7 +148,7 @@ def flat_piece(chunk: StoredChunk, shape: Shape, start: int) -> list[StoredChunk
 
 
 def _folded(at: int, sizes: Shape) -> Callable[[Window], Window]:
-    """How a 1-D window changes into one of `sizes` that begins at its element `at`."""
+    """Return how a 1-D window changes into one of `sizes` that begins at its element `at`."""
     steps = Window.row_major(0, sizes, 1).strides
 
     def change(w: Window) -> Window:

@@ -32,7 +32,7 @@ def tried(root: Path, verb: str, count: int, seed: str) -> tuple[dict[str, list[
 
 
 def row(verb: str, fault: str, outcomes: list[Outcome]) -> str:
-    """Of the table in docs/faults.md."""
+    """Of the table in tests/faults.md."""
     struck = [one for one in outcomes if one.is_struck or fault == "none"]
     ends = Counter(one.tried for one in struck)
     seen = ", ".join(f"{words} {count}" for words, count in ends.most_common())

@@ -46,7 +46,7 @@ class Cost:
     """Of all ranks."""
 
     def __str__(self) -> str:
-        """A row of the table in docs/faults.md."""
+        """A row of the table in tests/faults.md."""
         pairs = [f"{first:,} / {other:,}" for first, other in (self.files, self.store)]
         pairs += [f"{first:,.0f} / {other:,.0f}" for first, other in (self.store_kib, self.spent_ms)]
         return f"| {self.size:,} | {self.call} | {' | '.join(pairs)} | {self.total_s:.1f} s |"

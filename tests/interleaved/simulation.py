@@ -702,7 +702,7 @@ def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
 
 def _at_once(simulation: Simulation) -> Callable[[commit.Generation], None]:
     """The last look before a manifest is published and its rename are one: no file system has a rename on condition,
-    and docs/faults.md says so."""
+    and tests/faults.md says so."""
     real = commit.Generation._check_current
 
     def check(generation: commit.Generation) -> None:

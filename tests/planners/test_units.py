@@ -1,10 +1,15 @@
-"""Sizes and times for people."""
+"""Counts, sizes, and times for people."""
 
 from __future__ import annotations
 
 import pytest
 
-from planners.units import format_bytes, format_seconds
+from planners.units import counted, format_bytes, format_seconds
+
+
+def test_counts():
+    assert [counted(n, "tensor") for n in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
+    assert counted(2, "geometry") == "2 geometries"
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         idle, due = manager.save(1, state), manager.save(2, state)
 
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
-    assert repr(converted) == f"ConvertReport(1 tensors, 16 B from {place}, safetensors, 1 left out)"
+    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, 1 left out)"
     assert repr(idle) == "StepReport(step 1, not due)"
     assert repr(due) == "StepReport(step 2, saved to storage: every 2 steps)"
-    assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensors)"
+    assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensor)"

@@ -236,6 +236,12 @@ def test_a_manifest_with_bytes_replaced(data, at, cut):
     survives(in_memory({MANIFEST: whole[:at] + data + whole[at + cut :]}))
 
 
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"reshard": "checkpoint", "version": 1, "layout": []}', b"[" * 9000])
+def test_a_manifest_that_is_none_says_what_to_do(text):
+    with pytest.raises(CorruptCheckpointError, match="Restore the file, or load another checkpoint"):
+        reshard.open(in_memory({MANIFEST: text}))
+
+
 def test_which_save_counts_is_not_read_out_of_a_manifest_that_was_changed(tmp_path):
     reshard.save({"a": torch.ones(2)}, tmp_path)
     storage, manifest = open_storage(tmp_path), tmp_path / MANIFEST

@@ -28,7 +28,7 @@ from planners.plans.plan import verify
 from planners.plans.save import SavePlan
 from planners.plans.schedule import schedule
 from planners.plans.transfer import plan_transfers
-from planners.units import format_bytes
+from planners.units import counted, format_bytes
 from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
@@ -299,7 +299,7 @@ class Survivors(Storage):
         self._plan = plan
 
     def path_of(self, name: str) -> Path:
-        """Where a file or its checksums are, or are to be written."""
+        """Return where a file or its checksums are, or are to be written."""
         return (self.here if name.removesuffix(".sums") in self.whole else self.fetched).root / name
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -674,6 +674,6 @@ class GatherReport(Tabled):
         """One line."""
         odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
         return (
-            f"GatherReport(generation {self.number}, step {self.step}: {self.files} files, "
+            f"GatherReport(generation {self.number}, step {self.step}: {counted(self.files, 'file')}, "
             f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
         )

@@ -51,7 +51,7 @@ class FoundGenerations:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> FoundGenerations:
-        """From the contents of the folders of all hosts."""
+        """Combine the contents of the folders of all hosts."""
         incarnations: dict[GenerationFolder, Incarnation] = {}
         hosts: dict[GenerationFolder, list[str]] = {}
         made: dict[GenerationFolder, ManifestStamp] = {}
@@ -108,7 +108,8 @@ class FoundGenerations:
         ]
 
     def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
-        """For errors: that it is unknown which of these the job used last, and how to choose."""
+        """Return the text of the error that it is unknown which of these the job used last, and how
+        to choose."""
         spans = [
             f"{self._where(kept)}, by a run from {_when(self.incarnations[kept].id)} to {_when(self._last(kept))} at "
             "least"

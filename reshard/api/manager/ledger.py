@@ -111,7 +111,7 @@ class Ledger:
         return {step: {name: float(value) for name, value in its.items()} for step, its in rows.items()}
 
     def saves_since_whole(self) -> int:
-        """How many of the newest steps reuse data of earlier ones."""
+        """Return how many of the newest steps reuse data of earlier ones."""
         found = 0
         for step in reversed(self.current()):
             if not self._of(step).is_based:

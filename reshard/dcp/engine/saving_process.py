@@ -156,7 +156,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: drop the saving process, which belongs to the parent."""
+    """Forget the saving process in a forked child: it belongs to the parent."""
     global _process, _lock
     if _process is not None:
         _process.child.returncode = 0  # so that this process does not wait for it

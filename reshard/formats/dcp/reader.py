@@ -148,7 +148,7 @@ def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
 
 
 def _said(record: Record) -> Mapping[str, Any]:
-    """Its fields, for a look at some of them: usually its state itself, since there are several records a tensor."""
+    """Return the record's fields: usually its state itself, without a copy, since each tensor has several records."""
     return record.state if type(record.state) is dict else record.fields
 
 
@@ -217,7 +217,7 @@ def _spec(key: str, meta: Record) -> TensorSpec:
 
 
 def _dtype_named(dtype: Any) -> str:
-    """Its name, also where this torch has no such dtype: only who reads the tensor needs one."""
+    """Return the dtype's name, even if this torch has no such dtype: only reading the tensor needs one."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     path = dtype.path if isinstance(dtype, type) and issubclass(dtype, Record) else ""

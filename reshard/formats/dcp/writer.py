@@ -142,7 +142,7 @@ def tensor_metadata(spec: TensorSpec, boxes: Iterable[Box] = ()) -> TensorStorag
 
 
 def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tuple[Any, ...]]:
-    """What torch calls `planner_data`: the path of each key in the nested state."""
+    """Return what torch calls `planner_data`: the path of each key in the nested state."""
     return {
         key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,))) for key in keys
     }

@@ -70,7 +70,7 @@ class _ModelParallelRank:
         """Shapes of the trainable parameters of each group; [] if ZeRO is off."""
         given = self.head.get("param_shapes") or []
         groups = [given] if isinstance(given, dict) else list(given)
-        return [{str(k): tuple(int(n) for n in v) for k, v in group.items()} for group in groups]
+        return [{str(k): tuple(map(int, v)) for k, v in group.items()} for group in groups]
 
 
 def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -230,7 +230,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
 def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]) -> None:
     """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
     file = stage.models[min(stage.models)]
-    frozen = {str(k): tuple(int(n) for n in v) for k, v in (head.get("frozen_param_shapes") or {}).items()}
+    frozen = {str(k): tuple(map(int, v)) for k, v in (head.get("frozen_param_shapes") or {}).items()}
     trained = {fqn: shape for group in stage.shapes() for fqn, shape in group.items()}
     tied = head.get("shared_params") or {}
     for fqn, ref in (head.get("module") or {}).items():

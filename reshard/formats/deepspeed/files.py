@@ -62,7 +62,7 @@ class DeepSpeedFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Whether there are files of DeepSpeed's names, here or in the folder that `latest` names."""
+    """Return whether there are files of DeepSpeed's names, here or in the folder that `latest` names."""
     return any(_is_state(name, "") for name in names) or (
         any(latest in names for latest in _LATEST) and any(_is_state(n.partition("/")[2], "") for n in names)
     )

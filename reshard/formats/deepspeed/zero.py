@@ -160,7 +160,8 @@ def shifted(fqn: str, by: int) -> str:
 
 
 def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
-    """How many experts come before those of each expert parallel rank; [0] for a group that all ranks share."""
+    """Return how many experts come before those of each expert parallel rank; [0] for a group that
+    all ranks share."""
     numbers = {int(m[2]) for m in map(_EXPERT.fullmatch, group) if m is not None}
     count = ranks[0].partition_counts[g] if g < len(ranks[0].partition_counts) else len(ranks)
     if not numbers or not 0 < count < len(ranks) or len(ranks) % count:
@@ -180,7 +181,7 @@ _Parts = dict[str, list[tuple[int, int, int, int]]]
 
 
 def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
-    """As the files say: each rank holds the next elements of a parameter."""
+    """Return the parts that the files list: each rank holds the next elements of a parameter."""
     parts: _Parts = {fqn: [] for fqn in group}
     done = dict.fromkeys(group, 0)
     for r, rank in enumerate(ranks):

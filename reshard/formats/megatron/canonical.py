@@ -129,7 +129,7 @@ def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[s
 def _original_shape(data: Any) -> tuple[int, ...] | None:
     fields = data if isinstance(data, dict) else getattr(data, "fields", {})
     shape = fields.get("nd_reformulated_orig_global_shape")
-    return None if shape is None else tuple(int(n) for n in shape)
+    return None if shape is None else tuple(map(int, shape))
 
 
 def _from_dtensors(

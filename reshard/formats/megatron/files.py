@@ -72,7 +72,8 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 
 def claim(contents: Contents) -> Contents | None:
-    """What is in an archive of NeMo's, or of Megatron-FSDP and was opened without the folder above it."""
+    """Return what is in an archive of NeMo's, or of Megatron-FSDP and was opened without the folder
+    above it."""
     if contents.details(MegatronFacts) is not None:
         return contents
     known = contents.details(dcp.DcpFacts)
@@ -160,7 +161,7 @@ def open_folder(files: Files, folder: str) -> Contents:
 
 
 def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
-    """What `common.pt` holds beyond the sharded part, to which a conversion writes all of it.
+    """Return what `common.pt` holds beyond the sharded part, to which a conversion writes all of it.
 
     Raises FormatError if the two contradict each other.
     """
@@ -264,7 +265,8 @@ def open_legacy(files: Files) -> Contents:
 
 
 def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFiles:
-    """Where in the grid a folder is: a second number is the pipeline's where there are stages, else the experts'."""
+    """Return where in the grid a folder is: a second number is the pipeline's where there are
+    stages, else the experts'."""
     folder = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(at))
     if "model" not in of:
         raise CorruptCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")

@@ -316,7 +316,8 @@ def _is_embedding(name: str) -> bool:
 
 
 def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int, ...]:
-    """Where a parameter stands. With `fused` norms, a norm is a part of the linear layer that follows it.
+    """Return where a parameter stands. With `fused` norms, a norm is a part of the linear layer
+    that follows it.
 
     Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
     """

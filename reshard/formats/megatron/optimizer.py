@@ -119,7 +119,7 @@ class _Buffer:
         return [next(iter(self.buckets[b].values())).spec.numel for b in sorted(self.buckets)]
 
     def starts(self, bucket: int) -> set[int]:
-        """Where chunks begin in a bucket."""
+        """Return where chunks begin in a bucket."""
         return {chunk.box.offsets[0] for chunk in next(iter(self.buckets[bucket].values())).chunks}
 
 
@@ -165,7 +165,7 @@ def _buffers(contents: Contents, args: Mapping[str, Any]) -> _Buffers:
 
 
 def _is_expert_part(chained: str, buffers: _Buffers, args: Mapping[str, Any]) -> bool | None:
-    """Whether an optimizer of several has the experts' parameters; None if there is one for all."""
+    """Return whether an optimizer of several has the experts' parameters; None if there is one for all."""
     if int(args.get("expert_model_parallel_size") or 1) == 1:
         return None
     parts = sorted({key[0] for key in buffers})
@@ -214,7 +214,7 @@ def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
 def _find_slots(
     buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
 ) -> list[BufferSlot]:
-    """Where the parameters `names` are, by the first order in which they fill the buckets exactly."""
+    """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
     candidates = list(orders(names, hints, grid.grouped))
     fitting = _fitting(candidates, numels, buffer)
@@ -310,7 +310,8 @@ class BufferSlot:
 
 
 def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[BufferSlot] | None:
-    """Where parameters of these numbers of elements are in buckets of these lengths; None if they do not fill them.
+    """Return where parameters of these numbers of elements are in buckets of these lengths; None if
+    they do not fill them.
 
     Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
 
@@ -362,7 +363,7 @@ def place_joined(params: Sequence[tuple[str, int]], total: int, limit: int) -> I
 
 
 def bucket_limit(args: Mapping[str, Any]) -> int:
-    """How many elements fill a bucket, by the program's arguments."""
+    """Return how many elements fill a bucket, by the program's arguments."""
     data_parallel = int(args.get("data_parallel_size") or 1)
     return int(args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * data_parallel))
 
@@ -495,7 +496,7 @@ def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, 
 
 
 def _kinds(found: Canonical, group: Mapping[str, Any], own_experts: bool) -> Iterator[tuple[Any, ...]]:
-    """What Megatron would call the group of each of its parameters."""
+    """Yield what Megatron would call the group of each of its parameters."""
     is_theirs = "wd_mult" in group
     decided = group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
     if is_theirs and not group.get("params"):

@@ -255,7 +255,7 @@ def _states(
 
 
 def _optimizer(groups: list[dict[str, Any]], step: float | None, own_experts: bool, scaler: Any) -> dict[Any, Any]:
-    """What `common.pt` has of the optimizer, or of that of experts, too."""
+    """Return what `common.pt` has of the optimizer, or of that of experts, too."""
 
     def one(of: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
@@ -373,7 +373,7 @@ class Stacks:
         return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
 
     def _inner_names(self, site: _ParameterSite, front: str) -> tuple[str, ...]:
-        """What it is called within the layer: a norm may be part of a projection, or stand by itself."""
+        """Return what it is called within the layer: a norm may be part of a projection, or stand by itself."""
         for norm, projection, sure in _NORMS:
             match = re.fullmatch(rf"(?P<before>(?:.*\.)?){re.escape(norm)}\.(?P<kind>weight|bias)", site.tail)
             if match is None:

@@ -114,7 +114,7 @@ def _path_text(path: KeyPath) -> str:
 
 
 def _replicated(spec: TensorSpec) -> dict[str, Any]:
-    """What the list says of a tensor: whole, on the one rank."""
+    """Return what the list says of a tensor: whole, on the one rank."""
     data = {
         "global_shape": list(spec.shape),
         "dtype": f"torch.{spec.dtype}",

@@ -89,7 +89,7 @@ class TorchArchive:
         return records
 
     def _find_directory(self) -> tuple[int, int, int]:
-        """How many entries, how many bytes, and where."""
+        """Return how many entries, how many bytes, and where."""
         tail = min(self.length, 1024)
         data = bytes(self._bytes(self.length - tail, tail))
         at = data.rfind(b"PK\x05\x06")
@@ -106,7 +106,8 @@ class TorchArchive:
         return count, size, offset
 
     def locate(self, name: str) -> tuple[int, int]:
-        """Where the data of a record begins in the source, and its length. Raises CorruptCheckpointError if absent."""
+        """Return where the data of a record begins in the source, and its length. Raises
+        CorruptCheckpointError if absent."""
         if name not in self.records:
             raise self._damaged(f"it has no record {name!r}")
         header, size = self.records[name]
@@ -125,11 +126,13 @@ class TorchArchive:
         return self.source.read(at, size)
 
     def value(self, allow: Callable[[str], bool] | None = None) -> Any:
-        """What was saved, with a `TensorRef` for each tensor and a `Record` for each object of an unknown class."""
+        """Return what was saved, with a `TensorRef` for each tensor and a `Record` for each object
+        of an unknown class."""
         return load_pickle(self.read("data.pkl"), where=self.label, allow=allow)
 
     def place(self, ref: TensorRef) -> Extent:
-        """Where the elements of a tensor are. Raises CorruptCheckpointError if its storage has another size."""
+        """Return where the elements of a tensor are. Raises CorruptCheckpointError if its storage
+        has another size."""
         record = f"data/{ref.storage.key}"
         at, size = self.locate(record)
         if size != ref.storage.nbytes:
@@ -138,7 +141,7 @@ class TorchArchive:
         return make_place(self.source, ref, at, is_record=True)
 
     def object(self) -> Any:
-        """What was saved, as plain data; tensors in it are read."""
+        """Return what was saved, as plain data; tensors in it are read."""
         return plain(self.value(), lambda ref: read_place(self.place(ref), ref.dtype))
 
 
@@ -169,8 +172,8 @@ def written_beside(source: Source, start: int, ref: TensorRef) -> int | None:
 
 
 def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Extent:
-    """Where a tensor's elements are if its storage begins at byte `storage_at` of `source`, as a record of a zip
-    archive or otherwise.
+    """Return where a tensor's elements are if its storage begins at byte `storage_at` of `source`,
+    as a record of a zip archive or otherwise.
 
     Raises FormatError for what is not supported, such as a few bytes that stand for far more elements than they are.
     """
@@ -210,7 +213,7 @@ def read_head(source: Source, start: int, length: int) -> bytes:
 
 
 def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[Extent, str]:
-    """Where the one tensor is that an archive at [start, start + length) holds, and its dtype.
+    """Return where the one tensor is that an archive at [start, start + length) holds, and its dtype.
 
     Its head is enough, as a rule: the pickle comes first, the headers say where records begin.
 
@@ -342,7 +345,7 @@ def archives(source: FileSource) -> list[tuple[int, int]]:
 
 
 def _start(source: FileSource, stop: int) -> int | None:
-    """Where the archive that ends at `stop` begins; None if none ends there."""
+    """Return where the archive that ends at `stop` begins; None if none ends there."""
     if stop < _END.size:
         return None
     end = _END.unpack(source.read(stop - _END.size, _END.size))

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _sealed(self: Any, state: Any) -> NoReturn:
-    """For `__setstate__`: a pickle cannot change a value after it was validated."""
+    """Refuse `__setstate__`: a pickle must not change a value after it was validated."""
     raise TypeError(f"a {type(self).__name__} cannot be changed")
 
 
@@ -89,7 +89,7 @@ class TensorRef:
             )
 
     def window(self, start: int) -> Window:
-        """Where its elements are, if the storage begins at byte `start`."""
+        """Return where its elements are, if the storage begins at byte `start`."""
         size = itemsize(self.dtype)
         return Window(start + self.offset * size, self.size, tuple(s * size for s in self.stride), size)
 
@@ -315,7 +315,8 @@ _STORAGES = {
 
 
 class _Function:
-    """Something that a pickle may call. Frozen, so that a pickle cannot change what the next one would call."""
+    """A function that a pickle may call. Frozen, so that a pickle cannot change what the next one
+    would call."""
 
     __slots__ = ("_call",)
     _call: Callable[..., Any]
@@ -354,7 +355,7 @@ def _checked(value: Any, *types: type) -> Any:
 
 
 def _bytes_of(text: str = "", encoding: str = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Return how protocol 2 writes bytes."""
     if _checked(encoding, str) not in ("latin1", "latin-1"):
         raise TypeError(f"unexpected encoding {encoding!r}")
     return _checked(text, str).encode("latin1")  # type: ignore[no-any-return]
@@ -406,7 +407,8 @@ def _layout(text: Any) -> str:
 
 
 def _member(cls: Any, name: Any) -> type[Record]:
-    """How protocol 2 names a member of an enum or a nested class. Nothing is looked up: only the two names count."""
+    """Return how protocol 2 names a member of an enum or a nested class. Nothing is looked up: only
+    the two names count."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise UnsafeDataError("the pickle uses getattr on something that is not a class; nothing of it was run")
     if _is_standard(cls.path):
@@ -415,7 +417,7 @@ def _member(cls: Any, name: Any) -> type[Record]:
 
 
 def _reconstruct(cls: Any, base: Any = None, state: Any = None) -> Any:
-    """How protocols 0 and 1 make an object."""
+    """Return how protocols 0 and 1 make an object."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise TypeError("wanted a class that became a record")
     return cls()
@@ -647,7 +649,7 @@ def _numbers(ref: Any, read: Callable[[TensorRef], Any]) -> np.ndarray[Any, Any]
 
 
 def _axes(layout: Record) -> list[list[tuple[int, int]]]:
-    """For each axis of a mesh, the (size, stride) pairs it is made of; outermost first."""
+    """Return the (size, stride) pairs of each axis of a mesh, the outermost first."""
     fields = layout.fields
     if "axes" in fields:
         parts = [(axis.fields["shape"], axis.fields["stride"]) for axis in fields["axes"]]

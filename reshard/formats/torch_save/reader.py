@@ -314,7 +314,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, Torch
             raise CorruptCheckpointError(f"{label}: {name!r} is not a ShardedTensor there, as it is on other ranks")
         try:
             locals_, metadata = value.state[0], value.state[1].fields
-            shape = tuple(int(n) for n in metadata["size"])
+            shape = tuple(map(int, metadata["size"]))
             dtype = _dtype(metadata["tensor_properties"])
             specs.add((shape, dtype))
             for shard in locals_:

@@ -39,7 +39,7 @@ class ArchivesWriter(FormatWriter):
 
     @abstractmethod
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
-        """What a file holds, with a stub for each tensor; `numbers` are those of its parts, by name."""
+        """Return what a file holds, with a stub for each tensor; `numbers` are those of its parts, by name."""
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one archive."""
@@ -86,7 +86,7 @@ WRITING = Writing(TorchSaveWriter, is_one_file=True)
 
 
 def paths_in_order(contents: Contents) -> dict[str, KeyPath]:
-    """Where in the nest each key is, in the order in which the state was saved."""
+    """Return where in the nest each key is, in the order in which the state was saved."""
     keys = dict.fromkeys((*contents.tensors, *contents.aliases, *contents.objects))
     ordered = [*(key for key in contents.paths if key in keys), *(key for key in keys if key not in contents.paths)]
     return {key: contents.paths.get(key, (key,)) for key in ordered}
@@ -369,7 +369,7 @@ def written_crc(region: Region) -> int | None:
 
 
 def _joined(runs: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
-    """Of (start, length, CRC) in order; None if that leaves something out of `nbytes`, or has it twice."""
+    """Combine the CRCs of (start, length, CRC) in order. None if they do not cover `nbytes` exactly once."""
     crc = done = 0
     for start, length, one in runs:
         if start != done:

@@ -197,7 +197,7 @@ def test_names_that_are_not_there() -> None:
         checkpoint["layers.0.wieght"]
     with pytest.raises(KeyMismatchError, match=r"it is an object, see .objects"):
         checkpoint["epoch"]
-    with pytest.raises(KeyMismatchError, match="it has 1 tensors, such as"):
+    with pytest.raises(KeyMismatchError, match="it has 1 tensor, such as"):
         checkpoint["zzz"]
     assert "zzz" not in checkpoint
     assert checkpoint.get("zzz") is None

@@ -110,6 +110,22 @@ def test_words_of_functions_are_those_of_options() -> None:
         assert in_words_of_the_command_line(said).endswith(told)
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["inspect", "x", "--depth", "x"], "'--depth'"),
+        (["inspect", "x", "--depth", "0"], "'--depth'"),
+        (["diff", "x", "y", "--atol", "x"], "'--atol'"),
+    ],
+)
+def test_a_wrong_number_is_named_with_what_to_write(say, words, option) -> None:
+    said = say(*words)
+
+    assert said.code == 2
+    assert option in said.err
+    assert "Input should" not in said.err
+
+
 def test_every_help_has_examples_that_can_be_read() -> None:
     """Each names its command and options that it has."""
     for command, examples in EXAMPLES.items():

@@ -321,7 +321,7 @@ def test_the_native_format(tmp_path: Path) -> None:
 def test_the_documentation_lists_every_hint() -> None:
     text = (Path(__file__).parents[4] / "docs" / "canonical.md").read_text(encoding="utf-8")
     for name, what in HINTS.items():
-        assert f"| `{name}` | {what} |" in text
+        assert f"- `{name}`: {what}\n" in text
 
 
 def test_experts_and_routers_of_other_families_on_disk(tmp_path: Path) -> None:
