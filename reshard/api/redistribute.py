@@ -19,7 +19,7 @@ from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
-from planners.units import format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import (
@@ -147,7 +147,7 @@ class Prepared:
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Prepared({len(self.pairing.transfers)} tensors)"
+        return f"Prepared({format_count(len(self.pairing.transfers), 'tensor')})"
 
     def run(self) -> TransferReport:
         """Move everything once. Collective.

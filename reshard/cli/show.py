@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planners.units import format_bytes as size
+from planners.units import format_bytes as size, format_count as counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,12 +122,6 @@ def _with_text_keys(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_text_keys(inner) for inner in value]
     return value
-
-
-def counted(number: int, what: str) -> str:
-    """`"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
-    many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
-    return f"{number} {what if number == 1 else many}"
 
 
 def short(value: Any, most: int = 60) -> str:

@@ -63,7 +63,7 @@ def test_a_grid_too_large_to_count_is_halved():
 def test_layouts():
     assert verify(ROWS).ok
     assert str(verify(ROWS)).endswith(
-        "1 tensors, ok: its regions tile every tensor, each element once per group of replicas"
+        "1 tensor, ok: its regions tile every tensor, each element once per group of replicas"
     )
     hole = TensorLayout.from_boxes(W, {0: [Box((0, 0), (4, 3))], 1: [Box((0, 4), (4, 2))]})
     assert said(verify(hole)) == ["'w', element (0, 3): element (0, 3) is covered never"]
@@ -158,7 +158,7 @@ def test_a_report_can_be_raised():
         verify(PLAN.with_items({1: [FIRST]})).raise_if_failed()
     assert (raised.value.fqn, raised.value.rank) == ("w", 1)
     report = Report("x", (Finding("odd", "w", 3, (1, 2)),), 1)
-    assert str(report) == "x: 1 tensors, 1 finding\n  'w', rank 3, element (1, 2): odd"
+    assert str(report) == "x: 1 tensor, 1 finding\n  'w', rank 3, element (1, 2): odd"
 
 
 def test_nothing_else_can_be_verified():
