@@ -6,6 +6,7 @@ import ast
 import json
 import pydoc
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,8 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"as in save\(step, state\), got \{'w': tensor.{1,60}$"):
             manager.save({"w": torch.ones(4), "more": "x" * 1000}, 1)  # type: ignore[arg-type]
         idle, due, again = manager.save(1, state), manager.save(2, state), manager.save(2, state)
+        manager.wait()
+        restored = manager.restore(state)
 
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
     assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, left out 1 ('step'))"
@@ -323,6 +326,10 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     assert repr(due) == "StepReport(step 2, saved to storage: every 2 steps)"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"
     assert not again
+    assert restored is not None
+    assert repr(restored) == f"RestoreReport(step 2 from storage, {str(tmp_path / 'run' / 'step-2')!r})"
+    partly = replace(restored, load=replace(restored.load, unchecked="12 % unchecked"))
+    assert repr(partly) == f"{repr(restored)[:-1]}, 12 % unchecked)"
     pending = reshard.async_save(state, tmp_path / "pending")
     saved = pending.result()
     assert repr(pending) == f"PendingSave({saved!r})"

@@ -78,7 +78,10 @@ class RestoreReport(Tabled):
     def __repr__(self) -> str:
         """One line."""
         odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
-        return f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd})"
+        return (
+            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
+            f"{self.load.unchecked and f', {self.load.unchecked}'})"
+        )
 
 
 class CheckpointManager:
