@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from planners.errors import did_you_mean
+from planners.errors import did_you_mean as did_you_mean
 
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
