@@ -93,11 +93,9 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            from difflib import get_close_matches
+            from planners.errors import did_you_mean
 
-            near = get_close_matches(name, _HOME, n=1)
-            meant = f": did you mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"module 'planners' has no attribute {name!r}{meant}")
+            raise AttributeError(f"module 'planners' has no attribute {name!r}{did_you_mean(name, _HOME)}")
         value = getattr(importlib.import_module(f"planners.{_HOME[name]}"), name)
         globals()[name] = value
         return value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = [
     "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError",
+    "did_you_mean",
 ]  # fmt: skip
 
 
@@ -56,3 +58,11 @@ class ProofError(PlanError):
 
 class CodecError(PlanError):
     """A JSON text is not a plan or layout of a known version, or it was edited."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""

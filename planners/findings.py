@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
-from planners.units import counted
+from planners.units import format_count
 
 __all__ = ["Coverage", "Finding", "Report"]
 
@@ -81,7 +81,7 @@ class Report(Tabled):
     def verdict(self) -> str:
         """The result in a few words: what was verified, or the number of findings."""
         if self.findings:
-            return f"{len(self.findings)} finding{'s' * (len(self.findings) > 1)}"
+            return format_count(len(self.findings), "finding")
         return f"ok: {covers}" if (covers := self.covers or str(self.covered or "")) else "ok"
 
     def raise_if_failed(self) -> None:
@@ -97,13 +97,13 @@ class Report(Tabled):
     def __repr__(self) -> str:
         """One line; `str` has all findings."""
         first = f", the first: {self.findings[0]}" if self.findings else ""
-        return f"Report({self.subject!r}, {counted(self.tensors, 'tensor')}, {self.verdict}{first})"
+        return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
 
     def __str__(self) -> str:
         covered = [f"  covered: {self.covered}"] if self.covered and (self.findings or self.covers) else []
         return "\n".join(
             [
-                f"{self.subject}: {counted(self.tensors, 'tensor')}, {self.verdict}",
+                f"{self.subject}: {format_count(self.tensors, 'tensor')}, {self.verdict}",
                 *covered,
                 *(f"  {finding}" for finding in self.findings),
             ]

@@ -1,19 +1,13 @@
-"""Counts, sizes, and times for people."""
+"""Numbers, sizes, and times for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "format_bytes", "format_each", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_each", "format_seconds"]
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
-    many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
-    return f"{number} {what if number == 1 else many}"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -39,6 +33,12 @@ def _in_unit(nbytes: float, unit: int) -> str:
     if unit == 0 or not value:
         return f"{value:.0f} {_UNITS[unit]}"
     return f"<0.1 {_UNITS[unit]}" if 0 < value < 0.05 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def format_count(number: int, what: str) -> str:
+    """How many: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
+    many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what if number == 1 else many}"
 
 
 def format_seconds(seconds: float) -> str:

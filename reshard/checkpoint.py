@@ -15,7 +15,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
-from planners.units import counted, format_bytes
+from planners.units import format_bytes, format_count
 from reshard.arguments import renamed
 from reshard.errors import CheckpointError, KeyMismatchError
 from reshard.formats.opening import open_contents
@@ -239,7 +239,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return framed(self.to_html(), repr(self))
 
     def __repr__(self) -> str:
-        said = [repr(self.url), self.format, counted(len(self), "tensor"), self.unchecked]
+        said = [repr(self.url), self.format, format_count(len(self), "tensor"), self.unchecked]
         return f"Checkpoint({', '.join(filter(None, said))})"
 
 
@@ -304,7 +304,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"it has {counted(len(known), 'tensor')}" + (f", such as {next(iter(known))!r}" if known else "")
+    return f"it has {format_count(len(known), 'tensor')}" + (f", such as {next(iter(known))!r}" if known else "")
 
 
 @renamed()

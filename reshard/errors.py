@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from planners.errors import did_you_mean as did_you_mean
+
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "did_you_mean", "format_names", "format_ranks", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
@@ -121,14 +123,6 @@ class DeadlineError(ReshardError, TimeoutError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, list(known), n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:

@@ -8,13 +8,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 
-from planners.errors import PlanError
+from planners.errors import PlanError, did_you_mean
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, grouped, parse_placements
 from planners.notebooks import preformatted
+from planners.units import format_count
 
 __all__ = [
     "LLAMA_TP_DIMS", "WORDS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
@@ -117,8 +117,7 @@ class Topology:
         named += [(f"the home of {home.pattern!r}", name) for home in self.homes for name, _ in home.at]
         for where, name in [*named, *(("the list of even axes", name) for name in self.even)]:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                meant = f": did you mean {near[0]!r}?" if near else ""
+                meant = did_you_mean(name, known)
                 raise PlanError(f"{where} names the axis {name!r}, but the mesh {self.mesh} has {list(known)}{meant}")
         for home in self.homes:
             for name, coordinate in home.at:
@@ -243,7 +242,8 @@ class Topology:
             self._check_even(spec, form)
             return TensorLayout.of(spec, form)
         except PlanError as error:
-            raise PlanError(f"the rule for {rule.pattern!r} ({rule.text}): {error}", fqn=spec.fqn) from None
+            what = str(error).removesuffix(f" (tensor {spec.fqn!r})")  # named once
+            raise PlanError(f"the rule for {rule.pattern!r} ({rule.text}): {what}", fqn=spec.fqn) from None
 
     def _form(self, rule: Rule, at: Mapping[str, int], *, whole: bool) -> ProductForm:
         free = [name for name in self.mesh.names if name not in at]
@@ -255,7 +255,8 @@ class Topology:
             raise PlanError(f"{what}; {free} are free")
         if len(groups) != len(rule.placements):
             raise PlanError(
-                f"it has {len(rule.placements)} placements, but the axes {free} are free: give one for each, such as "
+                f"it has {format_count(len(rule.placements), 'placement')}, but the axes {free} are free: "
+                "give one for each, such as "
                 f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
             )
         turned = self.mesh.submesh(*named, at=at)
@@ -513,10 +514,9 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
     if len(sizes) != len(text.split(",")):
         raise PlanError(f"cannot read the topology {text!r}: write {WORDS}")
     for name in sizes.keys() - set(_NAMES):
-        near = get_close_matches(name, _NAMES, n=1)
-        meant = f"did you mean {near[0]!r}? Write" if near else "write"
+        meant = did_you_mean(name, _NAMES) or "."
         raise PlanError(
-            f"the topology {text!r} has the axis {name!r}, which is not a short form: {meant} {WORDS}. "
+            f"the topology {text!r} has the axis {name!r}, which is not a short form{meant} Write {WORDS}. "
             "Axes of your own need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from planners.errors import CoverageError, LayoutMismatchError, PlanError
+from planners.errors import CoverageError, LayoutMismatchError, PlanError, did_you_mean
 from planners.findings import Finding
 from planners.geometry.box import Box, ByteRuns, Dims, Window, rearranged
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
@@ -295,8 +294,7 @@ def _judge(problems: list[str], saved: StateLayout, spec: TensorSpec, by: str, a
     """Add what keeps a tensor from being read as `spec`."""
     other = saved.get(spec.fqn)
     if other is None:
-        close = difflib.get_close_matches(spec.fqn, list(saved), n=1) if len(problems) < 20 else []
-        problems.append(f"{spec.fqn!r} is not saved" + (f" (did you mean {close[0]!r}?)" if close else ""))
+        problems.append(f"{spec.fqn!r} is not saved{did_you_mean(spec.fqn, saved) if len(problems) < 20 else ''}")
     elif other.spec.shape != spec.shape:
         problems.append(f"{spec.fqn!r} is saved with shape {other.spec.shape}, but {by} with {spec.shape}")
     elif other.spec.dtype != spec.dtype and not allow_cast:

@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, edges
-from planners.units import counted, format_bytes, format_seconds
+from planners.units import format_bytes, format_count, format_seconds
 
 __all__ = ["to_html"]
 
@@ -123,7 +123,7 @@ def _rates(cluster: Cluster) -> str:
         "sent": cluster.network_bytes_per_s,
     }
     told = [f"{format_bytes(rate)}/s {what} by a host" for what, rate in rates.items() if rate is not None]
-    return ", ".join([*told, f"{counted(cluster.ranks_per_host, 'rank')} each"])
+    return ", ".join([*told, f"{format_count(cluster.ranks_per_host, 'rank')} each"])
 
 
 def _figure(name: str, value: str) -> str:

@@ -17,7 +17,7 @@ from planners.plans.plan import Plan
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferItem, TransferPlan
-from planners.units import counted, format_bytes, format_each
+from planners.units import format_bytes, format_count, format_each
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
 
@@ -337,8 +337,8 @@ class PlanStats:
                 for axis, fqns in self.unsharded_axes.items()
             ),
             (
-                f"{counted(self.tensors, 'tensor')} of {counted(self.geometries, 'geometry')}, "
-                f"{counted(self.world_size, 'rank')}"
+                f"{format_count(self.tensors, 'tensor')} of {format_count(self.geometries, 'geometry')}, "
+                f"{format_count(self.world_size, 'rank')}"
             ),
             (
                 f"{format_bytes(self.total_bytes)} {verb}; a rank has {format_bytes(self.mean_bytes)} on average, "
@@ -347,7 +347,7 @@ class PlanStats:
         ]
         if self.items is not None:
             lines.append(
-                f"{counted(int(self.items.sum()), 'item')}, {int(self.items.max(initial=0))} at most for one rank"
+                f"{format_count(int(self.items.sum()), 'item')}, {int(self.items.max(initial=0))} at most for one rank"
             )
         most = max(bin.ranks for bin in self.histogram())
         for bin in self.histogram():

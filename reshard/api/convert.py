@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
-from planners.units import counted, format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, FormatError, ReshardError
+from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -68,12 +68,11 @@ class ConvertReport(WrittenReport, CheckedReport):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.left_out)} left out" if self.left_out else ""
+        odd = f", left out {format_names(self.left_out)}" if self.left_out else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
         odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
-        head = f"{counted(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
-        head += f" from {self.source!r} to {self.target!r}"
-        return f"ConvertReport({head}, {self.format}{odd})"
+        head = f"{format_count(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
+        return f"ConvertReport({head} from {self.source!r} to {self.target!r}, {self.format}{odd})"
 
 
 @renamed(deadline_s="timeout")

@@ -19,7 +19,7 @@ from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
-from planners.units import counted, format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import (
@@ -79,7 +79,7 @@ class TransferReport(FilledReport):
         """One line: what was moved, and the first names of what was not."""
         kinds = ("missing", "unexpected", "cast")
         odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
-        rounds = counted(self.rounds, "round")
+        rounds = format_count(self.rounds, "round")
         moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {rounds}"
         return f"TransferReport({', '.join([moved, *odd])})"
 
@@ -148,7 +148,7 @@ class Prepared:
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Prepared({counted(len(self.pairing.transfers), 'tensor')})"
+        return f"Prepared({format_count(len(self.pairing.transfers), 'tensor')})"
 
     def run(self) -> TransferReport:
         """Move everything once. Collective.

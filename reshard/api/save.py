@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from planners.plans.save import SavePlan
-from planners.units import counted, format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
@@ -159,6 +159,11 @@ class PendingSave:
     def done(self) -> bool:
         """Return True if the save has ended, successfully or not."""
         return self._future.done()
+
+    def __repr__(self) -> str:
+        """One line; a failure is raised by `result`."""
+        ended = self._future.exception() or self._future.result() if self.done() else "in progress"
+        return f"PendingSave({ended})"
 
 
 @renamed(deadline_s="timeout")
@@ -682,8 +687,8 @@ class SaveReport(WrittenReport):
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""
-        head = f"{counted(self.tensors, 'tensor')}, {counted(self.objects, 'object')}"
-        head += f", {format_bytes(self.total_bytes)} in {self.path!r}"
+        counts = f"{format_count(self.tensors, 'tensor')}, {format_count(self.objects, 'object')}"
+        head = f"{counts}, {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:

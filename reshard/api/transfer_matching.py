@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.options import TransferOptions, shared
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tree import needs_class, restore_types, unresolved_class
@@ -233,8 +232,8 @@ def _section(title: str, keys: list[str], others: list[str] | None = None) -> li
         return []
     out = [f"  {len(keys)} {title}:"]
     for number, key in enumerate(keys[:100]):
-        close = difflib.get_close_matches(key, others, n=1) if others and number < 10 and len(others) < 5000 else []
-        out.append(f"    {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+        near = did_you_mean(key, others) if others and number < 10 and len(others) < 5000 else ""
+        out.append(f"    {key}{near}")
     return out + (["    ..."] if len(keys) > 100 else [])
 
 

@@ -248,7 +248,8 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """Make `reshard inspect X | head` end with 0 and print nothing, whichever library writes."""
+    """End the command as it would without a pipe where the reader of a pipe leaves, as `head` does, whichever library
+    writes."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
@@ -264,9 +265,9 @@ def in_a_pipeline() -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream that ends the program with 0 when its reader has gone.
+    """A text stream that drops what is written once its reader has gone, so that the exit code is still the answer.
 
-    rich and typer would end it with 1, each in its own way, and the interpreter with a complaint.
+    rich and typer would end the program with 1, each in its own way, and the interpreter with a complaint.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -276,18 +277,18 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._until_closed():
-            return int(self._stream.write(text))
+        with self._without_reader():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        with self._until_closed():
+        with self._without_reader():
             self._stream.flush()
 
     @contextmanager
-    def _until_closed(self) -> Iterator[None]:
+    def _without_reader(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            with open(os.devnull, "w") as nowhere:  # for what is still in its buffer
+            with open(os.devnull, "w") as nowhere:  # also for what is still in its buffer
                 os.dup2(nowhere.fileno(), self._stream.fileno())
-            raise SystemExit(0) from None

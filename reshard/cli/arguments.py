@@ -395,7 +395,7 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
     """The word, which must be one of those known. Raises UsageError."""
     names = list(known)
     if word not in names:
-        raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names)}. Known: {', '.join(names)}")
+        raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names) or '.'} Known: {', '.join(names)}")
     return word
 
 
@@ -406,7 +406,8 @@ def dtype_name(word: str) -> str:
     name = word.lower().removeprefix("torch.")
     if (name := _DTYPES.get(name, name)) not in ITEM_SIZES:
         raise UsageError(
-            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *_DTYPES])}. Known: {', '.join(ITEM_SIZES)}"
+            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *_DTYPES]) or '.'} Known: "
+            f"{', '.join(ITEM_SIZES)}"
         )
     return name
 

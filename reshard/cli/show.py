@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planners.units import counted, format_bytes as size
+from planners.units import format_bytes as size, format_count as counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -341,7 +341,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     raise FormatError(
-        f"{url} is not a checkpoint in a known format.{hint} It contains {some}. Known formats are {known}; "
+        f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
+        f"Known formats are {known}; "
         "docs/formats.md says which files each of them has"
     )
 

@@ -83,6 +83,6 @@ def writing_of(name: str) -> Writing:
     if found is None or found.writing is None:
         known = [*WRITTEN, *ALSO_CALLED]
         raise FormatError(
-            f"cannot write the format {name!r}{did_you_mean(str(name), known)}. Known formats: {', '.join(known)}"
+            f"cannot write the format {name!r}{did_you_mean(str(name), known) or '.'} Known formats: {', '.join(known)}"
         )
     return found.writing()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from planners.units import counted, format_bytes, format_seconds
+from planners.units import format_bytes, format_count, format_seconds
 
 
 def test_counts():
-    assert [counted(n, "tensor") for n in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
-    assert counted(2, "geometry") == "2 geometries"
+    assert [format_count(n, "tensor") for n in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
+    assert format_count(2, "geometry") == "2 geometries"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ast
 import json
 import pydoc
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ from torch import nn
 import planners
 import reshard
 from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, NormalizationError, ReshardError
+from reshard.errors import (
+    CheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    NormalizationError,
+    ReshardError,
+)  # fmt: skip
 from reshard.storage.memory import MemoryStorage
 
 NET = nn.Linear(4, 2)
@@ -302,13 +310,30 @@ def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
 def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     state = {"w": torch.ones(4), "step": 1}
     reshard.save(state, tmp_path / "saved")
+    (tmp_path / "notes.txt").write_text("text")
 
     converted = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
     with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=2)) as manager:
-        idle, due = manager.save(1, state), manager.save(2, state)
+        with pytest.raises(CheckpointError, match=r"as in save\(step, state\), got \{'w': tensor.{1,60}$"):
+            manager.save({"w": torch.ones(4), "more": "x" * 1000}, 1)  # type: ignore[arg-type]
+        idle, due, again = manager.save(1, state), manager.save(2, state), manager.save(2, state)
+        manager.wait()
+        restored = manager.restore(state)
 
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
-    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, 1 left out)"
+    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, left out 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
     assert repr(due) == "StepReport(step 2, saved to storage: every 2 steps)"
+    assert repr(again) == "StepReport(step 2, saved by an earlier call)"
+    assert not again
+    assert restored is not None
+    assert repr(restored) == f"RestoreReport(step 2 from storage, {str(tmp_path / 'run' / 'step-2')!r})"
+    partly = replace(restored, load=replace(restored.load, unchecked="12 % unchecked"))
+    assert repr(partly) == f"{repr(restored)[:-1]}, 12 % unchecked)"
+    pending = reshard.async_save(state, tmp_path / "pending")
+    saved = pending.result()
+    assert repr(pending) == f"PendingSave({saved!r})"
+    assert repr(saved).startswith("SaveReport(1 tensor, 1 object, 16 B in ")
+    with pytest.raises(FormatError, match=r"notes\.txt is not a checkpoint in a known format\. Known formats are"):
+        reshard.open(tmp_path / "notes.txt")
     assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensor)"

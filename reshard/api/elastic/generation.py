@@ -28,7 +28,7 @@ from planners.plans.plan import verify
 from planners.plans.save import SavePlan
 from planners.plans.schedule import schedule
 from planners.plans.transfer import plan_transfers
-from planners.units import counted, format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
@@ -674,6 +674,6 @@ class GatherReport(Tabled):
         """One line."""
         odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
         return (
-            f"GatherReport(generation {self.number}, step {self.step}: {counted(self.files, 'file')}, "
+            f"GatherReport(generation {self.number}, step {self.step}: {format_count(self.files, 'file')}, "
             f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
         )

@@ -428,11 +428,11 @@ def gather(
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order([kept for kept in found.made if step in (None, kept.step)])
     if not order.newest:
-        steps = ", ".join(str(kept.step) for kept in sorted(found.made, reverse=True)) or "none at all"
-        what = "no generation" if step is None else f"no generation of step {step}"
+        steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
+        what = "no complete generation" if step is None else f"no complete generation of step {step}"
         raise CheckpointNotFoundError(
-            f"{what} counts in {', '.join(map(str, places)) or 'no folders'}; they have {steps}: give the folders of "
-            "the hosts, such as /dev/shm/run1/node3"
+            f"{what} in {', '.join(map(str, places)) or 'no folders'}, which have {steps}: give the folders of the "
+            "hosts, such as /dev/shm/run1/node3"
         )
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))

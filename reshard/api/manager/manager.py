@@ -50,6 +50,8 @@ class StepReport(Tabled):
     preempted: str
     """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
     no request."""
+    is_saved: bool = False
+    """True if an earlier call saved the step to storage, so this one did not."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -58,7 +60,7 @@ class StepReport(Tabled):
         """One line."""
         did = {"saved to storage": self.storage, "saved to memory": self.memory, "preempted": self.preempted}
         words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
-        return f"StepReport(step {self.step}, {words or 'not due'})"
+        return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +78,10 @@ class RestoreReport(Tabled):
     def __repr__(self) -> str:
         """One line."""
         odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
-        return f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd})"
+        return (
+            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
+            f"{self.load.unchecked and f', {self.load.unchecked}'})"
+        )
 
 
 class CheckpointManager:
@@ -219,6 +224,7 @@ class CheckpointManager:
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone
             its_metrics, step = checked_metrics(metrics), self._checked(step)
+            is_saved = step == self._newest
             due = self._due(group, step, force)
         if due.has_ended:
             self._settle()
@@ -233,7 +239,7 @@ class CheckpointManager:
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
-        return StepReport(step, due.storage, due.memory, due.preempted)
+        return StepReport(step, due.storage, due.memory, due.preempted, is_saved)
 
     def _checked(self, step: int) -> int:
         if not self._is_open:

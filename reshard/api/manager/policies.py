@@ -141,7 +141,8 @@ def checked_step(step: object) -> int:
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
             number = operator.index(step)
     if number < 0:
-        raise CheckpointError(f"step must be an integer >= 0, got {step!r}")
+        # 60 characters of it, because it may be a state: the two are easily swapped
+        raise CheckpointError(f"step must be an integer >= 0, as in save(step, state), got {step!r:.60}")
     return number
 
 

@@ -85,7 +85,7 @@ def test_all_that_does_not_fit_is_named_at_once():
     with pytest.raises(LayoutMismatchError) as raised:
         plan_reads(saved, state_of(*(TensorLayout(s, "dp=1", "R") for s in others)))
     assert "'w' is saved with shape (4, 6), but wanted with (6, 4)" in str(raised.value)
-    assert "'layers.0.wqq' is not saved (did you mean 'layers.0.wq'?)" in str(raised.value)
+    assert "'layers.0.wqq' is not saved: did you mean 'layers.0.wq'?" in str(raised.value)
 
 
 def test_a_hole_names_tensor_rank_and_region():

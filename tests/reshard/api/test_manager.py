@@ -360,7 +360,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         reshard.CheckpointManager(root, every=Every(steps=1))
     for step, words in (
         (3, "step 3 is not after the last step, 4"),
-        (-1, ">= 0, got -1"),
+        (-1, r">= 0, as in save\(step, state\), got -1"),
         (True, "got True"),
         ("5", "got '5'"),
     ):

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import reshard
 from reshard.cli.app import EXAMPLES, app, run
 from reshard.cli.arguments import in_words_of_the_command_line
 
@@ -147,6 +149,22 @@ def test_a_reader_that_leaves_is_no_error(checkpoint, words) -> None:
     os.close(writing)
 
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["diff"], 1), (["diff", "--json"], 1), (["verify", "--against"], 1)])
+def test_the_answer_is_the_same_with_nobody_reading(checkpoint, tmp_path, words, code) -> None:
+    other = tmp_path / "other"
+    reshard.save({f"unlike.{n}": torch.ones(2) for n in range(3)}, other)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    [command, *options] = words
+    ran = subprocess.run(
+        [*RESHARD, command, str(checkpoint), *options, str(other)], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+
+    assert (ran.returncode, ran.stderr) == (code, "")
 
 
 def test_an_error_is_one_with_nobody_reading_either(tmp_path) -> None:
