@@ -144,8 +144,9 @@ def load_with(
         checkpoint = _mapped(checkpoint, options.mapping)
     names = options.mapping if isinstance(options.mapping, Mapping) else {}
     try:
-        kinds = checkpoint.contents.containers
-        with materialize(state_dict, saved_in(checkpoint), containers=kinds, names=names, keep=not options.dry_run):
+        kinds, objects = checkpoint.contents.containers, checkpoint.objects
+        saved, keep = saved_in(checkpoint), not options.dry_run
+        with materialize(state_dict, saved, containers=kinds, names=names, objects=objects, keep=keep):
             with phase("match"):
                 targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
                 match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)

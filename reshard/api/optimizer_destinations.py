@@ -63,7 +63,7 @@ def optimizer_destinations(
     live = get_optimizer_state_dict(model, optimizers)
     state = LazyOptimizerState({}, parameters, has_own=getattr(live.get("state"), "has_own", False))
     is_flat = any(is_flat_key(row.path[len(above)]) for row in rows if len(row.path) > len(above))
-    fill(state, above if is_flat else (*above, "state"), rows, checkpoint.contents.containers, groups=is_flat)
+    fill(state, above if is_flat else (*above, "state"), rows, checkpoint.contents.containers, says_none=False)
     state.is_complete = True
     if is_flat:
         return state

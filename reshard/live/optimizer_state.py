@@ -94,6 +94,7 @@ def materialize(
     *,
     containers: Mapping[KeyPath, str] | None = None,
     names: Mapping[str, str] | None = None,
+    objects: Container[str] | None = None,
     keep: bool = True,
 ) -> Iterator[None]:
     """Within, whatever is `LazyOptimizerState` in a nest has a place for everything that was saved
@@ -102,6 +103,8 @@ def materialize(
     Args:
         containers: kinds of those that are tuples or empty, see `reshard.live.tree.Flat`.
         names: key of the nest -> key in the checkpoint, where they differ.
+        objects: keys of what the checkpoint has besides tensors. Groups that are not one of them were saved field by
+            field, and those of optimizers that have state are given that form, too.
         keep: the places stay, unless an error ends it.
     """
     waiting: list[tuple[KeyPath, LazyOptimizerState]] = []
@@ -112,7 +115,13 @@ def materialize(
 
     map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
     groups = [_Groups(path, one, one["param_groups"]) for path, one in _optimizers(state_dict, ())]
-    groups = [of for of in groups if isinstance(of.optimizer["state"], LazyOptimizerState) or of.has_tensors]
+    groups = [
+        of
+        for of in groups
+        if isinstance(of.optimizer["state"], LazyOptimizerState)
+        or of.has_tensors
+        or (objects is not None and (names or {}).get(of.key, of.key) not in objects)
+    ]
     before = [(one, dict(one), one.offered) for _, one in waiting]
     try:
         if waiting or groups:
@@ -137,21 +146,22 @@ def fill(
     containers: Mapping[KeyPath, str],
     *,
     live: Mapping[str, Any] | None = None,
-    groups: bool = False,
+    says_none: bool = True,
 ) -> None:
-    """Make the places of what was saved below the path `above`; those that are there and fit stay.
+    """Make the places of what was saved below the path `above`; those that are there stay, but for what is offered.
 
     Args:
         rows, containers: of the checkpoint.
         live: tensors by their key in the checkpoint, of which state may be a further name, such as
             parameters.
-        groups: also of the groups' fields in the flat form.
+        says_none: give the flat form an entry for each parameter of which nothing was saved.
     """
     there = flatten(dict(one), is_leaf=is_tensor)
     made = _StateMemory(live or {})
     all_rows = list(rows)
     rows = [row for row in all_rows if _same_path(row.path[: len(above)], above)]
-    leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, groups)
+    held = set[KeyPath]() if one.is_complete else _held(one, there.leaves)
+    leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, held)
     listed = _listed(above, all_rows) if one.has_own else None
     for row in rows:
         rest = row.path[len(above) :]
@@ -160,37 +170,51 @@ def fill(
         if row.shape is None and is_tensor(there.leaves.get(rest)) and is_flat_key(rest[0]):
             leaves[rest] = None  # a field of a group, such as a learning rate
             continue
-        owner = _owner(rest, one.parameters, groups)
+        if any(rest[:i] in held for i in range(len(rest) + 1)):
+            continue
+        owner = _owner(rest, one.parameters)
         if owner is not None:
             leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]
-        elif listed is not None and rest and str(rest[0]) not in listed and rest not in there.leaves:
+        elif listed is not None and rest and _is_own(str(rest[0]), listed) and rest not in there.leaves:
             leaves[rest] = made.place(row, torch.empty((), device="meta"), None)
     kinds = {
         path[len(above) :]: kind
         for path, kind in (() if one.is_complete else containers.items())
-        if path[: len(above)] == above and _owner(path[len(above) :], one.parameters, groups) is not None
+        if path[: len(above)] == above
+        and _owner(path[len(above) :], one.parameters) is not None
+        and path[len(above) :][:1] not in held
     }
     kept = {
         path: leaf
         for path, leaf in there.leaves.items()
-        if path in leaves or _owner(path, one.parameters, groups=False) not in one.offered
+        if path in leaves or is_field(path) or _owner(path, one.parameters) not in one.offered
     }
     filled = unflatten(kept | leaves, there.containers | kinds)
-    if leaves and is_flat(filled) and not groups:  # files of DCP have no empty dict, which would say the same
-        owners = {_owner(path[:1], one.parameters, groups) for path in (*kept, *leaves, *kinds)}
+    owners = {_owner(path[:1], one.parameters) for path in (*kept, *leaves, *kinds) if not is_field(path)}
+    if leaves and owners - {None} and is_flat(filled) and says_none:  # files of DCP have no empty dict to say it
         filled |= {f"state.{name}": {} for name in one.parameters if name not in owners}
     one.offered = frozenset()
     one.clear()
     one.update(filled)
 
 
+def _held(one: LazyOptimizerState, leaves: Iterable[KeyPath]) -> set[KeyPath]:
+    """Paths of what stays as it is: state that is not merely offered, and fields of groups in the flat form."""
+    fields = {(key,) for key in one if is_field((key,))}
+    return fields | {path for path in leaves if _owner(path, one.parameters) not in one.offered}
+
+
 def _of_classes(
-    one: LazyOptimizerState, above: KeyPath, rows: Iterable[Saved], containers: Mapping[KeyPath, str], groups: bool
+    one: LazyOptimizerState,
+    above: KeyPath,
+    rows: Iterable[Saved],
+    containers: Mapping[KeyPath, str],
+    held: Container[KeyPath],
 ) -> dict[KeyPath, Any]:
-    """State that was saved as the parts of tensors of classes that can be made again."""
+    """State that was saved as the parts of tensors of classes that can be made again, where nothing is held."""
     parts: dict[KeyPath, list[Saved]] = {}
     for row in rows:
         if containers.get(row.path[:-1], "").startswith("tensor:") and row.shape is not None and row.read is not None:
@@ -201,8 +225,8 @@ def _of_classes(
 
     out: dict[KeyPath, Any] = {}
     for path, own in parts.items():
-        owner = _owner(path[len(above) :], one.parameters, groups)
-        if owner is None:
+        owner = _owner(path[len(above) :], one.parameters)
+        if owner is None or path[len(above) :] in held:
             continue
         saved = {str(row.path[-1]): SavedPart(row.shape or (), row.dtype, row.read) for row in own if row.read}
         made = made_of_parts(containers[path].removeprefix("tensor:"), saved, one.parameters[owner])
@@ -212,19 +236,34 @@ def _of_classes(
 
 
 def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
-    """The parameters in saved groups beside the state at the path `above`."""
+    """The parameters in saved groups beside the state at the path `above`, or of the flat form there."""
     front = (*above[:-1], "param_groups")
     named = [row for row in rows if row.read and "params" in row.path and _same_path(row.path[: len(front)], front)]
-    return {str(row.read()) for row in named if row.read}
+    below = [row.path[len(above) :] for row in rows if _same_path(row.path[: len(above)], above)]
+    fields = {split_flat_key(str(path[0])).owner for path in below if path and is_field(path)}
+    return fields | {str(row.read()) for row in named if row.read}
 
 
-def _owner(rest: KeyPath, parameters: Mapping[str, Any], groups: bool) -> str | None:
+def _is_own(key: str, listed: Container[str]) -> bool:
+    """Whether a key below the state, or of the flat form, is of no parameter that the groups list."""
+    if not is_flat_key(key):
+        return key not in listed
+    section, _, name = key.partition(".")
+    return section == "state" and name not in listed and owner_of(name, listed) is None
+
+
+def is_field(path: KeyPath) -> bool:
+    """Whether a path in an optimizer's state dict is a field of a group in the flat form."""
+    return str(path[0]).startswith("param_groups.")
+
+
+def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
     """The parameter whose state is at a path: below its name, or at and below a key of the flat
     form."""
     first = str(rest[0]) if rest else ""
     if len(rest) >= 2 and first in parameters:
         return first
-    if is_flat_key(first) and (groups or first.startswith("state.")):
+    if is_flat_key(first):
         name = first.partition(".")[2]
         says_none = first.startswith("state.") and name in parameters
         return name if says_none else owner_of(name, parameters)
@@ -287,6 +326,10 @@ class _Groups(NamedTuple):
     optimizer: dict[str, Any]
     live: Any
     """As they were."""
+
+    @property
+    def key(self) -> str:
+        return key_of((*self.path, "param_groups"))
 
     @property
     def has_tensors(self) -> bool:

@@ -254,22 +254,27 @@ def _optimizer_state(
     if not cold:
         return out
     with_state = whole["state"].keys() - offered.keys()
-    listed = {name for group in whole["param_groups"] for name in group["params"]} - with_state
+    named = {name for group in whole["param_groups"] for name in group["params"]}
+    listed = named - with_state
     if options.flatten_optimizer_state_dict:
         # so that it can be distinguished from state that was lost
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
         lacking = listed - offered.keys()
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
-    cold = {name: one for name, one in cold.items() if one.name in listed}
+    cold = {n: one for n, one in cold.items() if one.name in (named if live.loads_itself[one.optimizer] else listed)}
     return _awaiting(out, cold, offered, options, live.may_have_own) if cold and not submodules else out
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
     """The parameters that never had a gradient, by all their names; without those that have no
-    element here."""
-    if live.by_name.keys() <= whole["state"].keys():
+    element here. Of optimizers that load their state themselves, all: they may have made only a part of it."""
+    if not any(live.loads_itself) and live.by_name.keys() <= whole["state"].keys():
         return {}
-    found = {name: one for name, one in live.by_name.items() if one.name not in whole["state"]}
+    found = {
+        name: one
+        for name, one in live.by_name.items()
+        if one.name not in whole["state"] or live.loads_itself[one.optimizer]
+    }
     return {name: one for name, one in found.items() if one.piece is None or one.piece.is_here or not whole["state"]}
 
 
@@ -289,7 +294,7 @@ def _awaiting(
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
-        return LazyOptimizerState(state, parameters, offered)
+        return LazyOptimizerState(state, parameters, offered, has_own=has_own)
     return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
 
 

@@ -7,7 +7,7 @@ an error instead of waiting forever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from reshard.state_dict.model import read_model
 from reshard.state_dict.names import LiveModel, Models
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.options import StateDictOptions, as_options
+from reshard.state_dict.saved_optimizer import is_zero_redundancy
 
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]
 
@@ -59,11 +60,14 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         state = {**state, "state": fill_absent(state["state"], live.pieces)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
     owner = _owners(names, vars(options)) if options.cpu_offload else None
+    mine = {name for name in names if owner is None or owner(name) == this_rank()}
+    for k, optimizer in enumerate(live.optimizers):
+        if is_zero_redundancy(optimizer):
+            state = {**state, "state": _state_of_all_ranks(state["state"], live, k, mine, options)}
     tensors = _tensors_in(state["state"])
     agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
     whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
-    mine = {name for name in names if owner is None or owner(name) == this_rank()}
     if names and not mine:
         return {}
     move = _nest_to_cpu if options.cpu_offload else copy_containers
@@ -72,6 +76,30 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     held = {name: values for name, values in state["state"].items() if name in mine}
     found = {path: value for path, values in whole.items() for value in values}
     return {"state": _with_tensors(held, found), "param_groups": kept}
+
+
+def _state_of_all_ranks(
+    state: dict[str, Any], live: LiveOptimizers, k: int, mine: Container[str], options: StateDictOptions
+) -> dict[str, Any]:
+    """The state with that of `mine` which other ranks have of a ZeroRedundancyOptimizer, one rank after another.
+    Collective over its process group."""
+    optimizer: Any = live.optimizers[k]
+    parameters = {one.name: one.parameter for one in live.parameters[k]}
+    own = {name: values for name, values in state.items() if name in parameters}
+    found = dict(state)
+    for rank in _meeting(vars(options), optimizer.process_group).ranks:
+        devices = {path: tensor.device.type for path, tensor in _tensors_in(own).items()}
+        sent: list[Any] = [(_nest_to_cpu(own), devices) if rank == this_rank() else None]
+        dist.broadcast_object_list(sent, src=rank, group=optimizer.process_group)
+        theirs, there = sent[0]
+        for name, values in theirs.items():
+            if name in mine and name not in found:
+                tensors = _tensors_in({name: values})
+                to = {path: "cpu" if there[path] == "cpu" else parameters[name].device for path in tensors}
+                placed = {path: tensor.to(to[path]) for path, tensor in tensors.items()}
+                found |= _with_tensors({name: values}, placed)
+    order = {name: number for number, name in enumerate(parameters)}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, Any]:

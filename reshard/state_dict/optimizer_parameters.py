@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece, join_state
+from reshard.live.wrappers import loads_itself
 from reshard.state_dict.model import write_all
 from reshard.state_dict.names import LiveModel, where
 
@@ -95,6 +96,11 @@ class LiveOptimizers:
     def pieces(self) -> dict[str, FlatPiece]:
         """Each parameter that is a piece of a flat one, by the name of its state."""
         return {one.name: one.piece for own in self.parameters for one in own if one.piece is not None}
+
+    @functools.cached_property
+    def loads_itself(self) -> list[bool]:
+        """Of each optimizer, whether its class or its user has a say in how its state is loaded."""
+        return [loads_itself(optimizer) for optimizer in self.optimizers]
 
     @property
     def may_have_own(self) -> bool:

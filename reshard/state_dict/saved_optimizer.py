@@ -29,6 +29,7 @@ __all__ = [
     "SavedOptimizer",
     "StateKind",
     "extra_of",
+    "is_zero_redundancy",
     "plan_groups",
     "read_saved",
     "saved_by",
@@ -45,17 +46,23 @@ def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
+def is_zero_redundancy(optimizer: Any) -> bool:
+    """Whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of some parameters."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer) and hasattr(optimizer, "optim")
+
+
 def saved_by(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict. A ZeroRedundancyOptimizer that was not consolidated gives
     the state of this rank's parameters; together, all ranks have everything."""
     try:
         return optimizer.state_dict()
     except RuntimeError:
-        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer) or not hasattr(optimizer, "optim"):
+        if not is_zero_redundancy(optimizer):
             raise
     ids = {p: number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    local = {ids[p]: values for p, values in optimizer.optim.state.items()}
+    inner: Any = optimizer
+    local = {ids[p]: values for p, values in inner.optim.state.items()}
     return {**Optimizer.state_dict(optimizer), "state": local}
 
 

@@ -80,6 +80,46 @@ def test_a_run_goes_on_on_other_numbers_of_processes(tmp_path: Path) -> None:
     assert same(*(of._schedulers[0].state_dict() for of in (straight, again)))
 
 
+def scheduled(folder: str, kind: str, steps: int) -> int:
+    """Two more steps with a schedule of some kind; how often the schedule has advanced then."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from reshard.integrations.accelerate import load_state, save_state
+
+    loaders = DataLoaderConfiguration(split_batches=kind == "split_batches")
+    of_its_own = kind == "step_scheduler_with_optimizer=False"
+    accelerator = Accelerator(cpu=True, dataloader_config=loaders, step_scheduler_with_optimizer=not of_its_own)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    if kind == "registered":
+        accelerator.register_for_checkpointing(schedule)
+    else:
+        schedule = accelerator.prepare(schedule)
+    if steps:
+        assert load_state(accelerator, folder)["step"] == steps
+    for _ in range(2):
+        accelerator.backward(wrapped(torch.ones(4, 8)).square().mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    save_state(accelerator, Path(folder) / f"step-{steps + 2}", {"step": steps + 2})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1 ** (schedule.state_dict()["last_epoch"] // 3))
+    return int(schedule.state_dict()["last_epoch"])
+
+
+def test_what_a_schedule_counts_on_other_numbers_of_processes(tmp_path: Path) -> None:
+    """A prepared one counts processes, as accelerate means it to; with the ways round that the page names, steps."""
+    ways = "step_scheduler_with_optimizer=False", "split_batches", "registered"
+    for kind, counts in {"prepared": (2, 6, 8), **dict.fromkeys(ways, (2, 4, 6))}.items():
+        folder = str(tmp_path / kind)
+        found = [gloo.run(scheduled, n, folder, kind, steps) for n, steps in ((1, 0), (2, 2), (1, 4))]
+        assert found == [[count] * n for count, n in zip(counts, (1, 2, 1))], kind
+
+
 def test_two_models_are_refused(tmp_path: Path) -> None:
     from reshard.integrations.accelerate import save_state
 

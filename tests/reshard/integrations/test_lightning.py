@@ -85,7 +85,7 @@ def gathered(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def swap(text: str) -> list[bool]:
+def swap(text: str) -> tuple[list[bool], dict[str, Any]]:
     from reshard.integrations.lightning import ReshardIO
 
     folder = Path(text)
@@ -99,7 +99,8 @@ def swap(text: str) -> list[bool]:
     moved = fit(folder / "moved", 2, folder / "whole", tensor_parallel=2)
     fit(folder / "managed", 2, None, tensor_parallel=1, ours=False, managed=True)
     found = [same(saved, fit(folder / "managed", 2, None, tensor_parallel=n, managed=True)) for n in (2, 0)]
-    return [saved["step"] == 2, same(saved, resumed), same(saved, taken_over), same(whole, moved), *found]
+    flags = [saved["step"] == 2, same(saved, resumed), same(saved, taken_over), same(whole, moved), *found]
+    return flags, {"ours": saved, "whole": whole}
 
 
 @pytest.mark.gloo
@@ -108,15 +109,18 @@ def test_sharded_training_resumes_in_another_layout(tmp_path: Path, monkeypatch:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
 
-    assert gloo.run(swap, 2, str(tmp_path)) == [[True] * 6] * 2
+    (flags, wanted), (others, _) = gloo.run(swap, 2, str(tmp_path))
+    assert [flags, others] == [[True] * 6] * 2
 
     alone = fit(tmp_path / "managed", 3, None, managed=True, ranks=1)
     assert alone["step"] == 3  # one more
     assert reshard.open(tmp_path / "managed").url.endswith("step-3")
 
-    for name in ("ours", "whole"):  # for a Lightning without us
-        reshard.convert(tmp_path / name, tmp_path / "file" / f"{name}.ckpt", format="torch")
-        assert fit(tmp_path / "again", 3, tmp_path / "file" / f"{name}.ckpt", ranks=1)["step"] == 3
+    for name, trained in wanted.items():  # for a Lightning without us
+        file = tmp_path / "file" / f"{name}.ckpt"
+        reshard.convert(tmp_path / name, file, format="torch")
+        assert same(fit(tmp_path / "again", 2, file, ranks=1), trained)  # nothing is left to do
+        assert fit(tmp_path / "again", 3, file, ranks=1)["step"] == 3
 
     saved = reshard.open(tmp_path / "ours")
     assert saved.format == "native"

@@ -25,8 +25,6 @@ REFUSED = {
     "conda": "an object of a class of its own",
     "scalableshampoo": "an object of a class of its own",
     "magma": "a state dict of two optimizers",
-    "spam": "state that its constructor makes in another shape",
-    "sara": "state that its constructor makes in part",
 }
 """By name: what their state has that cannot be saved or loaded into a fresh one."""
 UNTRIED = {

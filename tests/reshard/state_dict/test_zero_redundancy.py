@@ -76,6 +76,52 @@ def swap(text: str) -> list[Any]:
     return [len(own) < 4, *found]
 
 
+def gathered(seed: int) -> list[Any]:
+    """Whether each rank has what options of full state dicts promise: all of it, or on the first rank only."""
+    job_of_all, plain = job(seed, 2, is_sharded=True), job(seed, 2, is_sharded=False)
+    found = []
+    for more in ({}, {"cpu_offload": True}, {"flatten_optimizer_state_dict": True}):
+        options = reshard.StateDictOptions(full_state_dict=True, **more)
+        ours, theirs = (dict(reshard.get_optimizer_state_dict(*one, options=options)) for one in (job_of_all, plain))
+        for state in (ours, theirs):
+            state.pop("param_groups", None)
+            assert list(state.get("state", {})) == list(theirs.get("state", {}))
+        states = [{k: v for k, v in of.items() if not k.startswith("param_groups")} for of in (ours, theirs)]
+        found.append(same(*states))
+        found.append(len(ours.get("state", ours)))
+    job_of_all[1].consolidate_state_dict(to=0)
+    options = reshard.StateDictOptions(full_state_dict=True)
+    return [*found, len(reshard.get_optimizer_state_dict(*job_of_all, options=options)["state"])]
+
+
+def test_full_state_dicts_have_the_state_of_all_ranks() -> None:
+    first, second = gloo.run(gathered, 2, 0)
+
+    assert first[0::2] == [True, True, True, 4]
+    assert second[0::2] == [True, True, True, 4]
+    assert [first[1], first[3], second[1]] == [4, 4, 4]
+    assert first[5] == second[5] > 12  # three tensors of each parameter, and fields
+
+
+def through_a_manager(text: str) -> list[bool]:
+    model, optimizer = job(0, 2, is_sharded=True)
+    with reshard.CheckpointManager(text, every=reshard.Every(steps=1)) as manager:
+        manager.save(1, {"model": model, "optim": optimizer})
+    wanted, _ = job(0, 3, is_sharded=False)
+    found = []
+    for steps in (0, 1):
+        other, its = job(1, steps, is_sharded=True)
+        with reshard.CheckpointManager(text, every=reshard.Every(steps=1)) as manager:
+            manager.restore({"model": other, "optim": its})
+        step(other, its)
+        found.append(same(dict(reshard.get_model_state_dict(wanted)), dict(reshard.get_model_state_dict(other))))
+    return found
+
+
+def test_a_manager_resumes_it(tmp_path: Path) -> None:
+    assert gloo.run(through_a_manager, 2, str(tmp_path)) == [[True, True]] * 2
+
+
 def test_state_is_saved_and_loaded_without_consolidation(tmp_path: Path) -> None:
     found = gloo.run(swap, 2, str(tmp_path))
 
