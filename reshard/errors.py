@@ -106,7 +106,8 @@ def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 class UndefinedTargetsError(RankFailedError):
     """A transfer failed midway: targets can have old values, new values, or both.
 
-    The process group may have pending messages: create a new one before the next transfer.
+    The process group may have pending messages or closed connections: create a new one before the
+    next transfer.
 
     Attributes:
         rank: the rank whose failure came first, or -1 if that is not known.

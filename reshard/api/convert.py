@@ -229,8 +229,7 @@ def _run(
                     writer.compare_fingerprints(done)
                 unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
                 with phase("publish"):
-                    journal.check()
-                    writer.finish(storage, done)
+                    writer.finish(storage, done, journal.check)
                     journal.end()
         unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:

@@ -406,10 +406,10 @@ class Journal:
     def _claim(self) -> WriterLease | None:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
-    def give_up(self) -> None:
-        """Processes that write for this job must stop, and any process may continue it."""
-        if self._lease is not None:
-            self._lease.give_up()
+    def give_up(self) -> bool:
+        """Processes that write for this job must stop, and any process may continue it. False if another one, which
+        took this one for dead, does so already."""
+        return self._lease is not None and self._lease.give_up()
 
     def leave(self) -> None:
         """No process writes any more: the job is done, or any process may continue or remove it."""
@@ -418,8 +418,9 @@ class Journal:
 
     def tidy(self) -> None:
         """After a failure, when no process writes any more: complete files stay for the next try, and nothing else.
-        If the job has finished no file, nothing stays."""
-        self.give_up()
+        If the job has finished no file, nothing stays. Where another process continues it, all is that one's."""
+        if not self.give_up():
+            return
         names = self.storage.list()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
         whole = tuple(done.name for done in map(self._record, records) if done is not None)
@@ -468,8 +469,11 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """Remove the records after everything is published."""
+        """Remove the records after everything is published. Those of another process, which took this one for dead,
+        stay."""
         self.leave()
+        if self._lease is not None and self._lease.is_taken:
+            return
         _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
 
     def _digest(self, name: str, nbytes: int) -> str:

@@ -239,7 +239,7 @@ class Prepared:
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
             f"the transfer failed midway, and its targets are undefined: {shown}. Fill them again in a new process "
-            f"group, because the old one may have pending messages. The cause: {error}",
+            f"group, because the old one may have pending messages or closed connections. The cause: {error}",
             rank=rank,
             targets=keys,
         )

@@ -153,7 +153,7 @@ def run_tasks(
     on_done: Callable[[T, R], None],
     *,
     here: Callable[[T], R] | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], object] = lambda: None,
 ) -> None:
     """Run all tasks, by the executor or, without one, one after another in this process. Call `on_done` for each.
 

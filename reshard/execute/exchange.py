@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -52,6 +53,10 @@ LARGE_BYTES = 256 << 10
 DEPTH = 2
 """Rounds in flight at a time."""
 _ALIGN_BYTES = 16
+
+
+class _IntoTarget(dist.P2POp):
+    """A message that is received where its elements go, into memory that the caller uses when the transfer is over."""
 
 
 class PeerMessage(NamedTuple):
@@ -135,6 +140,7 @@ class Exchange:
         wires: dtype in which tensors cross whose two sides have different ones; one side has it.
         device: where messages are packed: one that the process group's backend sends from.
         process_group: as in `torch.distributed`; None is the default group.
+        is_discarded: whether the targets of a transfer that failed are used no more: what comes late does no harm.
     """
 
     def __init__(
@@ -146,8 +152,10 @@ class Exchange:
         wires: Mapping[str, torch.dtype] | None = None,
         device: torch.device | str = "cpu",
         process_group: dist.ProcessGroup | None = None,
+        is_discarded: bool = False,
     ) -> None:
         self.work = work
+        self._op_in_place = dist.P2POp if is_discarded else _IntoTarget
         self._wires = wires or {}
         self._device = torch.device(device)
         self._process_group = process_group
@@ -167,8 +175,8 @@ class Exchange:
         Args:
             pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
 
-        Raises what fails here, or the failure of another rank. Then targets are undefined, and messages of it may be
-        in flight without end.
+        Raises what fails here, or the failure of another rank. Then targets are undefined, and the process group is as
+        `Waiter` says.
         """
         self._pace = pace
         with Waiter(group, self._device, deadline_s) as waiter:
@@ -298,8 +306,9 @@ class Exchange:
         for message, runs in messages:
             send_or_receive = dist.isend if message.sends else dist.irecv
             for run, items in zip(runs, message.runs, strict=True):
+                op = dist.P2POp
                 if not isinstance(run, _Packed):
-                    wire = run
+                    wire, op = run, op if message.sends else self._op_in_place
                 else:
                     wire = buffer[run.start : run.start + run.nbytes]
                     for (elements, begin, end), item in zip(run.pieces, items, strict=True):
@@ -309,7 +318,7 @@ class Exchange:
                         by_host = self._is_pinned and elements.device.type == "cpu"
                         packs = step.host_packs if by_host else step.packs
                         (packs if message.sends else step.unpacks).append(pair)
-                step.ops.append(dist.P2POp(send_or_receive, wire, message.peer, self._process_group))
+                step.ops.append(op(send_or_receive, wire, message.peer, self._process_group))
         return step
 
 
@@ -372,13 +381,25 @@ _VERDICT_S = 5.0
 """After a lost connection: how long to wait for news of which rank is the cause."""
 _DRAIN_S = 1.0
 """After a failure: how long messages in flight may still arrive."""
+_NO_LIMIT, _AT_ONCE = timedelta(days=10_000), timedelta(milliseconds=1)
+"""Times that gloo may wait for a message."""
 
 
 class Waiter:
-    """Waits for works of `torch.distributed`, in the order given. A context: after an error, messages may still arrive.
+    """Waits for works of `torch.distributed`, in the order given.
 
     Gloo blocks in `Work.wait` and cannot be asked or interrupted, so this is done by a thread, while the caller looks
     for failures. Backends of devices wait on the device's stream: they return at once, and `settle` comes at the end.
+
+    A context. After an error, some messages are still in flight, and may arrive later or never. With gloo, those that
+    are received into the caller's memory would change what is there later, and can only be ended with all connections
+    of the process group, so they are. Without such messages, the process group may be used as before:
+
+    - Collectives of the backend are in step. Gloo matches them by their number, and a rank that failed before one of
+      ours would take what the others sent in it for a part of the job's next: so there is none.
+    - Messages and their memory are kept until they end, or the process does. One whose memory is gone would block all
+      that follows it between two ranks.
+    - No message reaches its time limit, which would end all connections.
     """
 
     def __init__(self, group: Group, device: torch.device, deadline_s: float) -> None:
@@ -388,23 +409,41 @@ class Waiter:
         self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
         self._blocks = device.type == "cpu"
         self._worker, self._at = Worker(), 0
+        self._in_flight: deque[tuple[dist.P2POp, Any]] = deque()
+        """Messages that have not been waited for."""
+        self._is_over = False
 
     def __enter__(self) -> Waiter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._worker.pending is not None:
+        self._is_over = True
+        if kind is None or not self._in_flight:
+            return
+        if self._worker.pending is not None:
             with suppress(Empty):
                 self._worker.pending.get(timeout=_DRAIN_S)
+        for op, work in list(self._in_flight):
+            if isinstance(op, _IntoTarget) and not work.is_completed():
+                with suppress(RuntimeError):  # it has ended then, well or not
+                    work.wait(_AT_ONCE)
+        self._worker.begin(_outlast, self._in_flight)
 
     def post(self, ops: list[dist.P2POp]) -> list[Any]:
         """Start to send and receive. Raises as `wait`: sending to a dead rank may fail at once."""
-        for op in ops:
-            op.tag = self._group.tag
         try:
+            if self._blocks:
+                return self._begun(ops)
+            for op in ops:
+                op.tag = self._group.tag
             return dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             self._lost(error)
+
+    def _begun(self, ops: list[dist.P2POp]) -> list[Any]:
+        for op in ops:  # one that fails must not take those before it with it
+            self._in_flight.append((op, op.op(op.tensor, op.peer, op.group, self._group.tag)))
+        return [self._in_flight[i][1] for i in range(-len(ops), 0)]
 
     def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
         """Until all are complete; each is a message to or from the peer beside it.
@@ -419,10 +458,12 @@ class Waiter:
         words = "a message to or from rank {} was not delivered"
         self.outcome(pending, lambda: words.format(peers[self._at]), "that rank hangs")
         self._worker.pending = None
+        for _ in works:
+            self._in_flight.popleft()
 
     def _wait_each(self, works: Sequence[Any]) -> None:
         for self._at, work in enumerate(works):
-            work.wait()
+            work.wait(_NO_LIMIT)
 
     def outcome(self, pending: SimpleQueue[Answer], what: Callable[[], str], who: str) -> Any:
         """Return what a worker does together with the other ranks. Raises as `wait`; `what`, `who`:
@@ -469,30 +510,63 @@ class Waiter:
     def meet(self, process_group: dist.ProcessGroup | None) -> None:
         """Wait until all ranks are here, and the device has done its queued work.
 
-        The smallest collective of the backend, since who sleeps in it wakes as soon as the last has come. Raises as
+        By the smallest messages there are, since who sleeps in them wakes as soon as the last has come. Raises as
         `wait`; a DeadlineError names the ranks that are not there.
         """
-        if self._group.world_size > 1:
-            self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
+        self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
         self.settle([self._device])
 
     def total(self, numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
         """Return the sums of all ranks' numbers. Raises as `meet`."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        if self._group.world_size > 1:
-            self._sum_up(found, process_group)
-        return [int(number) for number in found.tolist()]
+        return [int(number) for number in self._sum_up(found, process_group).tolist()]
 
-    def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> None:
+    def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+        if self._group.world_size == 1:
+            return numbers
         try:
-            work = dist.all_reduce(numbers, group=process_group, async_op=True)
-        except RuntimeError as error:
-            self._lost(error)
-        try:
-            self.wait([work], self._group.ranks)
+            if self._blocks:
+                pending = self._worker.begin(self._gathered, numbers, process_group)
+                rows: torch.Tensor = self.outcome(
+                    pending, lambda: "the last messages were not delivered", "a rank hangs"
+                )
+                self._worker.pending = None
+                self._in_flight.clear()
+                return rows.sum(0)
+            try:
+                dist.all_reduce(numbers, group=process_group, async_op=True).wait()
+            except RuntimeError as error:
+                self._lost(error)
+            return numbers
         except DeadlineError:
             self._group.barrier()  # ends at once, and says who is missing
             raise
+
+    def _gathered(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+        """A row of each rank, from this one's on: each step doubles them, by those of the rank as far away. On the
+        worker's thread."""
+        world, ranks, place = self._group.world_size, self._group.ranks, self._group.rank
+        rows, known = numbers.repeat(world, 1), 1
+        while known < world and not self._is_over:
+            more = min(known, world - known)
+            peers = [ranks[(place - known) % world], ranks[(place + known) % world]]
+            ops = [
+                dist.P2POp(dist.isend, rows[:more], peers[0], process_group),
+                dist.P2POp(dist.irecv, rows[known : known + more], peers[1], process_group),
+            ]
+            self._wait_each(self._begun(ops))
+            known += more
+        return rows
+
+
+def _outlast(messages: deque[tuple[dist.P2POp, Any]]) -> None:
+    """Keep messages that no one waits for any more until each has ended."""
+    while messages:
+        _, work = messages[0]
+        if not work.is_completed():  # gloo would wait for another one
+            with suppress(RuntimeError):
+                work.wait(_NO_LIMIT)
+        messages.popleft()
 
 
 def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:

@@ -356,20 +356,20 @@ class SafetensorsWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(name, *done)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Give the files their names, and publish the index last."""
         old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
         for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
             if name not in done or len(done) > 1:
+                check()
                 storage.retract(name)
-        for name, written in done.items():
-            storage.commit(written.name, name)
+        self.name_files(storage, done, check)
         if len(done) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": {part.spec.fqn: file.name for file in self.files for part in file.parts},
             }
-            storage.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
+            storage.publish_while(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2), check)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""

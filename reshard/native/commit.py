@@ -6,9 +6,10 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -88,12 +89,18 @@ class Generation:
         return folder_of(self.save_id)
 
     @gc_paused()
-    def publish(self, written: Mapping[int, Written], parts: Sequence[Mapping[str, Partial]] = ()) -> None:
+    def publish(
+        self,
+        written: Mapping[int, Written],
+        parts: Sequence[Mapping[str, Partial]] = (),
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Make the generation count. On the first rank, when all ranks have written.
 
         Args:
             written: by each rank.
             parts: of the fingerprints of all tensors, by name.
+            check: raises where this process may not publish any more.
 
         Raises StorageError if a file is not there with its whole length.
         """
@@ -109,10 +116,10 @@ class Generation:
             self._remove_unused(linked, written)
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
-        self._check_current()
+        self._check_current(check)
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
             self.storage.delete(HF_INDEX)
-        self.storage.publish_while(MANIFEST, encode_manifest(manifest), self._check_current)
+        self.storage.publish_while(MANIFEST, encode_manifest(manifest), partial(self._check_current, check))
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
 
@@ -124,8 +131,10 @@ class Generation:
                 with suppress(StorageError):  # it goes with the generation
                     self.storage.delete(name)
 
-    def _check_current(self) -> None:
+    def _check_current(self, check: Callable[[], None] | None) -> None:
         """Raises StorageError if another save published while this process was paused."""
+        if check is not None:
+            check()
         found, where = counting(self.storage), self.storage.url
         if found not in (None, self.replaces, self.save_id):
             raise StorageError(

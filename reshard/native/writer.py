@@ -112,7 +112,7 @@ class NativeWriter(FormatWriter):
         facts = {"header_bytes": record.header_bytes, "sums": record.sums}
         return self.done(file.name, record.nbytes, whole.hexdigest(), facts)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Publish the manifest."""
         contents = self.contents
         census = GlobalState(
@@ -126,7 +126,7 @@ class NativeWriter(FormatWriter):
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
         parts += map(fingerprint_parts, done.values())
         generation = Generation(storage, self.save_id, commit.begin(), census, self.plan, None, self._replaces)
-        generation.publish(written, parts)
+        generation.publish(written, parts, check)
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.base import Storage
 
 __all__ = [
@@ -196,10 +196,12 @@ class WriterLease(msgspec.Struct, frozen=True):
 
     def is_of(self, other: WriterLease) -> bool:
         """Return True if it is of the same process, and neither has given up the work."""
-        is_same = (self.pid, self.process_start, self.machine, self.host) == (
-            other.pid, other.process_start, other.machine, other.host,
-        )  # fmt: skip
-        return is_same and not self.has_left and not other.has_left
+        return self.process == other.process and not self.has_left and not other.has_left
+
+    @property
+    def process(self) -> tuple[Any, ...]:
+        """What distinguishes the process from all others."""
+        return self.pid, self.process_start, self.machine, self.host
 
     def is_running(self, work: str) -> bool:
         """Return True if the process is seen to exist and, if it is this one, to do that work."""
@@ -257,16 +259,31 @@ class KeptLease:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             try:
-                found = read_lease(self._storage, self._name)
-                if found is None or not found.is_of(self.holder):  # another process took it: this one must stop
+                if not self._say(has_left=False):  # this process must stop
                     return
-                self._say(has_left=False)
             except ReshardError as error:
                 _log.warning("%s of %s could not be published again: %s", self._name, self._storage.url, error)
 
-    def _say(self, *, has_left: bool) -> None:
+    @property
+    def is_taken(self) -> bool:
+        """Whether the claim is not this process's any more: another one, which took this one for dead, works on."""
+        found = read_lease(self._storage, self._name)
+        return found is None or found.process != self.holder.process
+
+    def _say(self, *, has_left: bool) -> bool:
+        """False if the claim is taken, which then stays as it is."""
         said = msgspec.structs.replace(self.holder, unix_s=time.time(), has_left=has_left)
-        self._storage.publish(self._name, msgspec.json.encode(said))
+        try:
+            self._storage.publish_while(self._name, msgspec.json.encode(said), self._check)
+        except StorageError:
+            if self.is_taken:
+                return False
+            raise
+        return True
+
+    def _check(self) -> None:
+        if self.is_taken:
+            raise StorageError(f"{self._name} of {self._storage.url} was taken by another process")
 
     def stop(self) -> None:
         """Stop publishing. The claim stays, and the work is no longer done."""
@@ -274,10 +291,12 @@ class KeptLease:
         self._thread.join()
         release_lease(self._work)
 
-    def give_up(self) -> None:
-        """Publish that the work is given up: other processes stop their parts of it, and any may continue it."""
+    def give_up(self) -> bool:
+        """Publish that the work is given up: other processes stop their parts of it, and any may continue it.
+
+        Returns False if another process has taken it already."""
         self.stop()
-        self._say(has_left=True)
+        return self._say(has_left=True)
 
 
 def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:

@@ -322,7 +322,7 @@ class FormatWriter(ABC):
 
     writer = SafetensorsWriter(contents, Target(name, job_id))
     done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
-    writer.finish(storage, done)           # publishes: before that, there is no checkpoint
+    writer.finish(storage, done, check)    # publishes: before that, there is no checkpoint
     """
 
     files: tuple[FilePlan, ...]
@@ -348,8 +348,21 @@ class FormatWriter(ABC):
         """Write one file, durably, from a stream of bounded memory."""
 
     @abstractmethod
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
-        """Publish: from now on the target is a checkpoint. `done` is by the file's name in the plan."""
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+        """Publish: from now on the target is a checkpoint.
+
+        Args:
+            done: by the file's name in the plan.
+            check: raises where another process has taken the work over. Called before each step that changes what
+                readers find, since this process may be paused between any two.
+        """
+
+    def name_files(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+        """A part of `finish`: give the files the names that they have in the plan."""
+        for name, written in done.items():
+            if written.name != name:
+                check()
+                storage.commit(written.name, name)
 
     @abstractmethod
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -62,9 +62,11 @@ def _call(folder: Path, verb: str, deadline_s: float, mesh: Any) -> Callable[[in
         assert step_in(target) == 1
 
     def pruned(step: int) -> None:
-        if dist.get_rank() == PRUNER and step > 2:
-            reshard.prune(shared / "run", keep_last=1)
-        reshard.save(state(step), shared / "run" / f"step-{step}", base="auto", timeout=deadline_s)
+        try:
+            if dist.get_rank() == PRUNER and step > 2:
+                reshard.prune(shared / "run", keep_last=1)
+        finally:  # or this rank would be steps ahead of those that wait for it
+            reshard.save(state(step), shared / "run" / f"step-{step}", base="auto", timeout=deadline_s)
 
     def converted(step: int) -> None:
         reshard.convert(shared / "c", shared / "out", format="safetensors", overwrite=True, timeout=deadline_s)

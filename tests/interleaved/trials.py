@@ -561,7 +561,7 @@ class _Trial:
         text = str(error)
         allowed = ["was published in", "already contains a checkpoint"]
         if self.fault is not None and self.fault.kind == "pause":
-            allowed += ["is in use by", "is already converting to", " has taken "]
+            allowed += ["is in use by", "is already converting to", "no longer converts to", " has taken "]
         if self.verb.beside is not None or self.fault is not None:
             allowed += ["the ranks differ in what is to be converted", "there is no data-", "cannot look at the files"]
             allowed += ["considered this save dead", "while it was read", "Load again if it was just replaced"]

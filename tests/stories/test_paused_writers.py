@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,16 +91,21 @@ def convert(path: Path, step: int) -> None:
 def counted(verb: Callable[[Path, int], None], folder: Path) -> tuple[int, int]:
     """How many system calls there are, and which one makes it count."""
     save(folder / "c", 1)
-    calls, replaced, real = SystemCalls(), [], os.replace
+    count, named = steps(lambda: verb(folder / "c", 2))
+    return count, named["manifest.json"]
+
+
+def steps(call: Callable[[], object]) -> tuple[int, dict[str, int]]:
+    """How many system calls there are, and which one gives each name to a file."""
+    calls, named, real = SystemCalls(), dict[str, int](), os.replace
 
     def replace(*args: str) -> None:
-        if str(args[1]).endswith("/manifest.json"):
-            replaced.append(calls.made)
+        named[Path(args[1]).name] = calls.made
         real(*args)
 
     with mock.patch.object(os, "replace", replace), calls.counted():
-        verb(folder / "c", 2)
-    return calls.made, replaced[0]
+        call()
+    return calls.made, named
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,69 @@ def test_who_wakes_up_late_publishes_nothing(verb, taken_over, tmp_path):
         with elsewhere():
             save(path, 4)
         assert len(list(path.glob("data-*"))) == 1
+
+
+LAST = {
+    "native": "manifest.json",
+    "dcp": ".metadata",
+    "safetensors": "model.safetensors.index.json",
+    "torch_checkpointing": "metadata.pkl",
+}
+"""The file of each format that makes the others count."""
+
+
+def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {name: torch.arange(5.0) + step for name in ("w", "v", "b")}}
+
+
+def converted(path: Path, step: int, format: str) -> None:
+    reshard.convert(path.with_name(f"source-{step}"), path, format=format, overwrite=True, max_shard_bytes=20)
+
+
+@pytest.mark.parametrize("format", LAST)
+def test_a_conversion_that_was_taken_over_and_wakes_up_last_changes_nothing(format, tmp_path):
+    """Another process finishes the same conversion, and converts something else to the same place."""
+    for folder in (tmp_path, tmp_path / "rehearsed"):
+        for step in (2, 3):
+            reshard.save(tensors(step), folder / f"source-{step}")
+    path = tmp_path / "c"
+    count, named = steps(lambda: converted(tmp_path / "rehearsed" / "c", 2, format))
+    counts_at = named[LAST[format]]
+    for at in (counts_at - 2, counts_at - 1, *random.Random(0).sample(range(named["claim"] + 1, counts_at), 3)):
+        child = paused(lambda: converted(path, 2, format), at)
+        try:
+            with elsewhere():
+                converted(path, 2, format)
+                converted(path, 3, format)
+            before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.suffix != ".tmp"}
+        finally:
+            end = woken(child)
+        assert end == REFUSED, f"call {at} of {count} ended with {end}"
+        changed = [file for file, data in before.items() if not file.exists() or file.read_bytes() != data]
+        assert not changed, f"call {at} of {count}"
+        found = reshard.open(path)
+        assert all(torch.equal(found[name][...], torch.arange(5.0) + 3) for name in found)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("format", LAST)
+def test_a_conversion_that_wakes_up_leaves_the_one_that_took_it_over_alone(format, tmp_path):
+    for folder in (tmp_path, tmp_path / "rehearsed"):
+        reshard.save(tensors(2), folder / "source-2")
+    path = tmp_path / "c"
+    _, named = steps(lambda: converted(tmp_path / "rehearsed" / "c", 2, format))
+    claimed_at, counts_at = named["claim"], named[LAST[format]]
+    for at in (claimed_at + 3, counts_at - 1):
+        first = paused(lambda: converted(path, 2, format), at)
+        try:
+            with elsewhere():
+                second = paused(lambda: converted(path, 2, format), claimed_at + 12)
+        finally:
+            assert woken(first) == REFUSED, f"call {at}"
+        assert woken(second) == PUBLISHED, f"call {at}"
+        found = reshard.open(path)
+        assert all(torch.equal(found[name][...], torch.arange(5.0) + 2) for name in found)
+        shutil.rmtree(path)
 
 
 def test_a_manager_whose_root_was_taken_publishes_no_step(tmp_path):

@@ -432,6 +432,7 @@ def move(
         parts(wanted, lambda name: _mapped(files[name], shared=True)),
         device=device_of_kind("cpu" if "cpu" in kinds else kinds[0]),
         process_group=process_group,
+        is_discarded=True,
     )
     exchange.run(group, max(group.deadline - time.monotonic(), 1.0), pace)
     for path in files.values():

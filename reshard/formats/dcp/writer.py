@@ -82,12 +82,17 @@ class DcpWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(file.name, *done, {"items": items})
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""
-        self.publish(storage, done, self.contents.paths)
+        self.publish(storage, done, check, self.contents.paths)
 
     def publish(
-        self, storage: Storage, done: Mapping[str, WrittenFile], paths: Mapping[str, KeyPath] | None, folder: str = ""
+        self,
+        storage: Storage,
+        done: Mapping[str, WrittenFile],
+        check: Callable[[], None],
+        paths: Mapping[str, KeyPath] | None,
+        folder: str = "",
     ) -> None:
         """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
         table: dict[str, Any] = {}
@@ -109,7 +114,7 @@ class DcpWriter(FormatWriter):
         metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), **versioned())
         beside = (name for name in storage.list(folder) if name.endswith(".distcp"))
         old = [name for name in beside if name not in done and "/" not in name.removeprefix(folder)]
-        storage.publish(folder + _METADATA, pickle.dumps(metadata, protocol=4))
+        storage.publish_while(folder + _METADATA, pickle.dumps(metadata, protocol=4), check)
         for name in old:
             storage.delete(name)
 

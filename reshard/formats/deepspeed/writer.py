@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,20 +114,20 @@ class DeepSpeedWriter(ArchivesWriter):
         inner = {"state": state, "param_groups": settings}
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Give all files their names, write the small ones, then the one that names their folder."""
         if not storage.list(f"{self.tag}/").keys().isdisjoint(done):  # old and new files in one folder are neither
+            check()
             storage.retract(_LATEST)
-        for name, written in done.items():
-            storage.commit(written.name, name)
+        self.name_files(storage, done, check)
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
         small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
         for fqn, step in self.facts.steps.items():
             if step is not None:
                 small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
         for name, value in small.items():
-            storage.publish(name, object_to_bytes(value))
-        storage.publish(_LATEST, self.tag.encode())
+            storage.publish_while(name, object_to_bytes(value), check)
+        storage.publish_while(_LATEST, self.tag.encode(), check)
         for name in storage.list(f"{self.tag}/"):  # of what was there before
             if name not in done and name not in small:
                 storage.delete(name)

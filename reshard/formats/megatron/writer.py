@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -77,14 +77,15 @@ class MegatronWriter(DcpWriter):
             for number, group in enumerate(groups)
         )
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Publish what describes the files, then the file that names their folder."""
+        check()
         storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
-        storage.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
-        storage.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
-        self.publish(storage, done, None, self.folder)
+        storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
+        storage.publish_while(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode(), check)
+        self.publish(storage, done, check, None, self.folder)
         if self.folder:
-            storage.publish(LATEST, str(int(self.common["iteration"])).encode())
+            storage.publish_while(LATEST, str(int(self.common["iteration"])).encode(), check)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from planners.geometry.box import Window
@@ -58,20 +58,22 @@ class TorchCheckpointingWriter(ArchivesWriter):
         kinds = {path[1:]: kind for path, kind in self.contents.containers.items() if path[:1] == (item,)}
         return nest_of(self.contents, self.items[item], places, kinds)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""
+        check()
         storage.retract(METADATA)
-        for name, written in done.items():
-            storage.commit(written.name, name)
+        self.name_files(storage, done, check)
         for name in filter(ITEM.fullmatch, storage.list()):
             if name not in done:
+                check()
                 storage.delete(name)
         items = {}
         for item, keys in self.items.items():
             rows = {_path_text(keys[key]): [_replicated(self.stored(key).spec)] for key in self._held(keys)}
             if rows:
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
-        storage.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
+        text = pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION})
+        storage.publish_while(METADATA, text, check)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The list of items, or a file that would be taken for one of them."""

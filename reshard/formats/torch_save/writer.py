@@ -72,10 +72,9 @@ class TorchSaveWriter(ArchivesWriter):
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
         return nest_of(contents, paths_in_order(contents), places, contents.containers)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile]) -> None:
+    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Put the file in its place, over an older one."""
-        for name, written in done.items():
-            storage.commit(written.name, name)
+        self.name_files(storage, done, check)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file itself; others beside it do not matter."""

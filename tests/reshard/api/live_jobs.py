@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import warnings
@@ -376,8 +377,8 @@ def again_job() -> tuple[str, bool]:
     rank, world = dist.get_rank(), dist.get_world_size()
     every = tuple(range(world))
     first, second = numbers()["w"], -numbers()["w"]
-    source = live_layouts.placed({"w": first}, every, (world,), [Shard(0)])
-    target = live_layouts.placed({"w": first * 0}, every, (world,), [Shard(1)])
+    source = live_layouts.placed({"w": first}, every, (world,), [Shard(1)])
+    target = live_layouts.placed({"w": first * 0}, every, (world,), [Shard(0)])
     prepared = reshard.prepare(source, target)
     if rank == 1:
         prepared._exchanges[0]._rounds[0].packs.insert(0, (torch.zeros(2), torch.zeros(3)))
@@ -386,11 +387,78 @@ def again_job() -> tuple[str, bool]:
         said = ""
     except Exception as caught:
         said = type(caught).__name__
-    source = live_layouts.placed({"w": second}, every, (world,), [Shard(0)])
-    target = live_layouts.placed({"w": second * 0}, every, (world,), [Shard(1)])
-    wanted = live_layouts.placed({"w": second}, every, (world,), [Shard(1)])
+    source = live_layouts.placed({"w": second}, every, (world,), [Shard(1)])
+    target = live_layouts.placed({"w": second * 0}, every, (world,), [Shard(0)])
+    wanted = live_layouts.placed({"w": second}, every, (world,), [Shard(0)])
     reshard.redistribute(source, target, timeout=10.0)
     return said, bits(local(target["w"])) == bits(local(wanted["w"]))
+
+
+def collectives_job(how: str) -> tuple[str, list[int]]:
+    """Rank 1 fails, in "last" and "delta" after its last message, when the others wait for it to come to the end. Then
+    the job sums numbers of its own over the same process group, at last when the group's time for one message is over.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, every = dist.new_group(timeout=timedelta(seconds=3)), tuple(range(world))
+    source = live_layouts.placed(numbers(), every, (world,), [Shard(1)])
+    target = live_layouts.placed(numbers(), every, (world,), [Shard(0)])
+    prepared = reshard.prepare(source, target, group, delta=how == "delta")
+    prepared.run()
+    if rank == 1:
+        exchange, bad = prepared._exchanges[0], (torch.zeros(2), torch.zeros(3))
+        rounds = exchange._rounds if how != "delta" else []
+        {"first": lambda: rounds[0].packs, "last": lambda: rounds[-1].unpacks, "delta": lambda: exchange._copies}[
+            how
+        ]().append(bad)
+    said, sums = _end_of(prepared), []
+    for step in range(3):
+        if step == 2:
+            time.sleep(4.0)
+        one = torch.tensor([10 * step + rank], dtype=torch.uint8)
+        dist.all_reduce(one, group=group)
+        sums.append(int(one))
+    return said, sums
+
+
+def late_job(dim: int, late: int) -> tuple[str, bool, str]:
+    """Of ranks 1 and 2 one fails, and the other sends only when all have given up, and rank 0 has filled its target
+    again. What ranks hold of dim 0 is received into the target itself, what they hold of dim 1 into a buffer."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, every = dist.new_group(), tuple(range(world))
+    source = live_layouts.placed({"w": torch.ones(9, 9)}, every, (world,), [Shard(dim)])
+    target = {"w": torch.zeros(9, 9)}
+    prepared = reshard.prepare(source, target, group)
+    prepared.run()
+    store = dist.distributed_c10d._get_default_store()
+    exchange = prepared._exchanges[0]
+    if rank == 3 - late:
+        exchange._rounds[0].packs.append((torch.zeros(2), torch.zeros(3)))
+    elif rank == late:
+        exchange._pace = lambda nbytes: store.wait(["filled"], timedelta(seconds=60))
+    said = _end_of(prepared)
+    if rank == 0:
+        target["w"].fill_(7.0)
+        store.set("filled", "")
+    store.set(f"ended {rank}", "")
+    store.wait([f"ended {other}" for other in every], timedelta(seconds=60))
+    one = torch.tensor([rank])
+    try:
+        dist.all_reduce(one, group=group, async_op=True).wait(timedelta(seconds=20))
+        found = str(int(one))
+    except RuntimeError:
+        found = "refused"
+    return said, bool((target["w"] == 7.0).all()), found
+
+
+def _end_of(prepared: Any) -> str:
+    """How a run ends. Nothing of it is left but what the library keeps."""
+    said = ""
+    try:
+        prepared.run()
+    except Exception as caught:
+        said = type(caught).__name__
+    gc.collect()
+    return said
 
 
 class _Deadly:

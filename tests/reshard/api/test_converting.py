@@ -307,7 +307,7 @@ def test_an_interrupted_conversion_goes_on(
 def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The records and temporary files of the first attempt go."""
 
-    def failing(self: Any, storage: Any, done: Any) -> None:
+    def failing(self: Any, storage: Any, done: Any, check: Any) -> None:
         raise OSError("no")
 
     real = SafetensorsWriter.finish

@@ -133,6 +133,28 @@ def test_what_a_failed_transfer_left_in_flight_does_not_reach_the_next_one():
 
 
 @pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
+@pytest.mark.parametrize("how", ["first", "last", "delta"])
+def test_after_a_failed_transfer_the_jobs_own_collectives_are_in_step_and_nothing_runs_out_of_time(how):
+    assert gloo.run(live_jobs.collectives_job, 3, how) == [("UndefinedTargetsError", [3, 33, 63])] * 3
+
+
+@pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_message_that_comes_late_blocks_none_after_it(late):
+    ends = gloo.run(live_jobs.late_job, 3, 1, late)
+    assert [(said, sums) for said, _, sums in ends] == [("UndefinedTargetsError", "3")] * 3
+    assert ends[0][1]
+
+
+@pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_message_that_comes_late_into_the_target_itself_does_not_change_what_is_there_by_then(late):
+    ends = gloo.run(live_jobs.late_job, 3, 0, late)
+    assert [(said, sums) for said, _, sums in ends] == [("UndefinedTargetsError", "refused")] * 3
+    assert ends[0][1]
+
+
+@pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
 @pytest.mark.parametrize("how", ["dies", "is dead", "is dead, delta"])
 def test_a_rank_that_dies_midway_ends_it_on_all_others(how):
     ends = gloo.outcomes(live_jobs.failure_job, 4, how, store="parent", linger_s=30)
