@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -116,10 +115,16 @@ class Generation:
             self._remove_unused(linked, written)
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
-        self._check_current(check)
+
+        def look() -> None:
+            if check is not None:
+                check()
+            self._check_current()
+
+        look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
             self.storage.delete(HF_INDEX)
-        self.storage.publish_while(MANIFEST, encode_manifest(manifest), partial(self._check_current, check))
+        self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
 
@@ -131,10 +136,8 @@ class Generation:
                 with suppress(StorageError):  # it goes with the generation
                     self.storage.delete(name)
 
-    def _check_current(self, check: Callable[[], None] | None) -> None:
+    def _check_current(self) -> None:
         """Raises StorageError if another save published while this process was paused."""
-        if check is not None:
-            check()
         found, where = counting(self.storage), self.storage.url
         if found not in (None, self.replaces, self.save_id):
             raise StorageError(
