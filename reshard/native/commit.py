@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -115,12 +116,7 @@ class Generation:
             self._remove_unused(linked, written)
         table = self._table(written)
         manifest = self.manifest(written, parts, table)
-
-        def look() -> None:
-            if check is not None:
-                check()
-            self._check_current()
-
+        look = self._check_current if check is None else partial(_both, check, self._check_current)
         look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
             self.storage.delete(HF_INDEX)
@@ -231,6 +227,11 @@ class Generation:
             for fqn, part in some.items():
                 totals[fqn] = totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _version(linked: Sequence[LinkedRecord], *, has_more: bool) -> int:

@@ -300,7 +300,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointNotFoundError, match=r"no generation of step 7 in .* have step 2, step 1:"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no complete generation of step 7 in .* have step 2, step 1:"):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
     with pytest.raises(SystemExit) as ended:
         run(["gather", *map(str, places), str(tmp_path / "out")])
