@@ -38,7 +38,7 @@ _LIBRARY = ("reshard.dcp", "reshard.api.load", "reshard.api.save", "reshard.api.
 """What most children import, four times as long as what they then do. Not where a device is to be set up before."""
 
 
-SOON_S = 5.0
+SOON_S = 8.0
 """Within so many seconds ranks learn what happened to another."""
 
 _RESOLVER = "timeout:1 attempts:1"
