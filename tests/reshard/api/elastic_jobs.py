@@ -86,12 +86,14 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     pending = tier.async_save(state, 2, bytes_per_s=8 << 20 if how == "keep" else 1 << 18)
     waited = time.monotonic() - started
     state["w"].to_local().add_(100.0)  # the state kept is that of the call
-    ended, talks = torch.zeros(1), 0
+    ended, talks = 0, 0
     while ended < 4:
+        # by the clock of any rank: one that went on alone would wait for the others, whose copies it holds up
         is_over = how == "kill" and time.monotonic() - started > 0.5
-        ended = torch.tensor(float(pending.done()))
+        said = torch.tensor([pending.done(), is_over], dtype=torch.int32)
         try:
-            dist.all_reduce(ended)
+            dist.all_reduce(said)
+            ended, is_over = int(said[0]), bool(said[1])
         except RuntimeError:  # a process is gone
             is_over = True
         if is_over and rank // 2 == 1:
