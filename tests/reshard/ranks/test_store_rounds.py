@@ -150,7 +150,7 @@ def test_a_store_that_does_not_answer_ends_the_wait(short: None) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"group at 10\.1\.2\.3:29400 has not answered for [12] s: its host"):
         rounds.take("x", b"", b"".join, began + 1.0, 1.0)
-    assert 1.9 < time.monotonic() - began < 4.0
+    assert 1.9 < time.monotonic() - began < 8.0
 
 
 def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None:
@@ -164,7 +164,7 @@ def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None
     with pytest.raises(RankFailedError, match="has not answered"):
         client.set("x", b"")
     assert store.asked == asked
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 0.9  # less than the second that the first one waited
     assert not client.worker.is_idle, "nobody else may get it"
 
 
@@ -201,7 +201,7 @@ def test_a_frozen_host_of_the_store(is_waiting: bool, short: None) -> None:
         began = time.monotonic()
         with pytest.raises(RankFailedError, match="the store of the process group at here has not answered"):
             rounds.take("x", b"", b"".join, began + 1.0, 1.0)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 10.0
     finally:
         server.kill()
         server.join()
