@@ -67,8 +67,7 @@ class Report(Tabled):
     tensors: int
     """Number of tensors that were verified."""
     covered: Coverage | None = None
-    """How many bytes of a checkpoint were read and compared. None for plans, and if the structure already had findings.
-    """
+    """How many bytes of a checkpoint were read and compared. None for plans and damaged checkpoints."""
     covers: str = ""
     """In words, what was verified if there are no findings."""
 

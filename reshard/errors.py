@@ -61,7 +61,7 @@ class LayoutError(ReshardError, ValueError):
     """A layout is not supported, or ranks disagree about it."""
 
 
-class OptionError(ReshardError, ValueError):
+class OptionError(CheckpointError, ValueError):
     """An argument has a value that is not allowed. The message lists the allowed ones."""
 
 

@@ -200,7 +200,8 @@ class Topology:
         if lost:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5]) or "there is none"
             raise PlanError(
-                f"no rule matches {len(lost)} tensors: {lost[:20]}. The rules are for {patterns}. Add a last "
+                f"no rule matches {format_count(len(lost), 'tensor')}: {lost[:20]}. "
+                f"The rules are for {patterns}. Add a last "
                 "rule for all other tensors, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
             )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)

@@ -18,6 +18,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
+from planners.units import format_count
 from reshard.api.task_shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
@@ -167,7 +168,7 @@ def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
     if wrong:
         have, want = specs.get(wrong[0]), onto[wrong[0]].spec if wrong[0] in onto else None
         raise LayoutError(
-            f"{len(wrong)} tensors differ between the checkpoint and the layout given as onto=, such as "
+            f"the checkpoint and the layout given as onto= differ in {format_count(len(wrong), 'tensor')}, such as "
             f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
         )
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
+from planners.units import format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
@@ -219,7 +220,7 @@ def _summed(
 def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> StateLayout:
     missing = sorted(tensors.keys() - layouts.keys())
     if missing:
-        raise LayoutError(f"no layout is given for {len(missing)} tensors: {', '.join(missing[:8])}")
+        raise LayoutError(f"no layout is given for {format_count(len(missing), 'tensor')}: {', '.join(missing[:8])}")
     return StateLayout({fqn: layouts[fqn] for fqn in tensors})
 
 

@@ -399,8 +399,9 @@ class Mismatches:
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
         if options.dry_run or not (missing or unexpected or self.mismatched):
             return truth
+        idle = [f"no key matches strict={glob!r}" for glob in options.idle_globs([*match.names, *self.missing])]
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
-        error = kind(self._message(match, missing, unexpected, group, options.wording))
+        error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
         if self.alike:
             group.refuse(error)
         raise error
@@ -410,6 +411,7 @@ class Mismatches:
         match: KeyMatch,
         missing: Mapping[str, list[int]],
         unexpected: list[str],
+        idle: list[str],
         group: Group,
         wording: Wording,
     ) -> str:
@@ -417,7 +419,7 @@ class Mismatches:
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         kinds = _kinds(match)
-        where, fixes = _on_ranks(missing, group), []
+        where, fixes = _on_ranks(missing, group), idle
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
             what.append(f"  {moved.what}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from planners.plans.save import DIVIDE_ABOVE_BYTES
-from reshard.errors import CheckpointError, KeyMismatchError, LayoutError, OptionError, did_you_mean
+from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean
 from reshard.native.manifest import STAGE_BYTES
 from reshard.stored.checksums import CheckTime
 
@@ -86,6 +86,11 @@ class LoadOptions:
             return self.strict
         return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
 
+    def idle_globs(self, keys: Collection[str]) -> list[str]:
+        """Return the globs of `strict` that fit none of the keys."""
+        globs = self.strict if isinstance(self.strict, Mapping) else ()
+        return [glob for glob in globs if not any(fnmatch.fnmatchcase(key, glob) for key in keys)]
+
     @property
     def once_among(self) -> ReadOnce:
         """`read_once`, with True, None and False by name."""
@@ -124,7 +129,7 @@ class SaveKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What the caller of `save` chose; see there for what each means. Raises CheckpointError for what cannot be."""
+    """What the caller of `save` chose; see there. Raises OptionError for values that are not allowed."""
 
     select: Iterable[str] | None = None
     check_replicas: bool = True
@@ -140,23 +145,23 @@ class SaveOptions:
         for name in ("memory_budget_bytes", "divide_above_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{name} must be a number of bytes >= 1, got {value!r}")
+                raise OptionError(f"{name} must be a number of bytes >= 1, got {value!r}")
         if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
-            raise CheckpointError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
+            raise OptionError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
         if self.ranks_per_file > 1 and self.base is not None:
-            raise CheckpointError("ranks_per_file and base cannot be combined: leave one of them out")
+            raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
         if isinstance(self.select, str):
-            raise CheckpointError(f"select must be a list of globs, got the text {self.select!r}")
+            raise OptionError(f"select must be a list of globs, got the text {self.select!r}")
         if self.select is not None and not isinstance(self.select, Iterable):
-            raise CheckpointError(f"select must be a list of globs, got {self.select!r}")
+            raise OptionError(f"select must be a list of globs, got {self.select!r}")
         if self.select is not None:
             object.__setattr__(self, "select", tuple(self.select))
         if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
-            raise CheckpointError(f"select must be a list of strings, but contains {odd[0]!r}")
+            raise OptionError(f"select must be a list of strings, but contains {odd[0]!r}")
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
-            raise CheckpointError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
+            raise OptionError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
         if self.select == ():
-            raise CheckpointError("select is empty: nothing would be saved; leave it out to save everything")
+            raise OptionError("select is empty: nothing would be saved; leave it out to save everything")
 
     @property
     def globs(self) -> tuple[str, ...] | None:

@@ -13,7 +13,7 @@ from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, OptionError, StorageError
 from reshard.formats.opening import path_below, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
@@ -85,11 +85,11 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     Only files that saves and conversions wrote are removed: other files stay, and so do their
     folders. With an `executor`, each checkpoint is removed in a task.
 
-    Raises CheckpointError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
+    Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
     checkpoint.
     """
     if not isinstance(keep_last, int) or keep_last < 1:
-        raise CheckpointError(
+        raise OptionError(
             f"keep_last must be an integer >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
     check_executor(executor, 1, folder)

@@ -42,7 +42,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, options_of, renamed, with_options
-from reshard.errors import CheckpointError, FormatError, ReshardError, StorageError, format_names
+from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError, format_names
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -198,7 +198,7 @@ def async_save(
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
             if not may_wait:
-                raise CheckpointError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
+                raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
             check_stage(stage)
             for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
                 save.result()
@@ -330,6 +330,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         base=job.choice.save_id,
         bytes_reused=reused,
         passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
+        select=job.options.globs or (),
     )
 
 
@@ -684,12 +685,15 @@ class SaveReport(WrittenReport):
     """Bytes of tensors that this rank did not write because a file of an earlier save has them."""
     passed_over: tuple[str, ...] = ()
     """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data again."""
+    select: tuple[str, ...] = ()
+    """The globs of the keys that were saved. Empty if all were."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""
         counts = f"{format_count(self.tensors, 'tensor')}, {format_count(self.objects, 'object')}"
         head = f"{counts}, {format_bytes(self.total_bytes)} in {self.path!r}"
         odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
+        odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
             more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""

@@ -25,6 +25,7 @@ from reshard.errors import (
     FormatError,
     LayoutError,
     NewerVersionError,
+    OptionError,
     StorageError,
     format_ranks,
 )
@@ -299,9 +300,9 @@ class ToWrite:
 
 
 def check_stage(stage: str) -> None:
-    """Raises CheckpointError for a place that is none."""
+    """Raises OptionError for a place that is none."""
     if stage not in ("host", "device"):
-        raise CheckpointError(f"stage must be 'host' or 'device', got {stage!r}")
+        raise OptionError(f"stage must be 'host' or 'device', got {stage!r}")
 
 
 def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
@@ -401,7 +402,7 @@ def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, 
                 _log.warning("%s cannot be the base of the save: %s", folder or path, error)
                 passed.append(str(error))
             elif wanted != "auto":
-                raise
+                raise type(error)(f"base={os.fspath(wanted)!r}: {error}") from error
             continue
         return Choice(folder, manifest.save_id, unsure, tuple(passed[:_MOST_PASSED_OVER]))
     return Choice(passed_over=tuple(passed[:_MOST_PASSED_OVER]))

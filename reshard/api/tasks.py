@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import uuid4
 
-from reshard.errors import CheckpointError, ReshardError
+from reshard.errors import CheckpointError, OptionError, ReshardError
 from reshard.native.version import __version__
 
 __all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
@@ -375,13 +375,13 @@ def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
 
 
 def check_executor(executor: Executor | None, workers: int, *opened_by_workers: object) -> None:
-    """Raises CheckpointError for what no worker could open, and for workers of two kinds."""
+    """Raises CheckpointError for what no worker could open, and OptionError for workers of two kinds."""
     if workers < 1:
-        raise CheckpointError(f"workers must be >= 1, got {workers}")
+        raise OptionError(f"workers must be >= 1, got {workers}")
     if executor is None and workers == 1:
         return
     if executor is not None and workers > 1:
-        raise CheckpointError("an executor has its own workers: pass executor or workers, not both")
+        raise OptionError("an executor has its own workers: pass executor or workers, not both")
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise CheckpointError(
             f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}: of dask.distributed, "
@@ -411,7 +411,7 @@ class Processes(Executor):
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise CheckpointError(f"the number of processes must be >= 1, got {count}")
+            raise OptionError(f"the number of processes must be >= 1, got {count}")
         self.num_workers = count
         self._made: tuple[ProcessPoolExecutor, Connection] | None = None
 

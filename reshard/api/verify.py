@@ -112,10 +112,9 @@ def verify(
     with engine(executor, workers) as hands:
         if deep and covered is not None:
             findings += _deep_findings(checkpoint, against, covered.total_bytes, hands, progress)
-            if not findings:
-                covered = _covered(checkpoint, covered.total_bytes)
+            covered = _covered(checkpoint, covered.total_bytes) if not findings else None
         other = None
-        if against is not None and covered is not None and not findings:
+        if against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
     if other is not None and covered is not None:
         findings += other.findings

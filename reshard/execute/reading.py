@@ -17,7 +17,7 @@ import torch
 
 from planners.geometry.box import Box, Window
 from planners.plans.load import ReadItem
-from reshard.errors import CheckpointError, CorruptCheckpointError
+from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name
 from reshard.stored.checksums import BlockChecksums, most_to_check
@@ -58,16 +58,16 @@ class Workspace:
         """At most `memory_budget_bytes` for all threads together. `threads` None: the processors of
         this process, divided by the `sharers` processes that share them.
 
-        Raises CheckpointError for a budget that is too small to work in, or a number of threads below 1.
+        Raises OptionError for a budget that is too small to work in, or a number of threads below 1.
         """
         if threads is not None and threads < 1:
-            raise CheckpointError(f"threads must be >= 1, got {threads}")
+            raise OptionError(f"threads must be >= 1, got {threads}")
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = threads or max(1, min(MAX_THREADS, processors // max(sharers, 1)))
         if memory_budget_bytes is None:
             return cls(count, MAX_BUFFER_BYTES)
         if memory_budget_bytes < 2 * _MIN_PIECE_BYTES:
-            raise CheckpointError(
+            raise OptionError(
                 f"a memory budget of {memory_budget_bytes} bytes is too small: give at least {2 * _MIN_PIECE_BYTES}"
             )
         count = min(count, memory_budget_bytes // (2 * _MIN_PIECE_BYTES))

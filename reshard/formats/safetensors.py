@@ -12,6 +12,7 @@ import msgspec
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
+from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing
 from reshard.native.manifest import HF_INDEX
@@ -121,7 +122,7 @@ def _open_indexed(files: Files, index: str) -> Contents:
     extra = [key for key in contents.tensors if key not in weight_map]
     if extra:
         raise CorruptCheckpointError(
-            f"{label}: {len(extra)} tensors are missing from the index, such as {extra[0]!r}; the index is wrong"
+            f"{label}: the index does not list {format_count(len(extra), 'tensor')} of the file, such as {extra[0]!r}"
         )
     return contents
 

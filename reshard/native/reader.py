@@ -32,7 +32,7 @@ from reshard.native.manifest import (
 from reshard.state import key_of, path_from_json
 from reshard.storage.base import Storage
 from reshard.stored.checksums import EVERY_BLOCK, BlockChecksums
-from reshard.stored.contents import Contents, Facts, LazyMapping
+from reshard.stored.contents import Contents, Facts, LazyMapping, PlainValues
 from reshard.stored.safetensors import Offsets, read_offsets
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, LazyChunks, StoredChunk, StoredTensor
@@ -100,7 +100,7 @@ def open(files: Files) -> Contents:
         layout = from_json({"reshard": "state_layout", "version": 1, **manifest.layout})
         plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
-        objects = {key: decode_plain(data) for key, data in manifest.objects.items()}
+        objects = PlainValues({key: decode_plain(data) for key, data in manifest.objects.items()})
     except (PlanError, FormatError) as error:
         raise CorruptCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     if other := [key for key, path in paths.items() if key_of(path) != key]:

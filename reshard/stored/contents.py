@@ -9,15 +9,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from reshard.errors import FormatError
+from reshard.errors import FormatError, KeyMismatchError, did_you_mean
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
 from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "Record", "has_dcp",
-    "make_record_type", "merge", "unknown_class",
+    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "PlainValues", "Record",
+    "has_dcp", "make_record_type", "merge", "unknown_class",
 ]  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
     def __getitem__(self, name: K) -> V:
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            self._made[name] = self._makers[name]() if name in self._makers else _no_such(name, self)
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:
@@ -46,6 +46,17 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+
+class PlainValues(dict[str, Any]):
+    """Plain values by name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        _no_such(name, self)
+
+
+def _no_such(name: Any, known: Iterable[Any]) -> NoReturn:
+    raise KeyMismatchError(f"there is no {name!r}{did_you_mean(str(name), map(str, known))}")
 
 
 class Facts:

@@ -289,6 +289,8 @@ class LazyTensor:
     torch need its elements: they raise TypeError.
     """
 
+    __array_ufunc__ = None  # numpy leaves operators to this class, and does not read it as a sequence
+
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
 
@@ -362,9 +364,18 @@ def _refuse(lazy: LazyTensor, _: Any) -> NoReturn:
     raise TypeError(f"{lazy} is lazy, and operators need its elements: {_READ_FIRST}")
 
 
+def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
+    """Of what is no number or tensor, such as None, it differs as any object does."""
+    if lazy is not other and isinstance(other, torch.Tensor | np.ndarray | int | float | LazyTensor):
+        _refuse(lazy, other)
+    return NotImplemented
+
+
 for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(LazyTensor, f"__{_operator}__", _refuse)
     setattr(LazyTensor, f"__r{_operator}__", _refuse)
+for _operator in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(LazyTensor, f"__{_operator}__", _refuse_values)
 
 
 def whole(value: Any) -> Any:

@@ -49,7 +49,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, renamed
-from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, ReshardError, StorageError
+from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError
 from reshard.execute.exchange import new_group
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit
@@ -95,7 +95,7 @@ class Tier:
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
         timeout: limit for each call, in seconds or as a `timedelta`.
 
-    Raises CheckpointError for invalid arguments.
+    Raises OptionError for invalid arguments.
     """
 
     @renamed(deadline_s="timeout")
@@ -111,14 +111,14 @@ class Tier:
     ) -> None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
         if not text or "://" in text:
-            raise CheckpointError(f"folder must be a path on each host, such as '/dev/shm/run1', got {folder!r}")
+            raise OptionError(f"folder must be a path on each host, such as '/dev/shm/run1', got {folder!r}")
         if not isinstance(copies, int) or copies < 0:
-            raise CheckpointError(f"copies must be a number of hosts >= 0, got {copies!r}")
+            raise OptionError(f"copies must be a number of hosts >= 0, got {copies!r}")
         if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1024:
-            raise CheckpointError(f"max_inflight_bytes must be at least 1024, got {max_inflight_bytes!r}")
+            raise OptionError(f"max_inflight_bytes must be at least 1024, got {max_inflight_bytes!r}")
         name = socket.gethostname() if host is None else host
         if "/" in check_name(name, text):
-            raise CheckpointError(f"host must be the name of one folder, got {name!r}")
+            raise OptionError(f"host must be the name of one folder, got {name!r}")
         path = Path(os.path.abspath(text))
         self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, timeout)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
@@ -311,13 +311,13 @@ class Tier:
 
 def _check_step(step: object) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"step must be a number >= 0, got {step!r}")
+        raise OptionError(f"step must be a number >= 0, got {step!r}")
 
 
 def check_bytes_per_s(bytes_per_s: object) -> None:
-    """Raise CheckpointError if this is not a positive rate."""
+    """Raise OptionError if this is not a positive rate."""
     if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
-        raise CheckpointError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
+        raise OptionError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
 
 
 # `save`: each rank writes its part into the folder of its host, other hosts get copies, and then it

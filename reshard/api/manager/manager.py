@@ -27,7 +27,7 @@ from reshard.api.manager.policies import Every, Keep, Preemption, checked_metric
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.save import PendingSave, async_save, save, start_in_background
 from reshard.arguments import options_of, renamed, with_options
-from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, ReshardError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text
@@ -120,8 +120,8 @@ class CheckpointManager:
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
         options: of `reshard.save`, for all saves to storage, except `base` and `overwrite`.
 
-    Raises CheckpointError for invalid options and for a root where another manager saves; StorageError for a root that
-    is not writable.
+    Raises OptionError for invalid options; CheckpointError for a root where another manager saves; StorageError for a
+    root that is not writable.
     """
 
     @renamed(deadline_s="timeout", whole_every="full_every")
@@ -184,7 +184,7 @@ class CheckpointManager:
 
     def _check_options(self, options: SaveKeywords) -> None:
         if odd := {"base": "full_every", "overwrite": "a step of its own"}.keys() & options.keys():
-            raise CheckpointError(f"CheckpointManager decides {sorted(odd)} itself: see full_every and step")
+            raise OptionError(f"CheckpointManager decides {sorted(odd)} itself: see full_every and step")
         options_of("CheckpointManager", SaveOptions, options)
         wanted = {
             "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),
@@ -195,13 +195,13 @@ class CheckpointManager:
         }
         for name, (its, kind, words) in wanted.items():
             if not isinstance(its, kind):
-                raise CheckpointError(f"{name} must be {words}, got {its!r}")
+                raise OptionError(f"{name} must be {words}, got {its!r}")
         if (self._memory is None) != (self._memory_every is None):
-            raise CheckpointError("pass every= for saves to storage, and memory_every= if you pass memory=")
+            raise OptionError("pass every= for saves to storage, and memory_every= if you pass memory=")
         for name in ("full_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
-                raise CheckpointError(f"{name} must be an integer >= 1, got {its!r}")
+                raise OptionError(f"{name} must be an integer >= 1, got {its!r}")
         check_bytes_per_s(self._bytes_per_s)
 
     def save(
@@ -218,8 +218,9 @@ class CheckpointManager:
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
-            CheckpointError: the step is smaller than an earlier one, a metric is NaN, or the manager is closed. Nothing
-                was saved, and earlier steps are unchanged.
+            OptionError: the step is not a whole number, or a metric is NaN.
+            CheckpointError: the step is smaller than an earlier one, or the manager is closed. Nothing was saved, and
+                earlier steps are unchanged.
         """
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.errors import CheckpointError
+from reshard.errors import OptionError
 
 __all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
 
@@ -28,7 +28,7 @@ class Every:
         reshard.Every(steps=500)
         reshard.Every(steps=5000, seconds=1800)
 
-    Raises CheckpointError for missing or invalid values.
+    Raises OptionError for missing or invalid values.
     """
 
     steps: int | None = None
@@ -38,11 +38,11 @@ class Every:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
-            raise CheckpointError("Every needs steps=, seconds= or both")
+            raise OptionError("Every needs steps=, seconds= or both")
         if self.steps is not None and not _is_count(self.steps):
-            raise CheckpointError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
+            raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
-            raise CheckpointError(f"Every: seconds must be a positive number, got {self.seconds!r}")
+            raise OptionError(f"Every: seconds must be a positive number, got {self.seconds!r}")
 
     def is_multiple(self, step: int, before: int) -> bool:
         """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
@@ -66,7 +66,7 @@ class Keep:
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss")
 
-    Raises CheckpointError for invalid rules.
+    Raises OptionError for invalid rules.
     """
 
     last: int | None = None
@@ -81,15 +81,15 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not _is_count(self.last):
-            raise CheckpointError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
+            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
         if self.every is not None and not _is_count(self.every):
-            raise CheckpointError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
+            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
-            raise CheckpointError(
+            raise OptionError(
                 f"Keep: best must be an integer, and metric= name its metric, got {self.best!r} and {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
-            raise CheckpointError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
+            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that have the metric, the best first."""
@@ -123,10 +123,10 @@ class Preemption:
 
     def __post_init__(self) -> None:
         if self.asks is not None and not callable(self.asks):
-            raise CheckpointError(f"Preemption: asks must be a function, got {self.asks!r}")
+            raise OptionError(f"Preemption: asks must be a function, got {self.asks!r}")
         for number in self.signals:
             if number not in signal.valid_signals():
-                raise CheckpointError(f"Preemption: {number!r} is not a signal")
+                raise OptionError(f"Preemption: {number!r} is not a signal")
 
     def asked(self) -> list[str]:
         """Return what requests a save now, except signals."""
@@ -135,29 +135,29 @@ class Preemption:
 
 
 def checked_step(step: object) -> int:
-    """Return an integer, also from one of numpy's. Raises CheckpointError for other values."""
+    """Return an integer, also from one of numpy's. Raises OptionError for other values."""
     number = -1
     if not isinstance(step, bool) and hasattr(step, "__index__"):
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
             number = operator.index(step)
     if number < 0:
         # 60 characters of it, because it may be a state: the two are easily swapped
-        raise CheckpointError(f"step must be an integer >= 0, as in save(step, state), got {step!r:.60}")
+        raise OptionError(f"step must be an integer >= 0, as in save(step, state), got {step!r:.60}")
     return number
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return numbers by name. Raises CheckpointError for other values."""
+    """Return numbers by name. Raises OptionError for other values."""
     if not isinstance(metrics, Mapping | None):
-        raise CheckpointError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
+        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
     found = {}
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"metric {name!r} must be a number, got {value!r}") from error
+            raise OptionError(f"metric {name!r} must be a number, got {value!r}") from error
         if math.isnan(number):
-            raise CheckpointError(
+            raise OptionError(
                 f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "
                 "step. Leave the metric out to save without it, or check why training diverged"
             )

@@ -147,10 +147,12 @@ def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path:
     assert {one.fqn for one in reshard.compare(good, opened).findings} == {"a", "b", "scalar"}
 
 
-def test_nothing_is_said_of_values_where_the_structure_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
+def test_what_was_covered_of_a_damaged_checkpoint_is_not_said(tmp_path: Path, damage: str) -> None:
     path = written("native", tmp_path / "c")
     (file,) = path.glob("data-*/*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] if damage == "truncated" else data[:-1] + bytes([data[-1] ^ 1]))
 
     report = reshard.verify(path)
 

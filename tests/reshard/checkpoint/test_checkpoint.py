@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -185,6 +187,33 @@ def test_large_windows_are_read_in_pieces(tmp_path: Path) -> None:
         assert same(lazy[...], data.reshape(shape))
         assert storage.largest <= MAX_BUFFER_BYTES
         assert storage.nbytes_read == data.nbytes
+
+
+@pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt, operator.ge])
+@pytest.mark.parametrize("other", [torch.zeros(2), np.zeros(2, np.float32), 0, 0.5, in_memory(torch.zeros(2))])
+def test_values_are_not_compared_before_they_are_read(compare: Any, other: Any) -> None:
+    lazy = in_memory(torch.zeros(2))
+    for sides in ((lazy, other), (other, lazy)):
+        with pytest.raises(TypeError, match="is lazy"):
+            compare(*sides)
+
+
+@pytest.mark.parametrize("write", [reshard.save, torch.save])
+def test_values_that_are_not_there(tmp_path: Path, write: Callable[..., Any]) -> None:
+    write({"epoch": 3, "w": torch.zeros(2)}, tmp_path / "saved")
+
+    objects = reshard.open(tmp_path / "saved").objects
+    with pytest.raises(KeyMismatchError, match=r"there is no 'epohc': did you mean 'epoch'\?"):
+        objects["epohc"]
+    assert objects == {"epoch": 3}
+    assert objects.get("w") is None
+
+
+def test_a_lazy_tensor_may_be_a_key_and_differs_from_what_has_no_value() -> None:
+    lazy, other = in_memory(torch.zeros(2)), in_memory(torch.zeros(2))
+    assert {lazy: 1, other: 2}[lazy] == 1
+    assert lazy == {0: lazy}[0], "the same object"
+    assert lazy not in (None, "w")
 
 
 def test_names_that_are_not_there() -> None:

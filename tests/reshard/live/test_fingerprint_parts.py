@@ -236,7 +236,7 @@ def test_what_ranks_disagree_about():
     layout = {"w": TensorLayout(spec, Mesh({"dp": 2}), [Shard(0)])}
     with pytest.raises(LayoutError, match=r"tensor 'w': the parts .* hold 2 elements.*missing"):
         fingerprint({"w": one}, layouts=layout, rank=0, exchange=alone)
-    with pytest.raises(LayoutError, match="no layout is given for 1 tensors: v"):
+    with pytest.raises(LayoutError, match="no layout is given for 1 tensor: v"):
         fingerprint({"v": one}, layouts=layout, exchange=alone)
     with pytest.raises(LayoutError, match=r"tensor 'w' on rank 1: .*\(3,\) does not fit"):
         fingerprint({"w": torch.zeros(3)}, layouts=layout, rank=1, exchange=alone)
