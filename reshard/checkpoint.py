@@ -222,7 +222,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
             },
             figures=[
-                ("format", self.format), ("tensors", f"{len(self):,}"), ("their bytes", format_bytes(total)),
+                ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
                 ("other values", f"{len(self.objects):,}"), ("ranks that saved", f"{layout.world_size:,}"),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],

@@ -150,7 +150,7 @@ def difference_page(
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
         figures=_figures(figures),
-        findings=_listed("Besides", [f"{name}: {text}" if name else text for name, text in findings]),
+        findings=_listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
     )
 
 
@@ -261,7 +261,7 @@ def _lies(layout: TensorLayout) -> str:
     if layout.mesh is not None and layout.mesh.size > 1:
         return placed(layout)
     pieces = Owners(layout).pieces
-    return "in one piece" if pieces <= 1 else f"{pieces:,} pieces"
+    return "in one chunk" if pieces <= 1 else f"{pieces:,} chunks"
 
 
 def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:

@@ -508,7 +508,7 @@ dl div { background: var(--card); padding: 14px 18px; flex: 1 1 140px; }
 dt { color: var(--soft); font-size: 13px; }
 dd { margin: 2px 0 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.3; }
 dd small { display: block; font-size: 13px; font-weight: 400; color: var(--soft); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 28px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 28px; align-items: end; }
 .between { margin: -12px 0 14px; overflow-wrap: anywhere; }
 .between b { color: var(--ink); font-weight: 600; }
 .verdict { border-left: 4px solid var(--right); padding: 2px 12px; margin: 0 0 20px; color: var(--ink); }

@@ -491,7 +491,7 @@ class CompareReport(Report):
 
         other = {name for name, measure in measures.items() if measure.differing}
         told = [(f.fqn or "", f.message) for f in self.findings if f.fqn not in other]
-        return difference_page("What differs", self.labels, measures, told, self.covers)
+        return difference_page("Differences", self.labels, measures, told, self.covers)
 
     def _repr_html_(self) -> str:
         if self.measures is None:
