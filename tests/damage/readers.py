@@ -291,7 +291,7 @@ def _based(scene: Scene) -> Read:
 
 def _recovered(scene: Scene) -> Read:
     state = _live()
-    report = reshard.elastic.Tier(scene.path, host="a", copies=0).recover(state)
+    report = reshard.elastic.Tier(scene.path, host="a", copies=0).restore(state)
     return Read(state, f"{report!r} {report.load!r}", report.load.ok)
 
 

@@ -153,7 +153,7 @@ class Tier:
             StorageError: a host does not have enough space, or its folder belongs to another job.
         """
         group = self._group()
-        with phase("keep", path=self.settings.folder), group.together("Tier.save"):
+        with phase("Tier.save", path=self.settings.folder), group.together("Tier.save"):
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             job = self._begun(group, "Tier.save", state_dict, step, options)
             return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
@@ -180,7 +180,7 @@ class Tier:
             bytes_per_s: limit for the average bandwidth that each rank uses to send and receive.
         """
         group = self._group()
-        with phase("async_keep", path=self.settings.folder, goes_on=True):
+        with phase("Tier.async_save", path=self.settings.folder, goes_on=True):
             with group.together("stage"):
                 check_bytes_per_s(bytes_per_s)
                 options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
@@ -239,7 +239,7 @@ class Tier:
         """
         self._settle()
         group = self._group()
-        with phase("recover", path=self.settings.folder), group.together("Tier.restore"):
+        with phase("Tier.restore", path=self.settings.folder), group.together("Tier.restore"):
             if step is not None:
                 _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)

@@ -127,7 +127,7 @@ def recovered(folder: str) -> tuple[int | None, list[float]]:
     """On what is left of them."""
     state = {"w": distribute_tensor(torch.zeros(4 << 20), init_device_mesh("cpu", (2,)), [Shard(0)])}
     state["own"] = reshard.PerRank(0, on_change="keep")  # type: ignore[assignment]
-    step = Tier(folder, host="h0", copies=0).recover(state).step
+    step = Tier(folder, host="h0", copies=0).restore(state).step
     return step, state["w"].full_tensor()[:: 1 << 20].tolist()
 
 
