@@ -39,7 +39,7 @@ from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.live.tensors import local_tensors
-from reshard.ranks.group import Group, device_of_kind, seconds
+from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
 from reshard.ranks.spans import Span
 
@@ -189,7 +189,7 @@ class Prepared:
         if self._first:
             group.barrier()  # no rank writes before all are ready
         self._first = False
-        with torch.no_grad(), Waiter(group, self._device, seconds(self._options["timeout"])) as waiter:
+        with torch.no_grad(), Waiter(group, self._device) as waiter:
             self._moving = True
             self._ask(group, waiter)
             self._values.assign(values)

@@ -169,8 +169,8 @@ class Exchange:
         self._build_rounds()
         self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
 
-    def run(self, group: Group, deadline_s: float = 1800.0, pace: Callable[[int], None] | None = None) -> None:
-        """Move everything. All ranks of `group` do so together, and within `deadline_s` seconds.
+    def run(self, group: Group, pace: Callable[[int], None] | None = None) -> None:
+        """Move everything. All ranks of `group` do so together, and before the deadline of their phase.
 
         Args:
             pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
@@ -179,7 +179,7 @@ class Exchange:
         `Waiter` says.
         """
         self._pace = pace
-        with Waiter(group, self._device, deadline_s) as waiter:
+        with Waiter(group, self._device) as waiter:
             self.move(group, waiter)
             waiter.settle([self._device, *self._elsewhere])
 
@@ -402,11 +402,10 @@ class Waiter:
     - No message reaches its time limit, which would end all connections.
     """
 
-    def __init__(self, group: Group, device: torch.device, deadline_s: float) -> None:
-        """`deadline_s`: how long all of the waiting may take, from now on."""
+    def __init__(self, group: Group, device: torch.device) -> None:
+        """All of the waiting ends with the deadline of the group's phase."""
         self._group = group
         self._device = device
-        self._deadline, self._allowed_s = time.monotonic() + deadline_s, deadline_s
         self._blocks = device.type == "cpu"
         self._worker, self._at = Worker(), 0
         self._in_flight: deque[tuple[dist.P2POp, Any]] = deque()
@@ -489,8 +488,8 @@ class Waiter:
     def _look(self, what: str, who: str) -> None:
         """Raise the failure of another rank, or DeadlineError when the time is up."""
         self._group.check()
-        if time.monotonic() > self._deadline:
-            raise DeadlineError(f"{what} within {self._allowed_s:g} s. Check what {who} in, or waits for")
+        if time.monotonic() > self._group.deadline:
+            raise DeadlineError(f"{what} within {self._group.allowed_s:g} s. Check what {who} in, or waits for")
 
     def settle(self, devices: Iterable[torch.device]) -> None:
         """Wait until the current streams of these devices have done all queued work, including messages between
@@ -579,7 +578,7 @@ def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
 
     Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the phase's time is up.
     """
-    waiter = Waiter(group, torch.device("cpu"), group.deadline - time.monotonic())
+    waiter = Waiter(group, torch.device("cpu"))
     make = partial(dist.new_group, list(group.ranks), backend="gloo", use_local_synchronization=is_part)
     what = "a process group was not made by all ranks"
     made: dist.ProcessGroup = waiter.outcome(Worker().begin(make), lambda: what, "a rank hangs")

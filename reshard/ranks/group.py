@@ -348,6 +348,11 @@ class Group:
         return self._phases[-1].deadline if self._phases else float("inf")
 
     @property
+    def allowed_s(self) -> float:
+        """How long the current phase may take, in seconds."""
+        return self._phases[-1].allowed_s if self._phases else self._deadline_s
+
+    @property
     def failed(self) -> bool:
         """Whether a phase has failed: then every verb raises its failure, and only a new group can continue."""
         return self._rounds is not None and self._rounds.failure is not None

@@ -202,9 +202,11 @@ class Rounds:
     def seen(self) -> None:
         """Say that this rank knows the outcome of the latest round. The first rank waits for the others, briefly.
 
-        It often hosts the store, and with its process the outcome would be gone before the others have read it.
+        It often hosts the store, and with its process the outcome would be gone before the others have read it. A store
+        that says nothing holds up no rank until the deadline: how it ended is known.
         """
         known = self.failure
+        self._store.until = min(self._store.until, time.monotonic() + _SEEN_S)
         try:
             self._acknowledge(self._round - (known is None))
         except RankFailedError:  # the store is gone, but we know already how it ended

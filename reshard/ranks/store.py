@@ -85,7 +85,7 @@ class SharedStore:
 
     def give_back(self, client: StoreClient) -> None:
         """It may be lent again."""
-        if client.worker.is_idle and client.second.is_idle:  # also with what a caller has left
+        if client.is_usable:
             self._idle.append(client)
 
     def _open(self) -> KeyValueStore:
@@ -270,6 +270,12 @@ class StoreClient:
         self._address, self._silent_for = address, ""
         self.worker, self.second = Worker(), Worker()
         self._appends = store.has_extended_api()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another caller may have it: the store has answered every question, also those that a caller has
+        left."""
+        return self.worker.is_idle and self.second.is_idle and not self._silent_for
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every

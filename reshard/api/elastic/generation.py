@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -434,7 +433,7 @@ def move(
         process_group=process_group,
         is_discarded=True,
     )
-    exchange.run(group, max(group.deadline - time.monotonic(), 1.0), pace)
+    exchange.run(group, pace)
     for path in files.values():
         _sync(path)
     return exchange.received_bytes
@@ -591,7 +590,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(
             f"{ranks} have host={host!r}, but see different folders {hosts.folder}: ranks of one host must share "
-            "the folder, and hosts must have different names"
+            "the folder, and hosts must have different names. If another job has just taken it, end that job"
         )
     return replace(hosts, owner=owner)
 

@@ -143,7 +143,7 @@ def _differences(mesh: Any) -> None:
 def _replayed(prepared: Any) -> tuple[dict[str, int], ...]:
     """What a replay waits for on the host, takes of memory, and copies from and to the host, before all ranks meet."""
     group = Group()
-    with group.together("replay"), Waiter(group, prepared._device, 60.0) as waiter:
+    with group.together("replay"), Waiter(group, prepared._device) as waiter:
         torch.get_device_module(DEVICE).synchronize()
         with torch.no_grad(), simulated.watch() as seen:
             prepared._ask(group, waiter)
@@ -155,12 +155,12 @@ def _hangs(mesh: Any) -> None:
     """A message that never comes is an error when the time is up, and the host does not wait for it for ever."""
     device, group = torch.device(DEVICE, torch.get_device_module(DEVICE).current_device()), Group()
     query = simulated.Event.query
-    with group.together("hang"):
+    with group.together("hang"), group.together("wait", deadline_s=0.2, meet=False):
         simulated.Event.query = lambda self: False  # type: ignore[method-assign]
         try:
             with (
                 pytest.raises(DeadlineError, match=r"did not finish within 0\.2 s"),
-                Waiter(group, device, 0.2) as waiter,
+                Waiter(group, device) as waiter,
             ):
                 waiter.settle([device])
         finally:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +26,8 @@ from planners import (
     verify,
 )
 from planners.plans.transfer import plan_read_once
-from reshard.execute.exchange import LARGE_BYTES, RankWork, round_bytes
+from reshard.errors import ReshardError
+from reshard.execute.exchange import LARGE_BYTES, Exchange, RankWork, round_bytes
 from tests import gloo
 from tests.reshard.api import live_layouts
 from tests.reshard.api.live_layouts import local
@@ -145,6 +149,35 @@ def test_a_load_reads_every_needed_byte_once_in_the_whole_job(tmp_path):
         assert read == total, case
         assert all(sum(row[True]) == row[False][0] for row in rows), case  # read or received: each wanted byte once
         assert sum(row[False][0] for row in rows) >= total
+
+
+def hung_job(path: str) -> tuple[str, float]:
+    """Rank 1 hangs where it is to pass on what it has read: how the other one's load ended, and after how long."""
+    every, known = (0, 1), Path(f"{path}-known")
+    reshard.save(live_layouts.placed({"w": torch.ones(64, 8)}, every, (2,), [Shard(0)]), path)
+    target = live_layouts.placed({"w": torch.zeros(64, 8)}, every, (2,), [Replicate()])
+
+    def hang(*_: Any) -> None:
+        while not known.exists():
+            time.sleep(0.05)
+
+    if dist.get_rank() == 1:
+        mock.patch.object(Exchange, "run", hang).start()
+    said, begin = "", time.monotonic()
+    try:
+        reshard.load(target, path, read_once=True, timeout=2.0)
+    except ReshardError as error:
+        said = str(error)
+    took_s = time.monotonic() - begin
+    known.touch()
+    return said, took_s
+
+
+@pytest.mark.gloo
+def test_a_rank_that_hangs_while_ranks_pass_on_what_they_read_ends_the_load_in_time(tmp_path):
+    said, took_s = gloo.run(hung_job, 2, str(tmp_path / "ckpt"), timeout_s=60.0)[0]
+    assert "to or from rank 1 was not delivered within 2 s" in said
+    assert took_s < 2.0 + gloo.SOON_S
 
 
 def memory_job(budget: int) -> dict[str, int]:

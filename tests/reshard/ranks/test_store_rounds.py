@@ -117,11 +117,11 @@ def test_a_rank_that_dies_while_it_closes_a_round_fails_it() -> None:
 
 
 class _Silent:
-    """A store whose host is gone without a word from some question on: whoever asks is never answered."""
+    """A store whose host is gone without a word from some question on: whoever asks is answered when it is back."""
 
     def __init__(self) -> None:
         self.store: Any = dist.HashStore()
-        self.is_silent = threading.Event()
+        self.is_silent, self.is_back = threading.Event(), threading.Event()
         self.asked = 0
 
     def has_extended_api(self) -> bool:
@@ -131,7 +131,7 @@ class _Silent:
         def call(*args: Any) -> Any:
             self.asked += 1
             if self.is_silent.is_set():
-                threading.Event().wait()
+                self.is_back.wait()
             return getattr(self.store, name)(*args)
 
         return call
@@ -165,7 +165,37 @@ def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None
         client.set("x", b"")
     assert store.asked == asked
     assert time.monotonic() - began < 0.9  # less than the second that the first one waited
-    assert not client.worker.is_idle, "nobody else may get it"
+    assert not client.is_usable
+
+
+def test_a_client_that_the_store_has_failed_is_no_one_elses(short: None) -> None:
+    """Also when the store answers again: it would raise the old error for every later call."""
+    store = _Silent()
+    client = StoreClient(store)
+    assert client.is_usable
+    store.is_silent.set()
+    with pytest.raises(RankFailedError, match="has not answered"):
+        client.add("x", 1)
+    store.is_back.set()
+    until = time.monotonic() + 10.0
+    while not client.worker.is_idle:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not client.is_usable
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_knows_how_it_ended_waits_only_briefly_for_the_store_to_hear_it(rank: int, short: None) -> None:
+    """And not until the deadline of a call that has succeeded."""
+    store = _Silent()
+    every = [Rounds(StoreClient(store), place, range(2)) for place in range(2)]
+    until = time.monotonic() + 60.0
+    assert _all_ranks(2, lambda place: every[place].take("x", b"%d" % place, b"".join, until, 60.0)) == [b"01"] * 2
+    store.is_silent.set()
+    began = time.monotonic()
+    every[rank].seen()
+    assert time.monotonic() - began < 10.0
+    assert every[rank].failure is None
 
 
 def test_a_question_may_take_as_long_as_the_call(short: None) -> None:
