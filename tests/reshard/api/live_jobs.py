@@ -516,7 +516,7 @@ def hang_job(seconds: float) -> str:
         store.wait([f"gave up {other}" for other in every if other != rank], timedelta(seconds=100))
         return ""
     # only now, so that a slow machine does not miss it where nobody hangs
-    prepared._options = {**prepared._options, "timeout": seconds}
+    prepared._group._deadline_s = seconds
     end = ""
     try:
         prepared.run()
