@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,15 @@ def live(mesh: Any, values: dict[str, torch.Tensor], placements: dict[str, list[
     return {"model": {**tensors, **rest}, "step": step, "rng": reshard.PerRank(dist.get_rank(), on_change="keep")}
 
 
+def lose_host(folder: str) -> None:
+    """Kill this process when the other one of its host is here, too: whichever is late would meet its end first."""
+    rank = dist.get_rank()
+    Path(f"{folder}-here-{rank}").touch()
+    while not Path(f"{folder}-here-{rank ^ 1}").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+
+
 def trained(folder: str) -> None:
     """8 ranks on 4 hosts: two steps are kept, and in the third all processes of a host are killed."""
     rank = dist.get_rank()
@@ -45,7 +55,7 @@ def trained(folder: str) -> None:
         assert report.number == step
         assert sum(report.bytes_by_host.values()) == 2 * report.total_bytes
     if rank // 2 == 1:
-        with mock.patch.object(keeping._KeepJob, "_mirror", side_effect=lambda *_: os.kill(os.getpid(), 9)):
+        with mock.patch.object(keeping._KeepJob, "_mirror", side_effect=lambda *_: lose_host(folder)):
             tier.save(live(mesh, whole(3), cuts, 3), 3)
     tier.save(live(mesh, whole(3), cuts, 3), 3)
 
@@ -118,7 +128,7 @@ def lost_while_joining(folder: str) -> None:
     state = sharded(float(rank))
     tier.save(state, 1)
     dist.barrier()
-    lost = mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: os.kill(os.getpid(), 9))
+    lost = mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: lose_host(folder))
     with lost if rank // 2 == 1 else nullcontext():
         tier.async_save(state, 2).result()
 
