@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,32 +28,39 @@ RUNS = 6
 OLD, NEW = 4, 2
 
 
-def save(path: str) -> None:
+def state() -> dict[str, Any]:
     """All values say how many ranks wrote them."""
-    commit.CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    state = {
+    return {
         "cut": distribute_tensor(torch.full((10, 6), float(world)), mesh, [Shard(0)]),
         "copied": distribute_tensor(torch.full((5,), world), mesh, [Replicate()]),
         "of": {f"rank{dist.get_rank()}": torch.full((3,), float(world))},
         "world": world,
     }
-    reshard.save(state, path)
+
+
+def save(path: str) -> None:
+    commit.CLAIMING_S = 0.0  # a save that died before it made its claim is taken for dead at once
+    reshard.save(state(), path)
 
 
 def killed(path: str, victims: list[int], when: float) -> tuple[str, float]:
     """Save, while the victims are killed after so much of the time that a save takes; how it ended, and how soon."""
     save(f"{path}-rehearsal")  # imports, first connections
+    mine = state()  # before anyone dies: torch's own messages would fail
     begin = time.monotonic()
-    save(f"{path}-rehearsal")
+    reshard.save(mine, f"{path}-rehearsal")
     duration_s = time.monotonic() - begin
     dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{path} {dist.get_rank()}", "")  # out of torch's barrier
     if dist.get_rank() in victims:
+        store.wait([f"{path} {rank}" for rank in range(dist.get_world_size())])
         threading.Timer(when * duration_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     begin = time.monotonic()
     try:
-        save(path)
+        reshard.save(mine, path)
     except ReshardError as error:
         return type(error).__name__, time.monotonic() - begin
     finally:
