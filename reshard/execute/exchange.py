@@ -19,7 +19,7 @@ from planners.geometry.layout import Form
 from planners.plans.plan import verify
 from planners.plans.schedule import Message, Schedule, schedule
 from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, plan_read_once
-from reshard.errors import DeadlineError, ReshardError
+from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
 from reshard.live.dtypes import raw_elements
 from reshard.live.state import LiveTensor
@@ -407,7 +407,7 @@ class Waiter:
         self._group = group
         self._device = device
         self._blocks = device.type == "cpu"
-        self._worker, self._at = Worker(), 0
+        self._worker, self._at, self._peer = Worker(), 0, -1
         self._in_flight: deque[tuple[dist.P2POp, Any]] = deque()
         """Messages that have not been waited for."""
         self._is_over = False
@@ -526,9 +526,8 @@ class Waiter:
         try:
             if self._blocks:
                 pending = self._worker.begin(self._gathered, numbers, process_group)
-                rows: torch.Tensor = self.outcome(
-                    pending, lambda: "the last messages were not delivered", "a rank hangs"
-                )
+                words = "the last message of rank {} was not delivered"
+                rows: torch.Tensor = self.outcome(pending, lambda: words.format(self._peer), "that rank hangs")
                 self._worker.pending = None
                 self._in_flight.clear()
                 return rows.sum(0)
@@ -537,8 +536,12 @@ class Waiter:
             except RuntimeError as error:
                 self._lost(error)
             return numbers
-        except DeadlineError:
-            self._group.barrier()  # ends at once, and says who is missing
+        except DeadlineError as late:
+            try:
+                self._group.barrier()  # ends at once, and says who is missing
+            except RankFailedError as gone:  # it had its part of the messages, and has gone on and ended since
+                gone.args = (f"{gone}. Before that, {late}",)
+                raise
             raise
 
     def _gathered(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -548,10 +551,10 @@ class Waiter:
         rows, known = numbers.repeat(world, 1), 1
         while known < world and not self._is_over:
             more = min(known, world - known)
-            peers = [ranks[(place - known) % world], ranks[(place + known) % world]]
+            self._peer = ranks[(place + known) % world]
             ops = [
-                dist.P2POp(dist.isend, rows[:more], peers[0], process_group),
-                dist.P2POp(dist.irecv, rows[known : known + more], peers[1], process_group),
+                dist.P2POp(dist.isend, rows[:more], ranks[(place - known) % world], process_group),
+                dist.P2POp(dist.irecv, rows[known : known + more], self._peer, process_group),
             ]
             self._wait_each(self._begun(ops))
             known += more

@@ -6,8 +6,10 @@ import gc
 import os
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import reshard
 from planners import BlockShard, Box, Mesh, Shard as PlannedShard, TensorLayout, TensorSpec, View, concat
+from reshard.errors import RankFailedError, ReshardError
+from reshard.execute.exchange import Waiter
 from reshard.mapping import Concat, Mapping, Rename
+from reshard.ranks.group import Group
 from tests.reshard.api import live_layouts
 from tests.reshard.api.live_layouts import LAYOUTS, local, numbers, truth
 from tests.same import bits
@@ -500,6 +505,33 @@ def flight_job() -> dict[str, Any]:
     except Exception as error:
         out["drift"] = type(error).__name__, str(error)
     return out
+
+
+def lost_message_job(seconds: float) -> str:
+    """The last message of rank 2 to rank 1 is lost. Rank 0 has all of its own, goes on, and ends."""
+    rank, every = dist.get_rank(), (0, 1, 2, 3)
+    source = live_layouts.placed({"w": torch.ones(9, 9)}, every, (4,), [Shard(0)])
+    target = live_layouts.placed({"w": torch.zeros(9, 9)}, every, (4,), [Shard(1)])
+    prepared = reshard.prepare(source, target)
+    prepared.run()
+    store = dist.distributed_c10d._get_default_store()
+    prepared._group._deadline_s = seconds
+    meet, begun = Waiter.meet, Waiter._begun
+
+    def losing(self: Waiter, process_group: Any) -> None:
+        with mock.patch.object(Waiter, "_begun", lambda waiter, ops: begun(waiter, [op for op in ops if op.peer != 1])):
+            meet(self, process_group)
+
+    gone = mock.patch.object(Group, "barrier", side_effect=RankFailedError("rank 0 is gone", rank=0))
+    end = ""
+    with gone, mock.patch.object(Waiter, "meet", losing) if rank == 2 else nullcontext():
+        try:
+            prepared.run()
+        except ReshardError as error:
+            end = str(error)
+    store.set(f"ended {rank}", "")
+    store.wait([f"ended {other}" for other in every], timedelta(seconds=100))
+    return end
 
 
 def hang_job(seconds: float) -> str:

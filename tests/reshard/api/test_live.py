@@ -182,6 +182,15 @@ def test_a_rank_that_hangs_ends_the_transfer_of_the_others_at_the_deadline():
         assert "within 3 s" in end
 
 
+@pytest.mark.not_simulated("its ranks meet by the device's own collectives")
+def test_who_waits_for_a_message_names_its_sender_where_others_have_gone_on_and_ended():
+    ends = gloo.run(live_jobs.lost_message_job, 4, 3.0)
+
+    assert ends[0] == ends[2] == ""
+    assert "rank 0 is gone. Before that, the last message of rank 2 was not delivered within 3 s" in ends[1]
+    assert "rank 0 is gone. Before that, the last message of rank 1 was not delivered within 3 s" in ends[3]
+
+
 def test_without_a_process_group_a_single_process_moves_its_own():
     spec = {n: TensorSpec(n, (rows, 4), "float32") for n, rows in (("q", 4), ("k", 2))}
     source = {n: torch.randn(s.shape) for n, s in spec.items()} | {"step": 7}
