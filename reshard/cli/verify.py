@@ -58,6 +58,8 @@ def _verdict(covered: Coverage, against: str | None) -> str:
         return f"complete and undamaged: {total} of values verified{same}"
     if covered.is_full:
         return f"complete: {total} of values verified{same}. The format has no checksum of names, shapes, and objects"
+    if not covered.checked_bytes:
+        return f"complete: {total} of values read, none verified{same}. A changed value would not be detected"
     return (
         f"complete: {total} of values read, {checked} of them verified{same}. The rest has no checksums, so a changed "
         "value would not be detected"
