@@ -58,6 +58,9 @@ class ConvertReport(WrittenReport, CheckedReport):
     left_out: tuple[str, ...]
     """Keys of the source that the format cannot store. With `normalized`, also values that have no
     canonical name and are not plain data, such as per-rank values and averages of the model."""
+    retyped: Mapping[str, tuple[str, str]]
+    """Keys of containers whose class the format does not record, such as a named tuple: that class, and the builtin
+    one that was written."""
     warnings: tuple[str, ...]
     """Warnings about the source."""
 
@@ -69,6 +72,8 @@ class ConvertReport(WrittenReport, CheckedReport):
     def __repr__(self) -> str:
         """One line."""
         odd = f", left out {format_names(self.left_out)}" if self.left_out else ""
+        retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
+        odd += f", retyped {format_names(retyped)}" if retyped else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
         odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
         head = f"{format_count(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
@@ -184,6 +189,7 @@ def _report(
         resumed=resumed,
         aliases=dict(state.aliases),
         left_out=writer.left_out,
+        retyped=writer.retyped,
         warnings=writer.contents.warnings,
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),

@@ -113,8 +113,8 @@ class ConvertJob:
         for key, why in writer.refused.items():
             globs = [*(self.select or ("*",)), *("!" + escape(key) for key in writer.refused)]
             raise FormatError(
-                f"{len(writer.refused)} objects of {state.url} cannot be written, such as {key!r}: {why}. To leave "
-                f"them out: select={globs}"
+                f"{format_count(len(writer.refused), 'object')} of {state.url} cannot be written, such as {key!r}: "
+                f"{why}. To leave them out: select={globs}"
             )
         return writer
 

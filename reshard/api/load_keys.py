@@ -446,7 +446,7 @@ class Mismatches:
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
         if missing or unexpected:
             fixes.append(wording.allow)
-        if any("saved as" in line for line in self.mismatched):
+        if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         head = f"{match.checkpoint.url} does not match the state to load into:"
         return "\n".join([head, *what, *(f"  fix: {fix}" for fix in fixes), *lines])

@@ -19,8 +19,8 @@ from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "class_name", "copy_containers", "flatten", "leaves_of", "map_leaves",
-    "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
+    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
+    "map_leaves", "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
     "unresolved_class",
 ]  # fmt: skip
 
@@ -339,6 +339,19 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
     return f"dict:{class_name(value)}" + (f"[{','.join(sorted(map(_name, keys)))}]" if keys else "")
 
 
+def builtin_kinds(containers: Mapping[KeyPath, str]) -> tuple[dict[KeyPath, str], dict[str, tuple[str, str]]]:
+    """The same containers as dicts, lists, and tuples alone, which other programs read without the classes that they
+    were of; and by key, those classes and what is in their place."""
+    kinds: dict[KeyPath, str] = {}
+    retyped: dict[str, tuple[str, str]] = {}
+    for path, kind in containers.items():
+        base, _, name = kind.partition(":")
+        kinds[path] = {"tensor": "dict", "deque": "list"}.get(base, base)
+        if kinds[path] != kind:
+            retyped[key_of(path)] = base if base == "deque" else name, kinds[path]
+    return kinds, retyped
+
+
 def make_sequence(kind: str, items: Iterable[Any]) -> Any:
     """A sequence of a kind that `sequence_kind` returns. Raises FormatError for any other."""
     base, _, rest = kind.partition(":")
@@ -449,7 +462,8 @@ def _alike(value: Any, live: Any) -> Any:
         items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
         return items if type(live) is dict else _mapping(items, live)
     if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
-        return _with_items(value, [*map(_alike, value, live)])
+        is_plain = type(value) in (list, tuple) and type(live) not in (list, tuple)
+        return _with_items(live if is_plain else value, [*map(_alike, value, live)])
     return value
 
 

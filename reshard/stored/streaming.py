@@ -330,12 +330,14 @@ class FormatWriter(ABC):
     """Keys that the format cannot hold, or that have no canonical name."""
     refused: dict[str, str]
     """Objects that cannot be written, by key, and why: they must be left out on purpose."""
+    retyped: dict[str, tuple[str, str]]
+    """Containers of classes that the format does not record, by key: the class, and the one in its place."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         self.contents = contents
         self.job_id = target.job_id
         self.left_out = contents.left_out
-        self.refused = {}
+        self.refused, self.retyped = {}, {}
         self._prints: dict[str, Partial] = {}
         self._small: list[tuple[TensorSpec, torch.Tensor, Box]] = []
 

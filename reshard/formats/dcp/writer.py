@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from reshard.formats.format import Writing
 from reshard.formats.torch_save.writer import (
     begin_archive,
     end_archive,
+    paths_in_order,
     pickled_tensor,
+    refused_objects,
     tensor_record,
-    unknown_objects,
     with_sums,
 )
 from reshard.live.dtypes import dtype_from_name
-from reshard.state import IntKey, KeyPath
+from reshard.live.tree import builtin_kinds, unflatten
+from reshard.state import IntKey, KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, spread
@@ -46,9 +50,10 @@ class DcpWriter(FormatWriter):
     """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        super().__init__(contents, target)
+        nested, retyped = as_torch_nests(contents)
+        super().__init__(nested, target)
         self.left_out += tuple(contents.per_rank)
-        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
+        self.refused, self.retyped = refused_objects(nested.objects), retyped
         plan = spread([self.stored(name).spec for name in self.names], target)
         specs, files = plan.layout.specs, []
         for rank in range(plan.world_size):
@@ -149,8 +154,41 @@ def tensor_metadata(spec: TensorSpec, boxes: Iterable[Box] = ()) -> TensorStorag
 def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tuple[Any, ...]]:
     """Return what torch calls `planner_data`: the path of each key in the nested state."""
     return {
-        key: tuple(part.value if isinstance(part, IntKey) else part for part in paths.get(key, (key,))) for key in keys
+        key: tuple(str(part.value) if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
+        for key in keys
     }
+
+
+def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, str]]]:
+    """The state with the keys that torch gives it, which its `load` looks for; and by key, the classes of containers
+    that are lost by that, and what is in their place.
+
+    torch takes mappings apart, and lists that hold tensors or mappings. Any other sequence is one object:
+
+        group.betas.0: 0.9, group.betas.1: 0.95    ->    group.betas: (0.9, 0.95)
+
+    A tuple that holds tensors is one object for torch, too, pickled with its tensors. Here it becomes a list.
+    """
+    kinds, retyped = builtin_kinds(contents.containers)
+    paths = paths_in_order(contents)
+    tensors = {key: path for key, path in paths.items() if key not in contents.objects}
+    apart = _taken_apart(paths.values(), tensors.values(), kinds)
+    for path in apart:
+        if kinds.get(path) == "tuple":
+            retyped[key_of(path)] = retyped.get(key_of(path), ("tuple",))[0], "list"
+    keys, nests = dict[KeyPath, str](), defaultdict[KeyPath, tuple[dict[KeyPath, Any], dict[KeyPath, str]]](_nest)
+    for key in contents.objects:
+        at = _object_at(paths[key], apart)
+        keys[at] = key if at == paths[key] else key_of(at)
+        nests[at][0][paths[key][len(at) :]] = contents.objects[key]
+    for path, kind in kinds.items():
+        at = _object_at(path if kind == "dict" else (*path, 0), apart)
+        if len(at) <= len(path) and not (kind == "dict" and at == path):
+            keys.setdefault(at, key_of(at))
+            nests[at][1][path[len(at) :]] = kind
+    objects = {keys[at]: unflatten(*nest) for at, nest in nests.items()}
+    places = tensors | {key: at for at, key in keys.items()}
+    return replace(contents, objects=objects, paths=places, containers={}), retyped
 
 
 def object_to_bytes(value: Any) -> bytes:
@@ -158,3 +196,23 @@ def object_to_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def _nest() -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
+    return {}, {}
+
+
+def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Mapping[KeyPath, str]) -> set[KeyPath]:
+    """The places of sequences whose items have keys of their own."""
+    apart = {path[:i] for path in tensors for i in range(len(path))}
+    mappings = {path[:i] for path in (*paths, *kinds) for i, part in enumerate(path) if type(part) is not int}
+    for place in mappings | {path for path, kind in kinds.items() if kind == "dict"}:
+        while place and type(place[-1]) is int and kinds.get(place[:-1], "list") == "list":
+            place = place[:-1]
+            apart.add(place)
+    return apart
+
+
+def _object_at(path: KeyPath, apart: Collection[KeyPath]) -> KeyPath:
+    """Where the object is that holds what is at `path`: at the first sequence on the way that is not taken apart."""
+    return next((path[:i] for i in range(1, len(path)) if type(path[i]) is int and path[:i] not in apart), path)

@@ -16,7 +16,8 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
-from reshard.formats.torch_save.writer import ArchivesWriter, nest_of, paths_in_order, unknown_objects
+from reshard.formats.torch_save.writer import ArchivesWriter, nest_of, paths_in_order, refused_objects
+from reshard.live.tree import builtin_kinds
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
@@ -38,7 +39,8 @@ class TorchCheckpointingWriter(ArchivesWriter):
         """Raises FormatError for a section that cannot be an item."""
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
-        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
+        self.refused = refused_objects(contents.objects)
+        self._kinds, self.retyped = builtin_kinds(contents.containers)
         self.items = _items(contents)
         self.files = tuple(
             FilePlan(f"{item}_0.pt", tuple(map(self.whole, dict.fromkeys(self._held(keys).values()))))
@@ -55,7 +57,7 @@ class TorchCheckpointingWriter(ArchivesWriter):
         """An item as it was nested."""
         item = file.name.removesuffix("_0.pt")
         places = {key: numbers[held] for key, held in self._held(self.items[item]).items()}
-        kinds = {path[1:]: kind for path, kind in self.contents.containers.items() if path[:1] == (item,)}
+        kinds = {path[1:]: kind for path, kind in self._kinds.items() if path[:1] == (item,)}
         return nest_of(self.contents, self.items[item], places, kinds)
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
-from reshard.live.tree import unflatten
+from reshard.live.tree import builtin_kinds, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Record
@@ -29,7 +29,7 @@ from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "ArchivesWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
-    "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "save_tensor", "tensor_record", "unknown_objects",
+    "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects", "save_tensor", "tensor_record",
     "with_sums", "written_crc",
 ]  # fmt: skip
 
@@ -63,14 +63,15 @@ class TorchSaveWriter(ArchivesWriter):
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
-        self.refused = dict.fromkeys(unknown_objects(contents.objects), "its class is not known here")
+        self.refused = refused_objects(contents.objects)
+        self._kinds, self.retyped = builtin_kinds(contents.containers)
         self.files = (FilePlan(target.name, tuple(map(self.whole, self.names))),)
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
         """The state as it was nested."""
         contents, aliases = self.contents, self.contents.aliases
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
-        return nest_of(contents, paths_in_order(contents), places, contents.containers)
+        return nest_of(contents, paths_in_order(contents), places, self._kinds)
 
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Put the file in its place, over an older one."""
@@ -337,9 +338,15 @@ def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     return pickled_state(TensorStub(TensorSpec("", shape, dtype), 0))
 
 
-def unknown_objects(objects: Mapping[str, Any]) -> list[str]:
-    """Keys of objects whose class is not known here, so that they cannot be written."""
-    return [key for key, value in objects.items() if isinstance(value, Record)]
+def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of objects that cannot be pickled here, since their class is not known, and why."""
+    out: dict[str, str] = {}
+    for key, value in objects.items():
+        if isinstance(value, Record):
+            out[key] = "its class is not known here"
+        elif (name := unresolved_class(value)) is not None:
+            out[key] = f"it is a {name}, or holds one, and only native checkpoints hold that without its class"
+    return out
 
 
 # CRC-32 of records without taking it of their bytes: behind each record of a zip archive stands the

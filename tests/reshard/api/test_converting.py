@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import OrderedDict, deque
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import reshard
 from planners.geometry.topologies import Topology
@@ -26,7 +30,7 @@ from tests import gloo
 from tests.same import assert_same, same
 from tests.samples import sample, truth
 from tests.states import every_dtype
-from tests.torch_releases import load_alone
+from tests.torch_releases import load_alone, save_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
 
@@ -169,6 +173,113 @@ def test_torch_loads_the_folder(saved: Path, tmp_path: Path) -> None:
     everything["optim"] = {"state": {"embed": {"step": torch.tensor(0.0)}}}
     load_alone(everything, checkpoint_id=tmp_path / "small")
     assert all(same(everything["model"][k], v.contiguous()) for k, v in wanted["model"].items() if k != "layers")
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Mode(Enum):
+    FAST = 1
+
+
+SEQUENCES: dict[str, Any] = {
+    "group": {"betas": (0.9, 0.95), "params": ["w", "b"], "none": [], "nothing": ()},
+    "groups": [{"betas": (0.9, 0.95), "lr": 0.1}, 2],
+    "deep": {"a": (1, [2, (3,)]), "in lists": [[[{"q": (1, 2)}]]], "in tuples": [(1, {"z": 2}), {"r": (5,)}]},
+    "tensors": [torch.ones(2), 3, (4, 5)],
+    "numbered": {5: torch.ones(1), 1000: torch.ones(1)},
+}
+
+
+def test_torch_loads_sequences_from_the_folder_under_its_own_keys(tmp_path: Path) -> None:
+    """torch takes a list apart only if it holds tensors or mappings. What it looks for, it must find."""
+    reshard.save(SEQUENCES, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "ours", format="dcp")
+    save_alone(SEQUENCES, checkpoint_id=tmp_path / "torch's")
+    target: dict[str, Any] = {
+        "group": {"betas": (), "params": [], "none": None, "nothing": None},
+        "groups": [{"betas": None, "lr": 0.0}, 0],
+        "deep": {"a": None, "in lists": [[[{"q": 0}]]], "in tuples": [None, {"r": None}]},
+        "tensors": [torch.zeros(2), 0, None],
+        "numbered": {5: torch.zeros(1), 1000: torch.zeros(1)},
+    }
+
+    load_alone(target, checkpoint_id=tmp_path / "ours")
+
+    assert_same(target, SEQUENCES)
+    ours, theirs = reshard.open(tmp_path / "ours"), reshard.open(tmp_path / "torch's")
+    assert {*ours} == {*theirs}
+    assert dict(ours.objects) == dict(theirs.objects)
+    assert reshard.compare(tmp_path / "ours", tmp_path / "saved").ok
+    for folder in ("ours", "torch's"):
+        dcp_to_torch_save(tmp_path / folder, tmp_path / f"{folder}.pt")
+    assert_same(by_path(torch.load(tmp_path / "ours.pt")), by_path(torch.load(tmp_path / "torch's.pt")))
+
+
+def test_torch_loads_an_optimizer_from_the_folder(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "c", format="dcp")
+    fresh = torch.optim.AdamW(model.parameters())
+    target = {"optim": get_optimizer_state_dict(model, fresh)}
+
+    load_alone(target, checkpoint_id=tmp_path / "c")
+    set_optimizer_state_dict(model, fresh, target["optim"])
+
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize(("format", "tuples"), [("dcp", True), ("torch_save", False), ("torch_checkpointing", False)])
+def test_containers_of_a_class_become_builtin_and_are_reported(format: str, tuples: bool, tmp_path: Path) -> None:
+    state = {
+        "s": {
+            "at": Point(1, 2),
+            "last": deque([1], maxlen=3),
+            "of": OrderedDict(a=1),
+            "pair": (torch.ones(2), 3),
+            "points": [Point(3, 4)],
+        }
+    }
+    reshard.save(state, tmp_path / "saved")
+    path = place(tmp_path, format)
+
+    report = reshard.convert(tmp_path / "saved", path, format=format)
+
+    point = f"{Point.__module__}.Point"
+    assert report.retyped == {
+        "s.at": (point, "tuple"),
+        "s.last": ("deque", "list"),
+        "s.of": ("collections.OrderedDict", "dict"),
+        "s.points.0": (point, "tuple"),
+    } | ({"s.pair": ("tuple", "list")} if tuples else {})
+    assert f"s.at: {point} -> tuple" in str(report)
+    if format == "torch_save":
+        assert_same(
+            torch.load(path, weights_only=True),
+            {"s": {"at": (1, 2), "last": [1], "of": {"a": 1}, "pair": (torch.ones(2), 3), "points": [(3, 4)]}},
+        )
+    live = {"s": {"at": Point(0, 0), "last": deque([0], maxlen=3), "of": OrderedDict(a=0), "pair": (torch.zeros(2), 0),
+                  "points": [Point(0, 0)]}}  # fmt: skip
+    assert reshard.load(live, path).ok
+    assert_same(live, state)
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch_save", "torch_checkpointing"])
+def test_values_of_a_class_are_refused_where_only_their_class_could_be_written(format: str, tmp_path: Path) -> None:
+    reshard.save({"s": {"mode": Mode.FAST, "modes": {(1, 2): [Mode.FAST]}, "w": torch.ones(1)}}, tmp_path / "saved")
+    path = place(tmp_path, format)
+
+    with pytest.raises(FormatError, match=r"2 objects of .* 's.mode': it is a .*Mode, or holds one, and only native"):
+        reshard.convert(tmp_path / "saved", path, format=format)
+    reshard.convert(tmp_path / "saved", path, format=format, select=["*", "!s.mode", "!s.modes"])
+
+    assert list(reshard.open(path)) == ["s.w"]
 
 
 def test_safetensors_loads_the_files(saved: Path, tmp_path: Path) -> None:
