@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 import reshard
 from property_tests.budget import examples
-from reshard.errors import ReshardError
+from reshard.errors import FormatError, ReshardError
 from reshard.storage.memory import MemoryStorage
 from tests.bits import DTYPES, random_bits
 from tests.reshard.live.test_tensor_subclasses import Quantized
@@ -296,6 +297,31 @@ def test_what_is_saved_comes_back_or_is_refused_by_name(state):
     assert list(differing(target, real)) == []
     assert list(shown_otherwise(reshard.open(place).nested(), state)) == []
     assert reshard.verify(place).ok
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch_save", "torch_checkpointing"])
+@given(states())
+@settings(max_examples=min(examples(100), 2_000))
+def test_what_is_converted_comes_back_or_is_refused_or_reported(format, state):
+    state = {"s": {"k": state}}  # tensors at the top have another place in torch_checkpointing
+    real, place = given_values(state), MemoryStorage()
+    if refusal(real, place):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        said = ""
+        try:
+            converted = reshard.convert(place, f"{folder}/c", format=format)
+        except FormatError as error:
+            said = str(error)
+        if said:
+            assert "cannot be written, such as 's.k" in said
+            return
+        assert reshard.compare(place, f"{folder}/c").ok
+        if format == "torch_save":
+            torch.load(f"{folder}/c", weights_only=False)
+        target = targets(state)
+        report = reshard.load(target, f"{folder}/c")
+        assert converted.retyped or not report.ok or list(differing(target, real)) == []
 
 
 def shown_otherwise(found: Any, wanted: Any) -> Iterator[str]:

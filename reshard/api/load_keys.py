@@ -21,6 +21,7 @@ from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import (
     class_name,
+    copy_containers,
     mapping_kind,
     needs_class,
     other_key_of,
@@ -179,7 +180,7 @@ class KeyMatch:
             below = self.below.names.get(self._place_of(key), ())
             if any(n != name and n not in self.checkpoint.objects for n in below):
                 continue  # there are tensors where the target has none: these stay unexpected
-            if not self._replace_whole(key):
+            if not self._replace_whole(key) and not _is_empty(self.targets.live(key)):
                 self.missing.append(key)
 
     def _replace_whole(self, key: str) -> bool:
@@ -206,7 +207,7 @@ class KeyMatch:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
             return
         live = self.targets.live(key)
-        made = restore_types(value, live)
+        made = restore_types(_as_nested(value, live), live)
         if (name := unresolved_class(made)) is not None:
             self.mismatched.append(f"{key}: {needs_class(name)}")
             return
@@ -308,6 +309,26 @@ def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
     elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
         for number, (item, other) in enumerate(zip(live, value)):
             yield from _lost(f"{key}.{number}", item, other)
+
+
+def _is_empty(nest: Any) -> bool:
+    """Return whether a nest consists of empty dicts, so that there is nothing to fill."""
+    if isinstance(nest, Mapping):
+        return all(map(_is_empty, nest.values()))
+    return isinstance(nest, list) and bool(nest) and all(map(_is_empty, nest))
+
+
+def _as_nested(value: Any, live: Any) -> Any:
+    """The saved value with what DCP, for example, does not record, as it is in the live one: dicts that are empty, and
+    that a key is an int."""
+    if type(value) is list and isinstance(live, list) and len(value) == len(live):
+        return list(map(_as_nested, value, live))
+    if type(value) is not dict or not isinstance(live, Mapping):
+        return value
+    ints = {str(key): key for key in live if type(key) is int and key not in value}
+    keys = {key: ints.get(key, key) if type(key) is str and key not in live else key for key in value}
+    made = {keys[key]: _as_nested(item, live.get(keys[key])) for key, item in value.items()}
+    return made | {key: copy_containers(x) for key, x in live.items() if key not in made and _is_empty(x)}
 
 
 def _kind_at(value: Any, path: KeyPath) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from io import BytesIO
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -643,7 +644,7 @@ class _Side:
                 if is_tensor(value):
                     spec_of(key, value)  # which refuses what has no plain elements
             self.is_one_rank_s = True
-            self.objects = {k: v for k, v in values.items() if k not in self.tensors and k not in self.own}
+            self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
             return
         self.checkpoint = checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         self.label = checkpoint.url
@@ -659,10 +660,16 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in objects.items():
         try:
-            out.update((key_of((key, *path[1:])), leaf) for path, leaf in flatten({key: value}).leaves.items())
+            leaves = flatten({key: value}).leaves.items()
+            out.update((key_of((key, *path[1:])), _as_bytes(leaf)) for path, leaf in leaves)
         except KeyMismatchError:  # a dict with keys such as 1 and "1"
             out[key] = value
     return out
+
+
+def _as_bytes(value: Any) -> Any:
+    """The content of a file in memory, which some formats keep as bytes."""
+    return value.getvalue() if isinstance(value, BytesIO) else value
 
 
 def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:

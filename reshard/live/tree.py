@@ -7,7 +7,7 @@ import copy
 import io
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -339,16 +339,21 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
     return f"dict:{class_name(value)}" + (f"[{','.join(sorted(map(_name, keys)))}]" if keys else "")
 
 
-def builtin_kinds(containers: Mapping[KeyPath, str]) -> tuple[dict[KeyPath, str], dict[str, tuple[str, str]]]:
-    """The same containers as dicts, lists, and tuples alone, which other programs read without the classes that they
-    were of; and by key, those classes and what is in their place."""
+def builtin_kinds(
+    containers: Mapping[KeyPath, str], leaves: Collection[KeyPath]
+) -> tuple[dict[KeyPath, str], dict[str, tuple[str, str]]]:
+    """The same containers as dicts, lists, tuples, and plain tensors, which other programs read without the classes
+    that they were of; and by key, those classes and what is in their place. `leaves` are the paths of all values."""
     kinds: dict[KeyPath, str] = {}
     retyped: dict[str, tuple[str, str]] = {}
     for path, kind in containers.items():
         base, _, name = kind.partition(":")
-        kinds[path] = {"tensor": "dict", "deque": "list"}.get(base, base)
-        if kinds[path] != kind:
-            retyped[key_of(path)] = base if base == "deque" else name, kinds[path]
+        if base == "tensor":
+            retyped[key_of(path)] = name, "Tensor" if path in leaves else "dict"
+        else:
+            kinds[path] = "list" if base == "deque" else base
+            if kinds[path] != kind:
+                retyped[key_of(path)] = base if base == "deque" else name, kinds[path]
     return kinds, retyped
 
 
@@ -461,20 +466,26 @@ def _alike(value: Any, live: Any) -> Any:
         own = {key: key for key in live if type(key) not in (str, int, bool)}  # keys of other classes may be equal
         items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
         return items if type(live) is dict else _mapping(items, live)
-    if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES) and len(value) == len(live):
-        is_plain = type(value) in (list, tuple) and type(live) not in (list, tuple)
-        return _with_items(live if is_plain else value, [*map(_alike, value, live)])
+    if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES):
+        kind = live if type(value) in (list, tuple) and type(live) not in (list, tuple) else value
+        if len(value) == len(live):
+            return _with_items(kind, [*map(_alike, value, live)], value)
+        return value if kind is value else _with_items(kind, [*value], value)
     return value
 
 
-def _with_items(value: Sequence[Any], items: list[Any]) -> Any:
-    """The same kind of sequence with other items."""
-    if isinstance(value, deque):
-        return deque(items, value.maxlen)
-    if type(value) is list or type(value) is tuple:
-        return type(value)(items)
-    made = _make(type(value), tuple(items) if isinstance(value, tuple) else items)
-    return value if made is None else made
+def _with_items(kind: Sequence[Any], items: list[Any], value: Sequence[Any]) -> Any:
+    """A sequence like `kind` of these items; like `value`, which has the same, where the class of `kind` makes
+    something else of them."""
+    if isinstance(kind, deque):
+        made: Any = deque(items, kind.maxlen)
+        if len(made) == len(items):
+            return made
+    elif type(kind) not in (list, tuple):
+        made = _make(type(kind), tuple(items) if isinstance(kind, tuple) else items)
+        if made is not None:
+            return made
+    return (list if isinstance(value, list) else tuple)(items) if type(value) in (list, tuple) else value
 
 
 def _mapping(items: dict[Any, Any], live: Mapping[Any, Any]) -> Any:

@@ -154,8 +154,7 @@ def tensor_metadata(spec: TensorSpec, boxes: Iterable[Box] = ()) -> TensorStorag
 def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tuple[Any, ...]]:
     """Return what torch calls `planner_data`: the path of each key in the nested state."""
     return {
-        key: tuple(str(part.value) if isinstance(part, IntKey) else part for part in paths.get(key, (key,)))
-        for key in keys
+        key: tuple(str(part) if isinstance(part, IntKey) else part for part in paths.get(key, (key,))) for key in keys
     }
 
 
@@ -169,10 +168,14 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
     A tuple that holds tensors is one object for torch, too, pickled with its tensors. Here it becomes a list.
     """
-    kinds, retyped = builtin_kinds(contents.containers)
     paths = paths_in_order(contents)
+    kinds, retyped = builtin_kinds(contents.containers, {*paths.values()})
     tensors = {key: path for key, path in paths.items() if key not in contents.objects}
     apart = _taken_apart(paths.values(), tensors.values(), kinds)
+    for path in paths.values():
+        for i, part in enumerate(path):
+            if isinstance(part, IntKey):
+                retyped[key_of(path[: i + 1])] = "int key", "text"
     for path in apart:
         if kinds.get(path) == "tuple":
             retyped[key_of(path)] = retyped.get(key_of(path), ("tuple",))[0], "list"

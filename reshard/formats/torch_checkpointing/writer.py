@@ -40,7 +40,7 @@ class TorchCheckpointingWriter(ArchivesWriter):
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = refused_objects(contents.objects)
-        self._kinds, self.retyped = builtin_kinds(contents.containers)
+        self._kinds, self.retyped = builtin_kinds(contents.containers, {*paths_in_order(contents).values()})
         self.items = _items(contents)
         self.files = tuple(
             FilePlan(f"{item}_0.pt", tuple(map(self.whole, dict.fromkeys(self._held(keys).values()))))

@@ -64,7 +64,7 @@ class TorchSaveWriter(ArchivesWriter):
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = refused_objects(contents.objects)
-        self._kinds, self.retyped = builtin_kinds(contents.containers)
+        self._kinds, self.retyped = builtin_kinds(contents.containers, {*paths_in_order(contents).values()})
         self.files = (FilePlan(target.name, tuple(map(self.whole, self.names))),)
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:

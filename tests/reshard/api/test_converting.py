@@ -235,6 +235,23 @@ def test_torch_loads_an_optimizer_from_the_folder(tmp_path: Path) -> None:
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
+def test_what_torch_does_not_record_is_as_in_the_target(tmp_path: Path) -> None:
+    """That a dict is empty, as the state of SGD without momentum, and that a key is an int."""
+    state = {"optim": {"state": {}, "groups": [{"lr": 0.1, "more": {}}]}, "plain": {"a": 1, 2: "b"}, "w": torch.ones(2)}
+    save_alone(state, checkpoint_id=tmp_path / "torch's")
+    reshard.save(state, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "ours", format="dcp")
+    for folder in ("torch's", "ours"):
+        target: dict[str, Any] = {
+            "optim": {"state": {}, "groups": [{"lr": 0.0, "more": {}}]},
+            "plain": {"a": 0, 2: ""},
+            "w": torch.zeros(2),
+        }
+
+        assert reshard.load(target, tmp_path / folder).ok
+        assert_same(target, state)
+
+
 @pytest.mark.parametrize(("format", "tuples"), [("dcp", True), ("torch_save", False), ("torch_checkpointing", False)])
 def test_containers_of_a_class_become_builtin_and_are_reported(format: str, tuples: bool, tmp_path: Path) -> None:
     state = {
