@@ -31,6 +31,7 @@ import msgspec
 from reshard.errors import RankFailedError, format_ranks
 from reshard.ranks.liveness import Gone, PeerWatch
 from reshard.ranks.store import (
+    GRACE_S,
     PART_BYTES,
     Failure,
     LogEntry,
@@ -137,7 +138,7 @@ class Rounds:
         with self._lock, self._noting_loss():
             if self.failure is not None:
                 self.failure.raise_()
-            self._store.until = deadline
+            self._store.limit = deadline, GRACE_S
             before = self._take_own_keys()
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():
@@ -203,12 +204,12 @@ class Rounds:
         """Say that this rank knows the outcome of the latest round. The first rank waits for the others, briefly.
 
         It often hosts the store, and with its process the outcome would be gone before the others have read it. A store
-        that says nothing holds up no rank until the deadline: how it ended is known.
+        that says nothing holds up no rank for longer, since how it ended is known.
         """
         known = self.failure
-        self._store.until = min(self._store.until, time.monotonic() + _SEEN_S)
+        self._store.limit = time.monotonic(), _SEEN_S + self._look_gap_s
         try:
-            self._acknowledge(self._round - (known is None))
+            self._acknowledge(self._round - (not known))
         except RankFailedError:  # the store is gone, but we know already how it ended
             self.failure = known
 

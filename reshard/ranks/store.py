@@ -70,7 +70,7 @@ class SharedStore:
             server = _server_of(self._store)
             where = "" if server is None else f" at {server.host}:{server.port}"
             try:
-                store = Worker().call(until, self._open)
+                store = Worker().call(until, GRACE_S, self._open)
             except TimeoutError as error:
                 raise RankFailedError(_SILENT.format(where, error), rank=0) from None
             except (RuntimeError, NotImplementedError) as error:
@@ -80,7 +80,7 @@ class SharedStore:
                     "rank"
                 ) from error
             client = StoreClient(store, self._open, where)
-        client.until = until
+        client.limit = until, GRACE_S
         return client
 
     def give_back(self, client: StoreClient) -> None:
@@ -181,8 +181,8 @@ class Worker:
         self._asked.put((self.pending, call, args))
         return self.pending
 
-    def call(self, until: float, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the call returns. Raises TimeoutError if it has not `GRACE_S` seconds after
+    def call(self, until: float, grace_s: float, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what the call returns. Raises TimeoutError if it has not `grace_s` seconds after
         `until`, on the monotonic clock. While this process itself is stopped, these seconds do not
         pass."""
         begun = time.monotonic()
@@ -190,7 +190,7 @@ class Worker:
             pending = self.begin(call, *args)
         except RuntimeError:
             return call(*args)
-        for seconds in (min(max(0.0, until - begun), _MAX_WAIT_S), *[_SLICE_S] * int(GRACE_S / _SLICE_S)):
+        for seconds in (min(max(0.0, until - begun), _MAX_WAIT_S), *[_SLICE_S] * int(grace_s / _SLICE_S)):
             with suppress(Empty):
                 value, error = pending.get(timeout=seconds)
                 self.pending = None
@@ -215,7 +215,7 @@ PART_BYTES = 4 << 20
 _ABSENT = b"?"
 """No rank stores this."""
 _NAP_S = 0.01
-_MAX_WAIT_S = 86_400.0 * 20
+_MAX_WAIT_S = 1_728_000.0
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
 GRACE_S, _SLICE_S = 6.0, 0.5
@@ -253,8 +253,7 @@ class StoreClient:
         address: where it is, for messages.
 
     Attributes:
-        until: when the call that asks must be over, on the monotonic clock. Questions wait until then, and `GRACE_S`
-            more.
+        limit: when the call that asks must be over, on the monotonic clock, and how many seconds more a question waits.
         arrived: see `awaited`.
         worker, second: ask by the first client, and by the second.
 
@@ -264,7 +263,8 @@ class StoreClient:
     def __init__(
         self, store: KeyValueStore, reopen: Callable[[], KeyValueStore] | None = None, address: str = ""
     ) -> None:
-        self.store, self.until, self.arrived = store, 0.0, cast(bytes | None, None)
+        self.store, self.limit = store, (0.0, GRACE_S)
+        self.arrived: bytes | None = None
         self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
         self._address, self._silent_for = address, ""
@@ -286,8 +286,8 @@ class StoreClient:
                 pending = self.worker.begin(_arrival, self.store, key, timedelta(seconds=min(left, _MAX_WAIT_S)))
             except RuntimeError:  # no more threads are allowed here: ask now and then
                 time.sleep(_NAP_S)
-                if (value := self.peek(key)) is not None:
-                    self.arrived = value
+                self.arrived = self.peek(key)
+                if self.arrived is not None:
                     return
                 yield
                 continue
@@ -385,8 +385,8 @@ class StoreClient:
         try:
             if not self._silent_for:
                 if self.worker.is_idle:
-                    return cast(T, self.worker.call(self.until, ask, self.store))
-                return cast(T, self.second.call(self.until, self._ask_spare, ask))
+                    return cast(T, self.worker.call(*self.limit, ask, self.store))
+                return cast(T, self.second.call(*self.limit, self._ask_spare, ask))
         except TimeoutError as error:
             self._silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class

@@ -61,9 +61,7 @@ class LocalStorage(Storage):
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
                 raise StorageError(f"{self.url} is a file, expected a folder")
-            _list(os.fspath(top), f"{folder}/" if folder else "", found)
-        if prefix != f"{folder}/":
-            found = {name: size for name, size in found.items() if name.startswith(prefix)}
+            _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix)
         return dict(sorted(found.items()))
 
     def top(self) -> dict[str, int] | None:
@@ -337,22 +335,26 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _list(folder: str, before: str, found: dict[str, int], *, deep: bool = True) -> None:
-    """Add the sizes of all files below a folder, by name, and not deep, those of its folders by names with a slash."""
+def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True) -> None:
+    """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not deep, those of its
+    folders by names with a slash. Each size is a request to the file system."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return
     with entries:
         for entry in entries:
+            name = before + entry.name
+            if not name.startswith(prefix):
+                continue
             if not entry.is_dir():
                 # a file that another process removes while we look is not in the folder
                 with suppress(FileNotFoundError):
-                    found[before + entry.name] = entry.stat().st_size
+                    found[name] = entry.stat().st_size
             elif not deep:
-                found[f"{before}{entry.name}/"] = 0
+                found[f"{name}/"] = 0
             elif not entry.is_symlink():
-                _list(entry.path, f"{before}{entry.name}/", found)
+                _list(entry.path, f"{name}/", found, prefix)
 
 
 def _unless_absent(error: OSError) -> None:

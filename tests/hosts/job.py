@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -101,6 +103,8 @@ def body(
 ) -> None:
     """Calls until one fails; if the rank `lives_on`, until it is told which is the last.
 
+    `at-RANK` has the step of the call in progress; SIGUSR1 has all threads written to `stacks-RANK`.
+
     Args:
         ahead: by how many seconds the host's clock is. Namespaces of time leave the wall clock alone, so `time.time`
             says so here.
@@ -114,11 +118,14 @@ def body(
     reshard.save(state_of(1, world, mesh), folder / "shared" / "c")
     call = _call(folder, verb, deadline_s, mesh)
     dist.barrier()
+    stacks = (folder / f"stacks-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     (folder / f"ready-{rank}").write_text(str(os.getpid()))
     rows: list[dict[str, Any]] = []
     step, until = 1, time.monotonic() + _LAST_S
     while time.monotonic() < until:
         step += 1
+        (folder / f"at-{rank}").write_text(str(step))
         said, began = "", time.monotonic()
         try:
             call(step)
@@ -128,7 +135,6 @@ def body(
             said = f"not ours: {error!r}"
         rows.append({"step": step, "said": said, "began": began, "ended": time.monotonic()})
         if lives_on:
-            (folder / f"at-{rank}").write_text(str(step))
             if (folder / "last").exists() and step >= int((folder / "last").read_text()):
                 break
         elif said:

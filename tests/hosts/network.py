@@ -14,6 +14,7 @@ import fcntl
 import heapq
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -221,12 +222,14 @@ class Hosts:
                 _ip("-n", self.name(host), "route", "del", f"{self.address(at)}/32", "dev", "slow0")
                 _ip("-n", self.name(at), "neigh", "flush", "all")
 
-    def _signal(self, host: int, what: int) -> None:
+    def signal(self, host: int, what: int, only: int | None = None) -> None:
+        """All its processes get a signal, or `only` the one that has this number there."""
         found = subprocess.run(["ip", "netns", "pids", self.name(host)], capture_output=True, text=True, check=False)
         for pid in map(int, found.stdout.split()):
             try:
-                os.kill(pid, what)
-            except ProcessLookupError:  # it has ended meanwhile
+                if only is None or only == _number_inside(pid):
+                    os.kill(pid, what)
+            except (ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
                 continue
 
     def cut(self, host: int) -> None:
@@ -245,15 +248,21 @@ class Hosts:
 
     def freeze(self, host: int) -> None:
         """All its processes stop."""
-        self._signal(host, signal.SIGSTOP)
+        self.signal(host, signal.SIGSTOP)
 
     def thaw(self, host: int) -> None:
         """They go on."""
-        self._signal(host, signal.SIGCONT)
+        self.signal(host, signal.SIGCONT)
 
     def kill(self, host: int) -> None:
         """All its processes end."""
-        self._signal(host, signal.SIGKILL)
+        self.signal(host, signal.SIGKILL)
+
+
+def _number_inside(pid: int) -> int:
+    """Of a process, in the innermost namespace that it is in."""
+    (line,) = re.findall(r"^NSpid:(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(line.split()[-1])
 
 
 class _ends:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import reshard
 from reshard.elastic import Tier
 from reshard.errors import CheckpointNotFoundError, FormatError, ReshardError
-from reshard.ranks import store as store_module
+from reshard.ranks import rounds as rounds_module, store as store_module
 from tests.hosts import job
 from tests.hosts.job import RANKS_PER_HOST as PER_HOST, VERBS, state_of, step_in
 from tests.hosts.network import Hosts, why_not
@@ -51,6 +51,8 @@ _START_S, _PASSING_S = 60.0, 1.0
 _END_S = 6.0
 """So long after the deadline, and the grace of a store that says nothing, every rank must have ended: it takes a while
 to ask who is missing."""
+_STACKS_S = 1.0
+"""So long a process may take to write down what its threads do."""
 _ONE_WAY_S = (0.002, 0.03)
 """Of a delay."""
 _AHEAD_S = 2 * 86_400.0
@@ -188,14 +190,27 @@ class _Trial:
 
     def _ends(self, ranks: list[int]) -> list[dict[str, Any]]:
         """The last call of each of these, which must end soon and with an error of ours."""
-        ends = _files(self.folder, "end", ranks)
-        if not _await(ends, self.ends_within_s):
-            raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
-        last = [json.loads(end.read_text())[-1] for end in ends]
+        last = [rows[-1] for rows in self._rows(ranks)]
         for row in last:
             if not row["said"] or row["said"].startswith("not ours"):
                 raise _Wrong(f"step {row['step']}: {row['said'] or 'no error'}")
         return last
+
+    def _rows(self, ranks: Iterable[int]) -> list[list[dict[str, Any]]]:
+        """All calls of each of these, which must have ended in time."""
+        ends = dict(zip(ranks, _files(self.folder, "end", ranks)))
+        if not _await([*ends.values()], self.ends_within_s):
+            raise _Wrong("\n".join(self._hanging(rank) for rank, end in ends.items() if not end.exists()))
+        return [json.loads(end.read_text()) for end in ends.values()]
+
+    def _hanging(self, rank: int) -> str:
+        """What a rank that has not ended is doing, on all its threads."""
+        ready, at, stacks = (self.folder / f"{name}-{rank}" for name in ("ready", "at", "stacks"))
+        self.hosts.signal(rank // PER_HOST, signal.SIGUSR1, only=int(ready.read_text()))
+        time.sleep(_STACKS_S)
+        begun_s = time.time() - at.stat().st_mtime
+        head = f"rank {rank} has not ended: step {at.read_text()}, begun {begun_s:.1f} s ago"
+        return f"{head}\n{stacks.read_text()}"
 
     def _names(self, said: str, host: int) -> bool:
         ranks = "|".join(map(str, self._ranks(host)))
@@ -318,10 +333,7 @@ class _Trial:
         at = [int(path.read_text()) for path in _files(self.folder, "at", self._world) if path.exists()]
         (self.folder / "last.part").write_text(str(max(at, default=1) + 4))
         (self.folder / "last.part").rename(self.folder / "last")
-        ends = _files(self.folder, "end", self._world)
-        if not _await(ends, self.ends_within_s):
-            raise _Wrong(f"{[end.name for end in ends if not end.exists()]} are not there")
-        rows = [json.loads(end.read_text()) for end in ends]
+        rows = self._rows(self._world)
         for rank, its in enumerate(rows):
             for row in its:
                 self._check_row(rank, row, over)
@@ -403,7 +415,7 @@ def main() -> int:
     verbs = [verb for verb in VERBS if verb in options.chosen] or VERBS
     faults = [fault for fault in FAULTS if fault in options.chosen] or (LOST if options.torchrun else FAULTS)
     if options.quick:
-        store_module.GRACE_S = QUICK_GRACE_S
+        store_module.GRACE_S = rounds_module.GRACE_S = QUICK_GRACE_S
     deadline_s = QUICK_DEADLINE_S if options.quick else DEADLINE_S
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, too

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
+from planners.plans.save import SavePlan
+from reshard.api import save_job
+from reshard.native import manifest, reader
 from tests.interleaved.simulation import Simulation, simulated
 from tests.interleaved.trials import scratch
 from tests.simulated_hosts import cut
 
 DEADLINE_S = 1800.0
+STORE_ANSWERS_S = 2e-5
+"""Of the simulated clock, each operation takes so long, as if the store answered 50,000 questions a second."""
 
 
 def state(rank: int, size: int) -> dict[str, Any]:
@@ -26,6 +34,42 @@ def state(rank: int, size: int) -> dict[str, Any]:
     mesh, whole = Mesh({"dp": size}), torch.arange(4.0 * size).reshape(size, 4)
     layouts = {name: TensorLayout(TensorSpec(name, (size, 4), "float32"), mesh, [Shard(0)]) for name in ("a", "b")}
     return {**{name: cut(whole, layout, rank) for name, layout in layouts.items()}, "step": 1}
+
+
+@contextlib.contextmanager
+def common(simulation: Simulation) -> Iterator[None]:
+    """What is large and equal on every rank is in memory once. Each rank is charged for the time that it took to make:
+    so the memory does not grow with the square of the ranks, and what is measured is the same."""
+    made: dict[Any, tuple[Any, float]] = {}
+
+    def once(key: Any, make: Callable[[], Any]) -> Any:
+        if key not in made:
+            begun = time.process_time()
+            made[key] = make(), time.process_time() - begun
+        elif simulation.process is not None:
+            simulation.process.spent_s += made[key][1]
+        return made[key][0]
+
+    def planned(layout: Any, *, divide_above_bytes: int) -> SavePlan:
+        def make() -> SavePlan:
+            plan = SavePlan(layout, divide_above_bytes)
+            for assigned in plan.assignments:
+                assert assigned._by_rank  # which each rank asks for
+            return plan
+
+        return once(("plan", divide_above_bytes, *layout.items()), make)  # type: ignore[no-any-return]
+
+    class Table(manifest.FileTable):
+        def __init__(self, storage: Any, table: Any, linked: Any = ()) -> None:
+            whole = once(("table", table.name), lambda: manifest.FileTable(storage, table, linked))
+            vars(self).update(vars(whole) | {"_storage": storage, "_pages": {}})
+
+    with (
+        mock.patch.object(save_job, "plan_writes", planned),
+        mock.patch.object(reader, "plan_writes", planned),
+        mock.patch.object(reader, "FileTable", Table),
+    ):
+        yield
 
 
 @dataclass(frozen=True)
@@ -62,8 +106,8 @@ def counted(folder: Path, size: int) -> Iterator[Cost]:
     def load(rank: int) -> Any:
         return reshard.load(filled[rank], path, read_once=False, timeout=DEADLINE_S)
 
-    simulation = Simulation(folder, None)
-    with simulated(simulation):
+    simulation = Simulation(folder, None, op_s=STORE_ANSWERS_S)
+    with simulated(simulation), common(simulation):
         for name, body in (("save", save), ("save over it", save), ("load", load)):
             simulation.log = []
             job = simulation.start(size, body, name="job", machines=[f"host-{rank // 8}" for rank in range(size)])

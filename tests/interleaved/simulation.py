@@ -52,7 +52,6 @@ MODULES = (convert, load, retention)
 CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "replace", "link", "unlink", "rmdir")
 """Of files and folders; `open` is one, too, where it creates."""
 _EPOCH_S = 1.7e9
-_OP_S = 0.001
 
 
 class Hang(AssertionError):
@@ -165,12 +164,17 @@ class Simulation:
         choose: of so many tasks that could go on, which does; the first one is that which went on before, if it can.
             None: whoever goes on goes on until it waits, and then the one that has waited the longest.
         observe: called after each operation that changed which files there are, with their names, by nobody's process.
+        op_s: how long an operation takes. All processes wait for it.
     """
 
     def __init__(
-        self, folder: Path, choose: Callable[[int], int] | None, observe: Callable[[str], None] = lambda name: None
+        self,
+        folder: Path,
+        choose: Callable[[int], int] | None,
+        observe: Callable[[str], None] = lambda name: None,
+        op_s: float = 0.001,
     ) -> None:
-        self.folder, self.choose, self.observe = str(folder), choose, observe
+        self.folder, self.choose, self.observe, self.op_s = str(folder), choose, observe, op_s
         self.now = 0.0
         self.ops = 0
         self.switches = 0
@@ -262,7 +266,7 @@ class Simulation:
             if self._has_ended:
                 self._bury()
             self._notice()
-            ready = [t for t in self._ready if t.process.resumes_at is None] if self._paused else [*self._ready]
+            ready = [t for t in self._ready if t.process.resumes_at is None] if self._paused else self._ready
             if not ready:
                 if self._advance():
                     continue
@@ -273,8 +277,7 @@ class Simulation:
                     raise Hang(f"for ever wait: {', '.join(names)}")
                 return
             if self.choose is not None and before in ready:
-                ready.remove(before)
-                ready.insert(0, before)
+                ready = [before, *(t for t in ready if t is not before)]
             chosen = ready[self.choose(len(ready))] if self.choose is not None and len(ready) > 1 else ready[0]
             self.switches += chosen is not before
             self._ready.remove(chosen)
@@ -363,7 +366,7 @@ class Simulation:
             self._leave()
         self.ops += 1
         process.ops += 1
-        self.now += _OP_S
+        self.now += self.op_s
         told = f"{process.job.name}.{process.rank} {kind} {name}"
         self.trace.update(told.encode())
         if self.log is not None:

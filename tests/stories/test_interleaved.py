@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from reshard.native import commit
+from tests.interleaved import scale
 from tests.interleaved.scale import counted
 from tests.interleaved.trials import VERBS, every_switch, scratch, trial
 
@@ -63,6 +64,15 @@ def test_the_first_rank_removes_no_more_for_others_than_a_few_files(root: Path) 
     assert first - costs["save"].files[0] < 20
     assert another - costs["save"].files[1] < 10
     assert len(list((root / "c").glob("data-*"))) == 1
+
+
+def test_what_ranks_have_in_common_costs_them_the_same(root: Path) -> None:
+    """Where plans are in memory once for all ranks, each does and says what it does with a plan of its own."""
+    rows = [[(cost.call, cost.files, cost.store, cost.store_kib) for cost in counted(root / "a", 20)]]
+    with mock.patch.object(scale, "common", return_value=nullcontext()):
+        rows += [[(cost.call, cost.files, cost.store, cost.store_kib) for cost in counted(root / "b", 20)]]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,38 @@ def test_a_host_is_cut_off_and_comes_back():
             assert time.monotonic() < until
         hosts.mute(0)
         assert ask() == "not reached"
+
+
+TELL = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: print("told"))
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+def test_one_process_of_a_host_gets_a_signal():
+    if why := why_not():
+        pytest.skip(why)
+    with Hosts(1) as hosts:
+        job = hosts.start(0, [sys.executable, "-S", "-c", TELL], {})
+        assert job.stdout is not None
+        hosts.signal(0, signal.SIGUSR1, only=int(job.stdout.readline()))  # `unshare`, around it, would end by it
+        assert job.communicate(timeout=10)[0] == "told\n"
+
+
+HURRIED = "import sys; from tests.hosts import trials; trials._END_S = -3.9; sys.exit(trials.main())"
+
+
+def test_a_trial_whose_ranks_do_not_end_says_what_they_do():
+    if why := why_not():
+        pytest.skip(why)
+    command = [sys.executable, "-c", HURRIED, "1", "hurried", "load", "freeze first", "--quick"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    for rank in (2, 3):
+        assert re.search(rf"rank {rank} has not ended: step \d+, begun \d+\.\d s ago\n", done.stdout), done.stdout
+    assert done.stdout.count("in loaded\n") == 2, done.stdout
 
 
 TRIALS, PARTS = 88, 5

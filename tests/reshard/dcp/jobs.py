@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import reshard
 import reshard.dcp as ours
+from reshard.dcp.engine import calls
 
 A = torch.arange(13 * 6, dtype=torch.float32).reshape(13, 6)
 
@@ -179,6 +180,7 @@ class _FailsOnOne(theirs.DefaultSavePlanner):
 
 def one_rank_fails(folder: str) -> tuple[str, list[int]]:
     """The kind of error that this rank sees, and which ranks failed, where the planner of one raises."""
+    _hear_all()
     try:
         ours.save({"x": torch.zeros(2)}, checkpoint_id=folder, planner=_FailsOnOne())
     except theirs.CheckpointException as error:
@@ -310,6 +312,11 @@ class Stubborn(Exception):
         raise TypeError("not me")
 
 
+def _hear_all() -> None:
+    """Ranks that failed wait for the errors of others for longer than they would, since some may be slow here."""
+    calls._TELL_S = 60.0
+
+
 Told = tuple[list[str], dict[int, tuple[str, str]]]
 
 
@@ -331,24 +338,28 @@ def _shards() -> dict[str, Any]:
 
 def some_ranks_fail(folder: str, step: str) -> Told:
     """Three of four ranks fail in a step of the protocol."""
+    _hear_all()
     state = _shards()
     return _told(lambda: ours.save(state, checkpoint_id=folder, planner=_Fails(step, (0, 2, 3))))
 
 
 def unpicklable_failure(folder: str) -> Told:
     """A rank fails with an error that cannot be sent."""
+    _hear_all()
     state = _shards()
     return _told(lambda: ours.save(state, checkpoint_id=folder, planner=_Fails("resolve_data", (1,), Stubborn)))
 
 
 def some_ranks_miss(folder: str) -> Told:
     """Two of three ranks want what is not there."""
+    _hear_all()
     target = {"w" if dist.get_rank() == 1 else "v": torch.zeros(2)}
     return _told(lambda: ours.load(target, checkpoint_id=folder))
 
 
 def some_ranks_fail_later(folder: str) -> Told:
     """One rank fails in the background, while others make groups of their own."""
+    _hear_all()
     state = _shards()
     future = ours.async_save(state, checkpoint_id=folder, planner=_Fails("resolve_data", (1,)))
     for number in range(3):

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,58 @@ def test_a_relative_path_is_fixed_when_opened(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir("/")
     _write(storage, "x", b"1")
     assert (tmp_path / "here" / "x").read_bytes() == b"1"
+
+
+class _Seen:
+    """A folder as `os.scandir` gives it, which notes of which files the size was asked."""
+
+    def __init__(self, path: Any, asked: list[str]) -> None:
+        self._real, self._asked = _scandir(path), asked
+
+    def __enter__(self) -> _Seen:
+        return self
+
+    def __iter__(self) -> Any:
+        return map(self._entry, self._real)
+
+    def __exit__(self, *_: object) -> None:
+        self._real.close()
+
+    def _entry(self, entry: os.DirEntry[str]) -> Any:
+        def stat() -> os.stat_result:
+            self._asked.append(entry.name)
+            return entry.stat()
+
+        return SimpleNamespace(
+            name=entry.name, path=entry.path, is_dir=entry.is_dir, is_symlink=entry.is_symlink, stat=stat
+        )
+
+
+_scandir = os.scandir
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [
+        ("", ["a", "data-1/a", "data-1/b", "data-10/c", "m.json", "m.json.part"]),
+        ("m.json.", ["m.json.part"]),
+        ("data-1", ["data-1/a", "data-1/b", "data-10/c"]),
+        ("data-1/", ["data-1/a", "data-1/b"]),
+        ("data-1/b", ["data-1/b"]),
+        ("b", []),
+    ],
+)
+def test_a_list_asks_for_no_size_that_is_not_wanted(
+    prefix: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of ranks, a checkpoint has as many files, and each size is a request to the file system."""
+    storage = LocalStorage(tmp_path)
+    for name in ("a", "data-1/a", "data-1/b", "data-10/c", "m.json", "m.json.part"):
+        _write(storage, name, b"12")
+    asked: list[str] = []
+    monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
+    assert storage.list(prefix) == dict.fromkeys(names, 2)
+    assert sorted(asked) == sorted(name.rpartition("/")[2] for name in names)
 
 
 def test_everything_written_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
