@@ -20,6 +20,7 @@ from reshard.live.state import LiveTensor, same_memory, same_value
 from reshard.live.tensors import (
     dtensor_like,
     dtype_of,
+    forget_derived,
     global_shape,
     held_tensors,
     holder,
@@ -27,8 +28,10 @@ from reshard.live.tensors import (
     inner_names,
     is_dtensor,
     is_sharded,
+    settled,
     tensor_class,
     with_local,
+    wrapped_like,
 )
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.gather import exchange_rows, gather, scatter
@@ -163,6 +166,9 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     write_all(targets, apart(targets, values), are_plain)
+    for slot, _, is_plain in writes.direct:
+        if not is_plain and slot.value is not None:
+            forget_derived(slot.value)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 
 
@@ -432,7 +438,8 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
     tensors sharded across rows sent together where possible."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
-    for value, target in exchange_rows((LiveTensor("", v), LiveTensor("", t)) for v, t, _ in others):
+    pairs = [(LiveTensor("", settled(v)), LiveTensor("", settled(t))) for v, t, _ in others]
+    for value, target in exchange_rows(pairs):
         write(value, target)
 
 
@@ -444,6 +451,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
     arithmetic between the two works.
     """
+    value, model = settled(value), settled(model)
     device = model.device if device is None else device
     if is_dtensor(model) and value.dim():
         if (
@@ -471,7 +479,7 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     device: of its dtype and sharding, on the device of `value`."""
     local = value.to_local() if is_dtensor(value) else value
     new = like(value, model, local.device)
-    return new if new.dtype == model.dtype else new.to(model.dtype)
+    return wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
