@@ -116,14 +116,6 @@ def register_tensor_class(
         raise KeyMismatchError(f"{next(iter(parts))!r} of {name}: where a part is the values, name no other part")
 
 
-for _name, _part in (
-    ("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor", "_tensor"),
-    ("torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight", "_data"),
-    ("torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight", "_data"),
-):
-    register_tensor_class(_name, {_part: "values"})
-
-
 # Taking apart.
 
 

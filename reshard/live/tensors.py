@@ -627,7 +627,12 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
 
 
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
-wrappers: dict[str, str] = {}
+_TRAINING = "torchao.prototype.quantized_training"
+wrappers: dict[str, str] = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
+    f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+}
 """Classes by full name that only change how a tensor is computed with, and the attribute with that tensor."""
 
 

@@ -336,6 +336,14 @@ def test_a_class_that_only_computes_otherwise_is_saved_as_a_plain_tensor(tmp_pat
     assert "scale" not in found
 
 
+def test_what_torch_saved_of_a_wrapper_is_read_as_a_plain_tensor(tmp_path):
+    torch.save({"w": Wrapped(WHOLE.float(), torch.ones(()))}, tmp_path / "w.pt")
+    target = {"w": torch.zeros(7, 3)}
+
+    assert reshard.load(target, tmp_path / "w.pt").ok
+    assert torch.equal(target["w"], WHOLE.float())
+
+
 def test_a_wrapper_stays_one_where_the_model_is_on_the_meta_device():
     model = torch.nn.Linear(3, 7, bias=False)
     model.weight = torch.nn.Parameter(Wrapped(torch.empty(7, 3, device="meta")))
