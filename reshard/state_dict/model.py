@@ -39,7 +39,7 @@ from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, w
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping",
+    "Spans", "all_apart", "apart", "apply_model", "is_part_of", "like", "overlapping",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -147,7 +147,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             missing += [name for name in lacking if name not in missing and name not in forgiven]
             unexpected += map(region.canonical, found[1])
     if strict and writes.regions and (missing or unexpected):
-        raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{_written(begun)}")
+        refused = _refused_by_their_own(begun, unexpected)
+        raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{refused}{_written(begun)}")
     made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -170,6 +171,18 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
         if not is_plain and slot.value is not None:
             forget_derived(slot.value)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str]) -> str:
+    """Return a line about the first module that saves something under a name that it does not load."""
+    for region in regions:
+        own = {region.canonical(key) for key in region.module.state_dict()}
+        if name := next(filter(own.__contains__, unexpected), None):
+            return (
+                f"{type(region.module).__name__} saves {name!r}, and its load_state_dict refuses it: build the module "
+                "from its saved entries, or freeze it and pass ignore_frozen_params=True to both calls\n"
+            )
+    return ""
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
@@ -249,6 +262,7 @@ class _ModelMatch:
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
         by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
+        forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
         for key, emitted in region.module.state_dict().items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
@@ -262,7 +276,7 @@ class _ModelMatch:
                 state[key] = self._placed(self.given[source], slot)
                 if slot is not None:
                     self.written.add(slot.identity)
-            elif slot is None:
+            elif slot is None and not is_part_of(name, forgiven):
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
@@ -271,7 +285,6 @@ class _ModelMatch:
             # nothing is left that a hook could turn into what is missing
             self.missing += missing
         assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
-        forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
         return RegionWrite(region, state, assign, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
@@ -391,6 +404,11 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and value.is_same_size(target)
         and not (target.is_meta or value.is_meta)
     )
+
+
+def is_part_of(name: str, parameters: Collection[str]) -> bool:
+    """Return whether a module saves this beside one of these parameters, such as `weight.absmax`."""
+    return any(name[:at] in parameters for at, letter in enumerate(name) if letter == ".")
 
 
 def _is_frozen(slot: StateEntry) -> bool:
