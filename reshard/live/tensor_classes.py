@@ -11,7 +11,7 @@ import torch
 
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.tensors import dtensor_like, holder, inner_names, is_dtensor, is_tensor, settled, with_local
+from reshard.live.tensors import dtensor_like, holder, inner_names, is_dtensor, is_tensor, settled, with_local, wrappers
 from reshard.live.tree import class_name, map_leaves
 from reshard.state import KeyPath, key_of
 
@@ -39,7 +39,7 @@ __all__ = [
 #     [768, 64]  in blocks of 256 elements, sharded by rows    ->    scales [192], split where four rows end
 
 
-Follows = Literal["flat", "dims", "whole"]
+Follows = Literal["flat", "dims", "whole", "values"]
 Make = Callable[[Any, Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +94,9 @@ def register_tensor_class(
             elements of the flattened tensor, in order, such as scales of blocks and packed codes. "dims": each of its
             elements belongs to a block of the tensor; it has the same dims, and a dim of size 1 applies to the full dim
             on all ranks. "whole": it is the same on every rank, such as a lookup table. Parts that you leave out have
-            the tensor's shape.
+            the tensor's shape. "values": it is the tensor, and the class only changes how it is computed with; saved
+            and loaded as a plain tensor without the name of the part. Other parts of such a class are computed from
+            it: they are not saved, and `set_model_state_dict` sets them to None.
         make: a function of the class, its inner tensors by name, and a plain local tensor with the wanted shape, dtype,
             and device. It returns a tensor of the class that uses these inner tensors. It is used for state of
             optimizers that have none yet. Inner tensors that are "whole" have their values already; others are filled
@@ -106,7 +108,12 @@ def register_tensor_class(
     if unknown := [name for name, how in parts.items() if how not in words]:
         raise KeyMismatchError(f"{unknown[0]!r} cannot be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-    registered_classes[name] = _TensorClass(dict(parts), make)
+    if "values" not in parts.values():
+        registered_classes[name] = _TensorClass(dict(parts), make)
+    elif len(parts) == 1:
+        wrappers[name] = next(iter(parts))
+    else:
+        raise KeyMismatchError(f"{next(iter(parts))!r} of {name}: where a part is the values, name no other part")
 
 
 # Taking apart.
@@ -227,6 +234,7 @@ def dequantized(state: Any) -> Any:
 
     def plain(path: KeyPath, leaf: Any) -> Any:
         del path
+        leaf = settled(leaf)
         known = getattr(holder(leaf), "dequantize", None) if inner_names(leaf) else None
         if known is None:
             return leaf

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
-    "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of",
+    "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of", "forget_derived",
     "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder",
     "identity_of", "inner_names", "is_ambiguous", "is_dtensor", "is_pending", "is_sharded",
     "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of", "lines_of",
     "local_tensors", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
     "spec_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size",
+    "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -626,13 +627,20 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
 
 
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+_TRAINING = "torchao.prototype.quantized_training"
+wrappers: dict[str, str] = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
+    f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+}
+"""Classes by full name that only change how a tensor is computed with, and the attribute with that tensor."""
 
 
 def inner_names(value: object) -> list[str]:
     """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of
     a plain one."""
     local = holder(value) if isinstance(value, torch.Tensor) else value
-    if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor:
+    if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor or class_name(local) in wrappers:
         return []
     names: list[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
     return list(names)
@@ -643,8 +651,13 @@ def tensor_class(value: object) -> str:
     plain ones."""
     local = holder(value) if isinstance(value, torch.Tensor) else value
     cls = type(local)
-    if not isinstance(local, torch.Tensor) or cls in _PLAIN or is_sharded_tensor(local):
-        return ""  # how a tensor is sharded is no class of its values
+    if (
+        not isinstance(local, torch.Tensor)
+        or cls in _PLAIN
+        or is_sharded_tensor(local)
+        or class_name(local) in wrappers
+    ):
+        return ""  # how a tensor is sharded, or multiplied, is no class of its values
     return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 
@@ -664,10 +677,35 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 
 def settled(value: Any) -> Any:
     """The value itself; for the result of a collective that may be in progress, the plain tensor, after
-    it has arrived."""
-    if not isinstance(value, torch.Tensor) or type(holder(value)).__name__ != "AsyncCollectiveTensor":
+    it has arrived; for a wrapper, the tensor inside."""
+    if not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN:
         return value
-    arrived: torch.Tensor = holder(value).trigger_wait()  # type: ignore[attr-defined]
-    if not is_dtensor(value):
-        return arrived
-    return dtensor_like(arrived, value)
+    local = holder(value)
+    inner: torch.Tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        inner = local.trigger_wait()  # type: ignore[attr-defined]
+    elif attribute := wrappers.get(class_name(local)):
+        inner = getattr(local, attribute)
+    else:
+        return value
+    return dtensor_like(inner, value) if is_dtensor(value) else inner
+
+
+def wrapped_like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """`value`; inside a wrapper of the same class if `model` is one."""
+    local, inner = holder(model), holder(value)
+    attribute = wrappers.get(class_name(local))
+    if attribute is None:
+        return value
+    context = local.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    made = type(local).__tensor_unflatten__({attribute: inner}, context, inner.shape, inner.stride())  # type: ignore[attr-defined]
+    return with_local(value, made) if is_dtensor(value) else made
+
+
+def forget_derived(value: torch.Tensor) -> None:
+    """Set what a wrapper has computed from the tensor inside, such as a scale, to None: the tensor changed."""
+    local = holder(value)
+    attribute = wrappers.get(class_name(local))
+    if attribute is not None:
+        for name in set(local.__tensor_flatten__()[0]) - {attribute}:  # type: ignore[attr-defined]
+            setattr(local, name, None)

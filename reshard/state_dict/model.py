@@ -20,6 +20,7 @@ from reshard.live.state import LiveTensor, same_memory, same_value
 from reshard.live.tensors import (
     dtensor_like,
     dtype_of,
+    forget_derived,
     global_shape,
     held_tensors,
     holder,
@@ -27,8 +28,10 @@ from reshard.live.tensors import (
     inner_names,
     is_dtensor,
     is_sharded,
+    settled,
     tensor_class,
     with_local,
+    wrapped_like,
 )
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
 from reshard.state_dict.gather import exchange_rows, gather, scatter
@@ -36,7 +39,7 @@ from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, w
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping",
+    "Spans", "all_apart", "apart", "apply_model", "is_part_of", "like", "overlapping",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -144,7 +147,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             missing += [name for name in lacking if name not in missing and name not in forgiven]
             unexpected += map(region.canonical, found[1])
     if strict and writes.regions and (missing or unexpected):
-        raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{_written(begun)}")
+        refused = _refused_by_their_own(begun, unexpected)
+        raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{refused}{_written(begun)}")
     made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -163,7 +167,22 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
                 new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     write_all(targets, apart(targets, values), are_plain)
+    for slot, _, is_plain in writes.direct:
+        if not is_plain and slot.value is not None:
+            forget_derived(slot.value)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str]) -> str:
+    """Return a line about the first module that saves something under a name that it does not load."""
+    for region in regions:
+        own = {region.canonical(key) for key in region.module.state_dict()}
+        if name := next(filter(own.__contains__, unexpected), None):
+            return (
+                f"{type(region.module).__name__} saves {name!r}, and its load_state_dict refuses it: build the module "
+                "from its saved entries, or freeze it and pass ignore_frozen_params=True to both calls\n"
+            )
+    return ""
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
@@ -243,6 +262,7 @@ class _ModelMatch:
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
         by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
+        forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
         for key, emitted in region.module.state_dict().items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
@@ -256,7 +276,7 @@ class _ModelMatch:
                 state[key] = self._placed(self.given[source], slot)
                 if slot is not None:
                     self.written.add(slot.identity)
-            elif slot is None:
+            elif slot is None and not is_part_of(name, forgiven):
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
@@ -265,7 +285,6 @@ class _ModelMatch:
             # nothing is left that a hook could turn into what is missing
             self.missing += missing
         assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
-        forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
         return RegionWrite(region, state, assign, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
@@ -387,6 +406,11 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     )
 
 
+def is_part_of(name: str, parameters: Collection[str]) -> bool:
+    """Return whether a module saves this beside one of these parameters, such as `weight.absmax`."""
+    return any(name[:at] in parameters for at, letter in enumerate(name) if letter == ".")
+
+
 def _is_frozen(slot: StateEntry) -> bool:
     return slot.kind == "parameter" and slot.value is not None and not slot.value.requires_grad
 
@@ -432,7 +456,8 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
     tensors sharded across rows sent together where possible."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
-    for value, target in exchange_rows((LiveTensor("", v), LiveTensor("", t)) for v, t, _ in others):
+    pairs = [(LiveTensor("", settled(v)), LiveTensor("", settled(t))) for v, t, _ in others]
+    for value, target in exchange_rows(pairs):
         write(value, target)
 
 
@@ -444,6 +469,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
     arithmetic between the two works.
     """
+    value, model = settled(value), settled(model)
     device = model.device if device is None else device
     if is_dtensor(model) and value.dim():
         if (
@@ -471,7 +497,7 @@ def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     device: of its dtype and sharding, on the device of `value`."""
     local = value.to_local() if is_dtensor(value) else value
     new = like(value, model, local.device)
-    return new if new.dtype == model.dtype else new.to(model.dtype)
+    return wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:

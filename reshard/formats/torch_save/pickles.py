@@ -24,6 +24,7 @@ from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.live.dtypes import dtype_name
+from reshard.live.tensors import wrappers
 from reshard.stored.contents import Record, make_record_type
 
 __all__ = [
@@ -392,11 +393,14 @@ def _parameter(data: Any, *rest: Any) -> Any:
 
 
 def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
-    """A tensor subclass: the plain tensor if it is no more than that, else a record of class, arguments and state."""
+    """A tensor subclass: the plain tensor if it is that, or wraps it; else a record of class, arguments, and state."""
     if function in (_KNOWN["torch._utils._rebuild_tensor_v2"], _KNOWN["torch._utils._rebuild_tensor_v3"]):
         return function(*_checked(args, tuple))
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise TypeError("wanted a class of tensors")
+    inner = state.get(wrappers.get(cls.path, "")) if isinstance(state, dict) else None
+    if isinstance(inner, TensorRef):
+        return inner
     record = cls(*_checked(args, tuple))
     record.__setstate__(state)
     return record

@@ -127,3 +127,57 @@ def test_weights_keep_their_codes_on_other_numbers_of_ranks(kind, tmp_path):
 def test_scales_in_the_order_of_a_kernel_are_refused(tmp_path):
     with pytest.raises(LayoutError, match=r"the part .scale. of .w., a MXTensor .* its sharding is unknown"):
         gloo.run(weights, 2, "mx swizzled", None, str(tmp_path / "0"))
+
+
+def trained_in_float8(kind, seed):
+    """FSDP2 with weights that are gathered in float8, or plain."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32))
+    if kind == "float8":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        model = convert_to_float8_training(model, config=config)
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def float8_to(path, saver, kinds):
+    """Saved after a step, and loaded; the classes of the weights there."""
+    import torch.distributed.checkpoint as dcp
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    model, optimizer = trained_in_float8(kinds[0], 0)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    if kinds[0] == "float8":
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    state = dict(zip(("model", "optim"), reshard.get_state_dict(model, optimizer)))
+    if saver == "dcp":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        del state["optim"]
+    else:
+        reshard.save(state, path)
+    other, fresh = trained_in_float8(kinds[1], 1)
+    if kinds[1] == "float8":
+        precompute_float8_dynamic_scale_for_fsdp(other)
+    found = {key: value for key, value in zip(("model", "optim"), reshard.get_state_dict(other, fresh)) if key in state}
+    assert reshard.load(found, path).ok
+    reshard.set_model_state_dict(other, found["model"])
+    if "optim" in found:
+        reshard.set_optimizer_state_dict(other, fresh, found["optim"])
+    now = dict(zip(("model", "optim"), reshard.get_state_dict(other, fresh)))
+    assert reshard.fingerprint({key: now[key] for key in state}) == reshard.fingerprint(state)
+    assert sum(key.endswith(".weight") for key in reshard.open(path) if key.startswith("model.")) == 2
+    weight = other[0].weight._local_tensor
+    return type(weight).__name__, getattr(weight, "_precomputed_scale", None)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("saver", ["reshard", "dcp"])
+@pytest.mark.parametrize("kinds", [("float8", "float8"), ("float8", "plain"), ("plain", "float8")], ids="-".join)
+def test_training_in_float8_begins_and_ends_with_plain_weights(tmp_path, saver, kinds):
+    wanted = "WeightWithDynamicFloat8CastTensor" if kinds[1] == "float8" else "Tensor"
+    assert gloo.run(float8_to, 2, str(tmp_path / "c"), saver, kinds) == [(wanted, None)] * 2

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
 import reshard
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.state import Targets
+from reshard.live.tensors import holder
 from tests import gloo
 
 
@@ -237,3 +239,119 @@ def test_results_of_collectives_are_waited_for_and_are_plain_tensors(tmp_path):
         "sharded": (4, 3),
         "plain": (4, 3),
     }
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that is multiplied in another way, and what was computed from it for that, as for float8."""
+
+    @staticmethod
+    def __new__(cls, inner, scale=None):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner, scale=None):
+        self.inner, self.scale = inner, scale
+
+    def __tensor_flatten__(self):
+        return ["inner"] if self.scale is None else ["inner", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapped(inner["inner"], inner.get("scale"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Wrapped, lambda one: one.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        keeps = {
+            "view",
+            "detach",
+            "as_strided",
+            "empty_like",
+            "clone",
+            "_to_copy",
+            "new_zeros",
+            "slice",
+            "split",
+            "copy_",
+        }
+        return tree_map_only(torch.Tensor, Wrapped, out) if func.overloadpacket.__name__ in keeps else out
+
+
+reshard.register_tensor_class(Wrapped, {"inner": "values"})
+
+
+def trained(kind, *, sharded=False):
+    """A layer of seven rows, its weight wrapped or plain."""
+    model = torch.nn.Linear(3, 7, bias=False)
+    local = WHOLE.float().chunk(dist.get_world_size())[dist.get_rank()].clone() if sharded else WHOLE.float()
+    weight = Wrapped(local) if kind == "wrapped" else local
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=(7, 3), stride=(3, 1))
+    model.weight = torch.nn.Parameter(weight)
+    if kind == "wrapped":
+        holder(model.weight).scale = torch.ones(())
+    return model
+
+
+def wrapped_there_and_back(path, sharded):
+    """Whatever is wrapped on either side: each pair of kinds, and what a full state dict is of."""
+    found = []
+    for number, saved in enumerate(("wrapped", "plain")):
+        model = trained(saved, sharded=sharded)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.weight.grad = torch.ones_like(model.weight.data)
+        optimizer.step()
+        state = dict(zip(("model", "optim"), reshard.get_state_dict(model, optimizer)))
+        reshard.save(state, f"{path}-{number}")
+        whole = reshard.get_model_state_dict(model, options=reshard.StateDictOptions(full_state_dict=True))
+        for target in ("wrapped", "plain"):
+            other = trained(target, sharded=sharded)
+            with torch.no_grad():
+                other.weight.zero_()
+            fresh = torch.optim.AdamW(other.parameters())
+            wanted = dict(zip(("model", "optim"), reshard.get_state_dict(other, fresh)))
+            report = reshard.load(wanted, f"{path}-{number}")
+            assert report.ok, report
+            reshard.set_state_dict(other, fresh, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"])
+            now = dict(zip(wanted, reshard.get_state_dict(other, fresh)))
+            assert reshard.fingerprint(now) == reshard.open(f"{path}-{number}").fingerprints
+            if target == "wrapped":
+                assert type(holder(other.weight)) is Wrapped
+                assert holder(other.weight).scale is None
+            again = trained(target, sharded=sharded)
+            reshard.set_model_state_dict(again, whole, options=reshard.StateDictOptions(full_state_dict=True))
+            assert reshard.fingerprint(reshard.get_model_state_dict(again)) == reshard.fingerprint(state["model"])
+            found.append(sorted(reshard.open(f"{path}-{number}")))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [0, 2, 3])
+def test_a_class_that_only_computes_otherwise_is_saved_as_a_plain_tensor(tmp_path, ranks):
+    args = (str(tmp_path / "c"), bool(ranks))
+    found = str(gloo.run(wrapped_there_and_back, ranks, *args) if ranks else wrapped_there_and_back(*args))
+    assert "model.weight'" in found
+    assert "inner" not in found
+    assert "scale" not in found
+
+
+def test_what_torch_saved_of_a_wrapper_is_read_as_a_plain_tensor(tmp_path):
+    torch.save({"w": Wrapped(WHOLE.float(), torch.ones(()))}, tmp_path / "w.pt")
+    target = {"w": torch.zeros(7, 3)}
+
+    assert reshard.load(target, tmp_path / "w.pt").ok
+    assert torch.equal(target["w"], WHOLE.float())
+
+
+def test_a_wrapper_stays_one_where_the_model_is_on_the_meta_device():
+    model = torch.nn.Linear(3, 7, bias=False)
+    model.weight = torch.nn.Parameter(Wrapped(torch.empty(7, 3, device="meta")))
+    reshard.set_model_state_dict(model, {"weight": WHOLE.float()})
+    assert type(model.weight) is Wrapped
+    assert torch.equal(model.weight.inner, WHOLE.float())
+
+
+def test_the_values_are_the_only_part_that_is_named():
+    with pytest.raises(KeyMismatchError, match=r"'inner' of app\.Other: where a part is the values, name no other"):
+        reshard.register_tensor_class("app.Other", {"inner": "values", "scale": "whole"})

@@ -113,6 +113,37 @@ def test_frozen_parameters_and_adapters() -> None:
         set_model_state_dict(target, state, options=options)
 
 
+class Packed(nn.Linear):
+    """Saves the scale of its weight, and takes none back, as bitsandbytes' layers of 4 bits."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = torch.ones(2)
+
+
+def test_what_a_module_saves_of_a_frozen_parameter_is_frozen_too() -> None:
+    options = StateDictOptions(ignore_frozen_params=True)
+    model = nn.Sequential(Packed(2, 2, bias=False), nn.Linear(2, 2))
+    assert "0.weight.scale" in get_model_state_dict(model, options=options)
+    model[0].requires_grad_(False)
+    state = get_model_state_dict(model, options=options)
+    assert list(state) == ["1.weight", "1.bias"]
+    target = copy.deepcopy(model)
+    nn.init.zeros_(target[1].weight)
+    assert set_model_state_dict(target, state, options=options).missing == ()
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+
+
+def test_a_module_that_refuses_what_it_saves_is_named() -> None:
+    model = nn.Sequential(Packed(2, 2), nn.Linear(2, 2))
+    state = get_model_state_dict(model)
+    told = (
+        r"Unexpected key: 0\.weight\.scale\n(.*\n)*Packed saves '0\.weight\.scale', and its load_state_dict refuses it"
+    )
+    with pytest.raises(KeyMismatchError, match=told):
+        set_model_state_dict(model, state)
+
+
 def test_everything_wrong_is_said_at_once_and_nothing_is_changed() -> None:
     model = zoo.make(0)
     state = {name: t.clone() for name, t in get_model_state_dict(zoo.make(1)).items()}
