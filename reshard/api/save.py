@@ -508,7 +508,7 @@ def agreed_plan(
         first_word: on the first rank, what it has for all.
     """
     with phase("plan"):
-        holdings = holdings_of(state_dict, options)
+        holdings = holdings_of(state_dict, options, group)
         kept = find_plan(holdings, group, options)
     met: Agreement | None = None
     while True:
@@ -532,7 +532,7 @@ def agreed_plan(
         assert before is None, "all ranks have planned the same"
         with phase("plan"):
             if kept is not None:  # nothing that was found by what is not so
-                holdings = holdings_of(state_dict, options)
+                holdings = holdings_of(state_dict, options, group)
             answers = group.distinct_answers(holdings.description, known=met.pool)
             census, plan = planned_writes(holdings, group, options, answers)
             numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None

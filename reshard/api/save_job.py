@@ -67,11 +67,11 @@ class SaveJob:
     """The checkpoint that was chosen, as far as this rank can open it."""
 
 
-def holdings_of(state_dict: Any, options: SaveOptions) -> LocalState:
-    """Return what this rank gives to be saved. Raises as `reshard.save` does."""
+def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalState:
+    """Return what this rank gives to be saved among `group`. Raises as `reshard.save` does."""
     if not isinstance(state_dict, Mapping | list | tuple):
         raise FormatError(f"the state to save must be a dict (or a list) of values, got {type(state_dict).__name__}")
-    return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs))
+    return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs, ranks=group.ranks))
 
 
 def planned_writes(

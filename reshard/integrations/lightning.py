@@ -141,7 +141,7 @@ class ReshardCheckpoint(CheckpointCallback):
             return
         self.manager = self._make()
         self._state = {
-            "model": pl_module,
+            "model": trainer.model,  # inside its wrapper, which says whose buffers count
             "optim": trainer.optimizers,
             "rng": torch.default_generator,
             "trainer": PerRank(_TrainerState(trainer), on_change=lambda saved, *_: saved[0]),

@@ -90,11 +90,12 @@ class ReshardTrainer(Trainer):
             os.makedirs(output_dir, exist_ok=True)
             config.save_pretrained(output_dir)
         if self.args.save_only_model:
-            save({"model": get_model_state_dict(self.model, options=self._options())}, output_dir)
+            save({"model": get_model_state_dict(self.model_wrapped, options=self._options())}, output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
-        state["model"], state["optim"] = get_state_dict(self.model, self._inner_optimizer(), options=self._options())
+        wrapped, optimizer = self.model_wrapped, self._inner_optimizer()  # the wrapper says whose buffers count
+        state["model"], state["optim"] = get_state_dict(wrapped, optimizer, options=self._options())
         save(state, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

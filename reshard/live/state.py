@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from planners.geometry.layout import Form, TensorLayout, TensorSpec
 from reshard.errors import FormatError, KeyMismatchError, LayoutError
 from reshard.live.tensors import (
+    OVERWRITTEN_BY,
     class_kinds,
     device_of,
     dtensor_like,
@@ -179,6 +180,7 @@ def take_apart(
     *,
     whole_at: Callable[[KeyPath, Any], bool] | None = None,
     select: Collection[str] | None = None,
+    ranks: Collection[int] = (),
 ) -> LiveState:
     """Flatten a nested state.
 
@@ -186,13 +188,17 @@ def take_apart(
         whole_at: a predicate of path and container. Containers for which it returns True are one
             value.
         select: globs. Only values with a matching key are kept, with the containers around them.
+        ranks: tensors that those of another of these ranks will overwrite are left out: that rank has them.
 
     Raises:
         KeyMismatchError: keys collide.
         LayoutError: a tensor is not a plain array in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
-    leaves = {path: settled(value) for path, value in flat.leaves.items()}
+    kept = flat.leaves
+    if ranks:
+        kept = {path: value for path, value in kept.items() if getattr(value, OVERWRITTEN_BY, None) not in ranks}
+    leaves = {path: settled(value) for path, value in kept.items()}
     if any(map(inner_names, leaves.values())):
         from reshard.live.tensor_classes import expanded  # few states have such
 

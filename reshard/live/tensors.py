@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
-    "agreed_form", "candidate_layouts", "class_kinds", "device_of", "dtensor_like", "dtype_of", "forget_derived",
-    "form_by_all", "form_of", "forms_of", "global_shape", "held_tensors", "holder",
-    "identity_of", "inner_names", "is_ambiguous", "is_dtensor", "is_pending", "is_sharded",
-    "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of", "lines_of",
-    "local_tensors", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
-    "spec_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size",
+    "OVERWRITTEN_BY", "agreed_form", "candidate_layouts", "class_kinds", "device_of",
+    "dtensor_like", "dtype_of", "forget_derived", "form_by_all", "form_of", "forms_of",
+    "global_shape", "held_tensors", "holder", "identity_of", "inner_names", "is_ambiguous",
+    "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard",
+    "is_tensor", "layout_of", "lines_of", "local_tensors", "mark_overwritten",
+    "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways", "spec_of",
+    "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size",
     "wrapped_like", "wrappers",
 ]  # fmt: skip
 
@@ -148,6 +149,17 @@ def held_tensors(tensor: Any) -> list[torch.Tensor]:
 def holder(value: torch.Tensor) -> torch.Tensor:
     """The tensor in which this rank's elements are: of a DTensor, its local tensor."""
     return value._local_tensor if is_dtensor(value) else value
+
+
+OVERWRITTEN_BY = "_reshard_overwritten_by"
+"""Attribute of a tensor: the rank whose elements will overwrite those of this rank."""
+
+
+def mark_overwritten(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """The same elements as a tensor that says that those of `rank` will overwrite them: a save takes these."""
+    marked = tensor.detach()
+    setattr(marked, OVERWRITTEN_BY, rank)
+    return marked
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 
@@ -121,6 +122,18 @@ class ModuleReader:
             if _is_known(hook):
                 hook(module, "", False)
         return {}
+
+    def overwritten(self, module: nn.Module) -> Mapping[int, int]:
+        """By id, the buffers that this module will overwrite before its next forward pass with those of another rank,
+        and that rank: DistributedDataParallel gives all ranks the buffers of the first one of its group."""
+        if not getattr(module, "broadcast_buffers", False) or hasattr(module, "buffer_hook"):
+            return {}
+        first = dist.get_global_rank(module.process_group, 0)  # type: ignore[arg-type]
+        if first == dist.get_rank():
+            return {}
+        ignored: Collection[str] = module.parameters_to_ignore  # type: ignore[assignment]
+        buffers = self.children(module)["module"].named_buffers()  # type: ignore[union-attr]
+        return {id(buffer): first for name, buffer in buffers if name not in ignored}
 
     def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
         """Every child under every name that it has."""

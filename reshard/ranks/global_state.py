@@ -379,10 +379,18 @@ class DigestTable:
         shown = "; ".join(
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
+        buffers = "" if self.objects.keys() >= differing.keys() else _BUFFERS
         raise KeyMismatchError(
             f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. Wrap "
-            "values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
+            f"values that differ on purpose in reshard.PerRank(value), or use another key on each rank{buffers}"
         )
+
+
+_BUFFERS = (
+    ". If these are buffers that each rank updates by itself, such as running means, give all ranks one value before: "
+    "pass the model inside DistributedDataParallel, whose first rank's buffers count, or call "
+    "torch.distributed.broadcast(buffer, 0) for each of model.buffers()"
+)
 
 
 def _anybody(key: str) -> tuple[bytes, int]:

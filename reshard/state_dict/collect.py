@@ -18,7 +18,16 @@ from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
 from reshard.live.fsdp1 import fill_absent
 from reshard.live.state import LiveTensor
-from reshard.live.tensors import global_shape, is_dtensor, is_sharded, this_rank, with_local, world_size
+from reshard.live.tensors import (
+    OVERWRITTEN_BY,
+    global_shape,
+    is_dtensor,
+    is_sharded,
+    mark_overwritten,
+    this_rank,
+    with_local,
+    world_size,
+)
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state_dict.gather import as_chunks, gather, member_ranks
@@ -251,6 +260,8 @@ def _all_to_cpu(values: Sequence[Any]) -> list[Any]:
     plain = [i for i, local in enumerate(held) if local is not None and local.device.type != "cpu"]
     out = list(values)
     for i, local in zip(plain, to_host([held[i].detach() for i in plain])):  # type: ignore[union-attr]
+        rank = getattr(values[i], OVERWRITTEN_BY, None)
+        local = local if rank is None else mark_overwritten(local, rank)
         out[i] = with_local(values[i], local) if is_dtensor(values[i]) else local
     return out
 

@@ -28,6 +28,7 @@ from reshard.live.tensors import (
     inner_names,
     is_dtensor,
     is_sharded,
+    mark_overwritten,
     settled,
     tensor_class,
     with_local,
@@ -61,6 +62,10 @@ def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
         else:
             out[item.name] = item.owner.get_extra_state()
     out.update((slot.name, slot.value) for slot in live.partitioned if slot.name in out)
+    for slot in live.of_kind("buffer") if live.overwritten else ():
+        rank = live.overwritten.get(id(slot.value))
+        if rank is not None and isinstance(out.get(slot.name), torch.Tensor):
+            out[slot.name] = mark_overwritten(out[slot.name], rank)
     return out
 
 

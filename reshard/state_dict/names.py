@@ -145,9 +145,12 @@ class LiveModel:
         self.slots: list[StateEntry] = []
         """All entries, including those inside self-loading modules."""
         self.reader = ModuleReader(modifiers)
+        self.overwritten: dict[int, int] = {}
+        """Maps the id of a buffer that a wrapper will overwrite with that of another rank to that rank."""
         for index, stage in enumerate(self.stages):
             walk = _ModuleWalk(self.reader, index, stage.offsets, self.slots)
             walk.visit(stage.module, "", "", (), self.items)
+            self.overwritten |= walk.overwritten
             _check_offsets(stage, walk.numbered)
         self.by_name: dict[str, StateEntry] = {}
         self.names_of: dict[Any, list[str]] = {}
@@ -285,6 +288,7 @@ class _ModuleWalk:
         self.slots = slots
         self.pieces: dict[int, list[tuple[str, FlatPiece]]] = {}
         self.numbered: set[str] = set()
+        self.overwritten: dict[int, int] = {}
 
     def visit(
         self,
@@ -301,6 +305,8 @@ class _ModuleWalk:
         empty.
         """
         reader, facts, start = self.reader, self.reader.facts(module), len(self.slots)
+        if facts.wrapped is not None:
+            self.overwritten |= reader.overwritten(module)
         if facts.overrides or facts.flattens or reader.touched(module):
             if items is not None and reader.is_opaque(module, facts):
                 self.visit(module, live, name, wrappers, None)
