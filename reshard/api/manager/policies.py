@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.errors import OptionError
+from reshard.errors import OptionError, did_you_mean, format_names
 
 __all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
 
@@ -74,8 +74,10 @@ class Keep:
     every: int | None = None
     """Keep multiples of this number permanently."""
     best: int = 0
-    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps without it do not count."""
+    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved without
+    metrics do not count."""
     metric: str = ""
+    """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
     mode: Literal["min", "max"] = "min"
     """Whether lower values are better, or higher ones."""
 
@@ -146,8 +148,8 @@ def checked_step(step: object) -> int:
     return number
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return numbers by name. Raises OptionError for other values."""
+def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:
+    """Return numbers by name. Raises OptionError for other values, and for metrics without the `wanted` one."""
     if not isinstance(metrics, Mapping | None):
         raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
     found = {}
@@ -162,4 +164,10 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
                 "step. Leave the metric out to save without it, or check why training diverged"
             )
         found[str(name)] = number
+    if wanted and found and wanted not in found:
+        raise OptionError(
+            f"keep ranks steps by the metric {wanted!r}, but metrics= has {format_names(found)}"
+            f"{did_you_mean(wanted, found)}. Nothing was saved at this step. At steps without {wanted!r}, leave "
+            "metrics= out"
+        )
     return found
