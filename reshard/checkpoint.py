@@ -9,7 +9,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -40,6 +40,10 @@ _MOST_HISTOGRAMS = 512
 class NormalizedState(dict[str, Any]):
     """The result of `Checkpoint.normalized`: a dict with "model" and "optim"."""
 
+    INSTEAD: ClassVar[str] = (
+        "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
+    )
+    """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be done, such as padding that could not be removed and incomplete lists."""
 

@@ -419,10 +419,8 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
         manager.wait()
         assert (manager.all_steps(), manager.best_step()) == ([2, 6], 2)
     told = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
-    assert told == [
-        f"{tmp_path}: step 4 is saved without metrics, so it is not one of the best steps by 'val_loss'. "
-        "Pass metrics={'val_loss': ...} to save()"
-    ]
+    words = f"{tmp_path}: step 4 is saved without metrics, so it is not one of the best steps by 'val_loss'. "
+    assert told == [words + "Pass metrics={'val_loss': ...} to save()"]
 
 
 def test_metrics_without_end_are_the_worst_and_steps_of_any_kind_are_numbers(tmp_path: Path) -> None:
