@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from reshard.api.key_suggestions import are_by_number, has_no_state_yet, section, shifted
+from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
@@ -31,7 +31,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import IntKey, KeyPath, key_of
+from reshard.state import NUMBERED, IntKey, KeyPath, key_of
 from reshard.stored.contents import unknown_class
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
@@ -433,9 +433,10 @@ class Mismatches:
                 "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
         elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
-            fixes.append(
-                "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
-            )
+            fix = "load into reshard.optimizer_destinations(model, optimizer, path)"
+            if any(map(NUMBERED.fullmatch, unexpected)):
+                fix = f"the checkpoint has its state by number: with path = {named_from_numbers('path')}, {fix}"
+            fixes.append(f"the optimizer has no state yet: {fix}")
         lines += section(wording.missing, where, [] if by_number else known, match.names, kinds, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",

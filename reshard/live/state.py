@@ -326,9 +326,7 @@ class Targets(State[LiveTensor]):
                 unit.
         """
         if not isinstance(state, MutableMapping | list):
-            raise option_error(
-                f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError
-            )
+            raise option_error(f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError)
         live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for key, path in live.paths.items():

@@ -54,6 +54,32 @@ def test_a_fresh_optimizer_has_no_place_for_its_state(tmp_path: Path) -> None:
         reshard.load({"model": names, "optim": fresh.state_dict()}, tmp_path / "c")
 
 
+def test_a_fresh_optimizer_is_told_how_to_load_state_by_number_and_that_call_loads_it(tmp_path: Path) -> None:
+    """And not to load into optimizer_destinations, which has nothing to fill for it."""
+    model, optimizer = _trained()
+    reshard.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "c")
+    fresh, path = torch.optim.AdamW(model.parameters()), str(tmp_path / "c")
+    call = "canonical(hints={'param_names': list(dict(model.named_parameters()))})"
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": model.state_dict(), "optim": fresh.state_dict()}, path)
+    words = (
+        "fix: the optimizer has no state yet: the checkpoint has its state by number: with path = reshard.open(path)."
+    )
+    assert f"{words}{call}, load into reshard.optimizer_destinations" in str(caught.value)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.optimizer_destinations(model, fresh, path)
+    words = "by numbers of parameters, such as 'optim.state.0.step', and not by names. Pass named = "
+    assert f"{words}reshard.open({path!r}).{call} here and to load" in str(caught.value)
+
+    named = reshard.open(path).canonical(hints={"param_names": list(dict(model.named_parameters()))})
+    state = reshard.optimizer_destinations(model, fresh, named)
+    reshard.load({"model": reshard.get_model_state_dict(model), "optim": state}, named)
+    reshard.set_optimizer_state_dict(model, fresh, state)
+    saved, loaded = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert all(torch.equal(value, loaded[at][name]) for at, of in saved.items() for name, value in of.items())
+    assert len(saved) == len(loaded) == 4
+
+
 def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, caplog: Any) -> None:
     model, optimizer = _trained()
     with caplog.at_level(logging.WARNING, "reshard"):
