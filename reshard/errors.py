@@ -44,7 +44,7 @@ class NewerVersionError(FormatError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """Bytes are missing, truncated, or changed. The message names the file, the bytes, and tensors, if they are known."""
+    """Bytes are missing, truncated, or changed. The message names file, bytes, and tensors, if they are known."""
 
     places: tuple[tuple[str, int, int], ...] = ()
     """The file, the first byte, and one past the last, of what is missing or was changed, where that is known."""

@@ -183,7 +183,7 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
     error = CorruptCheckpointError(
         f"{storage.url}: {file} must have {nbytes} bytes, but {but}: restore it, or load another checkpoint"
     )
-    error.places = ((file, *sorted((found or 0, nbytes))),)
+    error.places = ((file, min(found or 0, nbytes), max(found or 0, nbytes)),)
     return error
 
 

@@ -7,6 +7,8 @@ import json
 import pickle
 import pydoc
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def test_dir_is_the_public_names_once(package) -> None:
     names = dir(package)
 
     assert names == sorted(set(names))
-    assert set(names) - {"__version__", "dcp", "elastic", "planners"} == set(package.__all__)
+    assert set(names) - {"__version__", "dcp", "elastic", "errors", "planners"} == set(package.__all__)
     assert all(getattr(package, name) is not None for name in names)
 
 
@@ -61,7 +63,7 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
     blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
     told = {alias.asname or alias.name for n in ast.walk(blocks["TYPE_CHECKING"]) for alias in getattr(n, "names", [])}
 
-    assert told - {"__version__", "dcp", "elastic", "planners"} == set(package.__all__)
+    assert told - {"__version__", "dcp", "elastic", "errors", "planners"} == set(package.__all__)
     assert [n.name for n in blocks["not TYPE_CHECKING"].body] == ["__getattr__"]
     assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
 
@@ -69,6 +71,28 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
 def test_a_misspelt_name_is_told() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sav': did you mean 'save'"):
         _ = reshard.sav
+    with pytest.raises(AttributeError, match=r"'KeyMismatchError': it is reshard.errors.KeyMismatchError"):
+        _ = reshard.KeyMismatchError
+    code = "import reshard; print(reshard.errors.KeyMismatchError.__name__)"  # with no import of its own
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "KeyMismatchError\n"
+
+
+def test_what_calls_return_is_public(tmp_path) -> None:
+    state = {"w": torch.ones(2)}
+    made = [reshard.async_save(state, tmp_path / "r" / "step-1"), *reshard.steps(tmp_path / "r")]
+    made[0].result()
+    checkpoint = reshard.open(tmp_path / "r")
+    made += [
+        checkpoint["w"],
+        checkpoint.normalized(),
+        reshard.compare(checkpoint, state),
+        reshard.prepare(state, {"w": torch.zeros(2)}),
+    ]
+    made += [reshard.set_model_state_dict(NET, NET.state_dict()), *reshard.steps(tmp_path / "r")]
+    assert {type(each).__name__ for each in made} >= {
+        "PendingSave", "LazyTensor", "NormalizedState", "CompareReport", "Prepared", "SetReport", "Step",
+    }  # fmt: skip
+    assert all(getattr(reshard, type(each).__name__) is type(each) for each in made)
 
 
 @pytest.mark.parametrize("name", ["load", "save", "open", "convert", "verify", "plan"])
