@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import NUMBERED, IntKey, KeyPath, key_of
+from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
@@ -528,7 +527,7 @@ def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
     """Return whether a checkpoint ought to have a key: it ought to have all, unless it was declared
     a subset."""
     globs = checkpoint.contents.subset
-    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
+    return lambda key: globs is None or is_selected(key, globs)
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:

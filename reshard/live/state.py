@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from reshard.live.tensors import (
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
-from reshard.state import IntKey, KeyPath, State, key_of
+from reshard.state import IntKey, KeyPath, State, is_selected, key_of
 
 __all__ = [
     "LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "same_memory", "same_value",
@@ -224,13 +223,13 @@ def take_apart(
 
 def _selected(flat: Flat, select: Collection[str]) -> Flat:
     """Return the values that match the globs, with the containers around them."""
-    fits = {path: any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select) for path in flat.leaves}
+    fits = {path: is_selected(key_of(path), select) for path in flat.leaves}
     inner = {path[:i] for path in flat.leaves for i in range(len(path))}
     kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
     containers = {
         path: kind
         for path, kind in flat.containers.items()
-        if path in kept or (path not in inner and any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select))
+        if path in kept or (path not in inner and is_selected(key_of(path), select))
     }
     return replace(flat, leaves={path: leaf for path, leaf in flat.leaves.items() if fits[path]}, containers=containers)
 

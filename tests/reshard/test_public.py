@@ -230,6 +230,16 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (lambda: reshard.layout_of({"m": NET}), OptionError, f"but the value under 'm' is Linear: {made}"),
         (lambda: reshard.layout_of([optimizer]), OptionError, "under 0 is SGD: pass reshard.get_optimizer_state_dict"),
         (lambda: reshard.layout_of(path), OptionError, "layout_of takes a state dict or a tensor, got PosixPath"),
+        (lambda: reshard.convert(path, path, max_shard_bytes="5GB"), FormatError, "such as 5_000_000_000, got '5GB'"),
+        (lambda: reshard.convert(path, path, dtype="bfloat61"), FormatError, "'bfloat61': did you mean 'bfloat16'?; "),
+        (
+            lambda: reshard.convert(path, path, onto="fsdp=2"),
+            OptionError,
+            "a StateLayout or Topology (planners.fsdp(4)), got",
+        ),
+        (lambda: reshard.convert(path, path, mapping=3), OptionError, "mapping must be a dict or a reshard.mapping"),
+        (lambda: reshard.convert(path, path, select=3), OptionError, "must be a glob or a list of globs, got 3"),
+        (lambda: reshard.prepare(state, state, max_inflight_bytes=3), LayoutError, "must be at least 1024, got 3"),
         (lambda: reshard.trace_layout(NET, world_size=2), OptionError, "got Linear: write trace_layout(lambda: "),
         (lambda: reshard.trace_layout(lambda: NET, world_size=0), LayoutError, "must be an integer >= 1, got 0"),
     ]

@@ -56,7 +56,7 @@ class Every:
             waited_s: seconds since the last step that was due.
         """
         if self.is_multiple(step, before):
-            return f"every {self.steps} steps"
+            return "every step" if self.steps == 1 else f"every {self.steps} steps"
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
 
 
@@ -88,7 +88,8 @@ class Keep:
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
-                f"Keep: best must be an integer, and metric= name its metric, got {self.best!r} and {self.metric!r}"
+                f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
+                f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")

@@ -339,7 +339,7 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "and metric= name its metric"),
+    (lambda: Keep(best=2), "needs metric=, the name of its metric, got best=2, metric=''"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
