@@ -9,25 +9,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "__version__": "native.version",
     "Checkpoint": "checkpoint",
     "CheckpointManager": "api.manager",
+    "CompareReport": "api.verify",
     "ConvertReport": "api.convert",
     "ElasticSampler": "api.manager",
     "Every": "api.manager",
     "FqnMap": "state_dict",
     "Keep": "api.manager",
+    "LazyTensor": "checkpoint",
     "LoadReport": "api.load",
     "Mapping": "mapping",
+    "NormalizedState": "checkpoint",
+    "OptimizerReport": "state_dict",
+    "PendingSave": "api.save",
     "PerRank": "live.state",
     "Preemption": "api.manager",
+    "Prepared": "api.redistribute",
     "ReshardError": "errors",
+    "RestoreReport": "api.manager",
     "SaveReport": "api.save",
+    "SetReport": "state_dict",
     "Stage": "state_dict",
     "StateDictOptions": "state_dict",
+    "Step": "api.retention",
+    "StepReport": "api.manager",
     "TransferReport": "api.redistribute",
     "WeightBucket": "api.weights",
     "WeightSource": "api.weights",
+    "__version__": "native.version",
     "async_save": "api.save",
     "compare": "api.verify",
     "convert": "api.convert",
@@ -60,7 +70,7 @@ _HOME = {
 }
 """Where each public name lives."""
 
-_MODULES = ("dcp", "elastic", "planners")
+_MODULES = ("dcp", "elastic", "errors", "planners")
 """Public modules that are there without an import of their own."""
 
 _ELSEWHERE = {
@@ -76,7 +86,7 @@ _ELSEWHERE = {
 __all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
-    from reshard import dcp as dcp, elastic as elastic, planners as planners
+    from reshard import dcp as dcp, elastic as elastic, errors as errors, planners as planners
     from reshard.api.convert import ConvertReport as ConvertReport, convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
     from reshard.api.load import LoadReport as LoadReport, load as load
@@ -86,21 +96,39 @@ if TYPE_CHECKING:
         Every as Every,
         Keep as Keep,
         Preemption as Preemption,
+        RestoreReport as RestoreReport,
+        StepReport as StepReport,
     )
     from reshard.api.optimizer_destinations import optimizer_destinations as optimizer_destinations
     from reshard.api.plan import plan as plan
     from reshard.api.redistribute import (
+        Prepared as Prepared,
         TransferReport as TransferReport,
         prepare as prepare,
         redistribute as redistribute,
         verify_live as verify_live,
     )
-    from reshard.api.retention import latest_complete as latest_complete, prune as prune, steps as steps
-    from reshard.api.save import SaveReport as SaveReport, async_save as async_save, save as save
+    from reshard.api.retention import (
+        Step as Step,
+        latest_complete as latest_complete,
+        prune as prune,
+        steps as steps,
+    )
+    from reshard.api.save import (
+        PendingSave as PendingSave,
+        SaveReport as SaveReport,
+        async_save as async_save,
+        save as save,
+    )
     from reshard.api.trace_layout import trace_layout as trace_layout
-    from reshard.api.verify import compare as compare, verify as verify
+    from reshard.api.verify import CompareReport as CompareReport, compare as compare, verify as verify
     from reshard.api.weights import WeightBucket as WeightBucket, WeightSource as WeightSource
-    from reshard.checkpoint import Checkpoint as Checkpoint, open as open
+    from reshard.checkpoint import (
+        Checkpoint as Checkpoint,
+        LazyTensor as LazyTensor,
+        NormalizedState as NormalizedState,
+        open as open,
+    )
     from reshard.errors import ReshardError as ReshardError
     from reshard.live.state import PerRank as PerRank
     from reshard.live.tensor_classes import (
@@ -112,6 +140,8 @@ if TYPE_CHECKING:
     from reshard.native.version import __version__ as __version__
     from reshard.state_dict import (
         FqnMap as FqnMap,
+        OptimizerReport as OptimizerReport,
+        SetReport as SetReport,
         Stage as Stage,
         StateDictOptions as StateDictOptions,
         fqn_map as fqn_map,
@@ -130,9 +160,10 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            from reshard.errors import did_you_mean
+            from reshard import errors
 
-            meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, _HOME)
+            meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else errors.did_you_mean(name, _HOME)
+            meant = f": it is reshard.errors.{name}" if name in errors.__all__ else meant
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage_collection import gc_paused
 

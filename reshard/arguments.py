@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from reshard.errors import FormatError, did_you_mean, warn_renamed
+from reshard.errors import FormatError, OptionError, did_you_mean, option_error, warn_renamed
 from reshard.storage.base import Storage
+from reshard.storage.opening import what_is_no_path
 
 __all__ = ["check_arguments", "options_of", "renamed", "with_options"]
 
@@ -113,25 +114,30 @@ def _half(verb: str, given: Any) -> str:
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
-    """Raises FormatError for swapped arguments, for what is no path, and for modules and optimizers
+    """Raises OptionError for swapped arguments, for what is no path, and for modules and optimizers
     in place of state.
 
     `paths` are further classes that stand for a path.
     """
     paths = (str, os.PathLike, Storage, *paths)
     if isinstance(state, paths) and not isinstance(path, paths):
-        raise FormatError(
+        raise _refused(
             f"the path is the second argument: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)"
         )
     if not isinstance(path, paths):
-        raise FormatError(f"{verb}(state_dict, path) needs a path, URL or Storage, got {type(path).__name__}")
+        also = ", or open Checkpoint" if len(paths) > 3 else ""
+        raise _refused(f"{verb}(state_dict, path) needs a path, URL, Storage{also}, got {what_is_no_path(path)}")
     if isinstance(state, FunctionType | MethodType):
-        raise FormatError(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
+        raise _refused(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
     below = state.items() if verb == "load" and isinstance(state, dict) else ()  # a save looks at every value itself
     for key, value in [("", state), *below]:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             where = f"the value under {key!r}" if key else "the first argument"
-            raise FormatError(f"{where} of {verb} is a {type(value).__name__}, not its state. {_fix(verb, value, key)}")
+            raise _refused(f"{where} of {verb} is a {type(value).__name__}, not its state. {_fix(verb, value, key)}")
+
+
+def _refused(message: str) -> OptionError:
+    return option_error(message, FormatError)
 
 
 def _fix(verb: str, value: Any, key: str) -> str:

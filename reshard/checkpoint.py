@@ -9,7 +9,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -29,7 +29,9 @@ from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_co
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
-__all__ = ["Checkpoint", "log_unchecked", "open", "open_among", "stored_layout"]
+__all__ = [
+    "Checkpoint", "LazyTensor", "NormalizedState", "log_unchecked", "open", "open_among", "stored_layout",
+]  # fmt: skip
 
 
 _log = logging.getLogger("reshard")
@@ -38,8 +40,13 @@ _MOST_HISTOGRAMS = 512
 
 
 class NormalizedState(dict[str, Any]):
-    """The result of `Checkpoint.normalized`: a dict with "model" and "optim"."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim". `Checkpoint.canonical` returns the same
+    state as a checkpoint, which calls take that need one."""
 
+    INSTEAD: ClassVar[str] = (
+        "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
+    )
+    """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be done, such as padding that could not be removed and incomplete lists."""
 
@@ -157,7 +164,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it. Tensors stay lazy.
+        """Return the state under canonical names, whatever framework wrote it, as a dict to look at and to set from.
+        To load, plan, compare, or convert it, call `canonical` instead. Tensors stay lazy.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
@@ -183,7 +191,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-        """Return the normalized state as a checkpoint that you can load, plan, compare, and convert. Its keys are
+        """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and convert. Its keys are
         "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>"; with `model_only`, bare
         parameter names.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from planners.errors import did_you_mean as did_you_mean
 
@@ -14,7 +15,7 @@ __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "format_names", "format_ranks", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "option_error", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
@@ -43,7 +44,10 @@ class NewerVersionError(FormatError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """Bytes are missing, truncated, or changed. The message names file, tensor, and byte range."""
+    """Bytes are missing, truncated, or changed. The message names file, bytes, and tensors, if they are known."""
+
+    places: tuple[tuple[str, int, int], ...] = ()
+    """The file, the first byte, and one past the last, of what is missing or was changed, where that is known."""
 
 
 class UnsafeDataError(CheckpointError, ValueError):
@@ -63,6 +67,20 @@ class LayoutError(ReshardError, ValueError):
 
 class OptionError(CheckpointError, ValueError):
     """An argument has a value that is not allowed. The message lists the allowed ones."""
+
+
+def option_error(message: str, was: type[ReshardError]) -> OptionError:
+    """An `OptionError` that is also a `was`, which the call raised in earlier releases."""
+    return _also(cast(Any, was))(message)
+
+
+@functools.cache
+def _also(was: Any) -> type[OptionError]:
+    def reduce(error: OptionError) -> tuple[Any, ...]:
+        return option_error, (str(error), was)
+
+    body = {"__module__": __name__, "__doc__": OptionError.__doc__, "__reduce__": reduce}
+    return cast(type[OptionError], type("OptionError", (OptionError, was), body))
 
 
 class ReplicaDriftError(ReshardError, ValueError):

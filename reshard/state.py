@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from reshard.errors import FormatError
 
-__all__ = ["NUMBERED", "IntKey", "KeyPath", "State", "key_of", "path_from_json", "path_to_json"]
+__all__ = ["NUMBERED", "IntKey", "KeyPath", "State", "is_selected", "key_of", "path_from_json", "path_to_json"]
 
 
 T = TypeVar("T", covariant=True)
@@ -43,6 +44,13 @@ KeyPath = tuple[str | int | IntKey, ...]
 def key_of(path: KeyPath) -> str:
     """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
     return ".".join(map(str, path))
+
+
+def is_selected(key: str, globs: Collection[str]) -> bool:
+    """Return True if a glob matches a key, and none that begins with `!` does. Without others than those, all match."""
+    wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
+    unwanted = (glob[1:] for glob in globs if glob.startswith("!"))
+    return any(fnmatchcase(key, glob) for glob in wanted) and not any(fnmatchcase(key, glob) for glob in unwanted)
 
 
 _INTS = {"int", "apart"}

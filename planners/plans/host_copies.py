@@ -104,7 +104,7 @@ def plan_copies(hosts: Sequence[str], nbytes: Sequence[int], *, copies: int = 1)
         written[host] += size
     if copies < 0 or len(written) < copies + 1:
         raise PlanError(
-            f"{copies} copies on other hosts need at least {copies + 1} hosts, but there are {len(written)} "
+            f"copies={copies} on other hosts needs {copies + 1} hosts or more, but there are {len(written)} "
             f"({', '.join(sorted(written)[:5])}): ask for fewer copies, or run on more hosts"
         )
     rings = _rings(written, copies)

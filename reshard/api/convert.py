@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
+from reshard.api.options import globs_of
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
@@ -88,7 +89,7 @@ def convert(
     format: FormatName = "native",
     mapping: Any = None,
     onto: StateLayout | Topology | None = None,
-    select: str | Sequence[str] | None = None,
+    select: str | Iterable[str] | None = None,
     dtype: Any = None,
     normalized: bool = False,
     model_only: bool = False,
@@ -157,7 +158,7 @@ def convert(
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):
-        globs = (select,) if isinstance(select, str) else tuple(select or ())
+        globs = globs_of(select or None) or ()
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
         name = ALSO_CALLED.get(format, format)
         job = ConvertJob(

@@ -27,17 +27,21 @@ from reshard.errors import (
     FormatError,
     KeyMismatchError,
     LayoutError,
+    OptionError,
     StorageError,
     did_you_mean,
+    option_error,
 )
 from reshard.formats.format import Writing
 from reshard.formats.normalize import keep_beside, normalize
 from reshard.formats.table import writing_of
+from reshard.live.dtypes import BY_NAME
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
+from reshard.state import is_selected
 from reshard.storage.base import NOTHING, Storage, temporary_name
 from reshard.storage.opening import open_storage
 from reshard.stored.checksums import Checking
@@ -65,11 +69,19 @@ class ConvertJob:
     check: bool = True
 
     def __post_init__(self) -> None:
-        """Raises FormatError or LayoutError for arguments that do not fit together."""
+        """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not fit together."""
+        if not isinstance(self.onto, StateLayout | Topology | None):
+            raise OptionError(f"onto must be a StateLayout or Topology (planners.fsdp(4)), got {self.onto!r:.60}")
+        if not isinstance(self.mapping, Mapping | StateMapping | None):
+            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
+        if self.dtype is not None and self.dtype not in BY_NAME:
+            words = f"unknown dtype {self.dtype!r}{did_you_mean(self.dtype, BY_NAME)}"
+            raise option_error(f"{words}; write a torch dtype by name, such as 'bfloat16'", FormatError)
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
-        if self.max_shard_bytes < 1:
-            raise FormatError(f"max_shard_bytes must be >= 1, got {self.max_shard_bytes}")
+        if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
+            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {self.max_shard_bytes!r}"
+            raise option_error(words, FormatError)
         if self.writing.is_one_file and isinstance(self.target, Storage):
             raise FormatError(f"{self.format} writes one file: give its path")
 
@@ -178,14 +190,11 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
 
     Raises KeyMismatchError if a glob matches nothing at all `where` these names are.
     """
-    wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
-    unwanted = [glob[1:] for glob in globs if glob.startswith("!")]
-    for glob in (*wanted, *unwanted):
+    for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
             near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
-    taken = (name for name in names if any(fnmatchcase(name, glob) for glob in wanted))
-    return frozenset(name for name in taken if not any(fnmatchcase(name, glob) for glob in unwanted))
+    return frozenset(name for name in names if is_selected(name, globs))
 
 
 def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:

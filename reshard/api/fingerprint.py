@@ -21,11 +21,11 @@ from planners.units import format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, FormatError, LayoutError
+from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import is_tensor, layout_of, local_tensors
+from reshard.live.tensors import is_tensor, layout_of, local_tensors, state_instead_of
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
@@ -81,7 +81,7 @@ def fingerprint(
             ranks.
         LayoutError: ranks disagree about dtype or shape, or their shards do not cover a full
             tensor.
-        CheckpointError: the argument is neither a state dict nor a checkpoint, or layouts were
+        OptionError: the argument is neither a state dict nor a checkpoint, or layouts were
             given for a checkpoint.
     """
     if executor is not None:
@@ -90,7 +90,7 @@ def fingerprint(
         state_dict = open_checkpoint(state_dict)
     if isinstance(state_dict, Checkpoint):
         if layouts is not None or rank is not None or exchange is not None:
-            raise CheckpointError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
+            raise OptionError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
         return _of_checkpoint(state_dict, key, executor)
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -109,8 +109,8 @@ def fingerprint(
 
 def _check_state(state_dict: object) -> None:
     if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
-        raise CheckpointError(
-            f"fingerprint takes a state dict, a path or an open Checkpoint, got {type(state_dict).__name__}"
+        raise OptionError(
+            f"fingerprint takes a state dict, a path or an open Checkpoint, got {state_instead_of(state_dict)}"
         )
 
 

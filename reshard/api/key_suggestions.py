@@ -10,7 +10,9 @@ from typing import NamedTuple
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
-__all__ = ["PrefixDifference", "are_by_number", "has_no_state_yet", "section", "shifted"]
+__all__ = [
+    "PrefixDifference", "are_by_number", "has_no_state_yet", "named_from_numbers", "section", "shifted",
+]  # fmt: skip
 
 
 _MOST_LINES = 20
@@ -126,6 +128,11 @@ def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
     fronts = tuple({key.partition("state.")[0] for key in unexpected if _is_state(key)})
     below = [key for key in targets if f"{key}.".startswith(fronts)]
     return bool(below) and not any(map(_is_state, below))
+
+
+def named_from_numbers(path: str) -> str:
+    """The call that opens a checkpoint whose optimizer state has numbers of parameters, under their names."""
+    return f"reshard.open({path}).canonical(hints={{'param_names': list(dict(model.named_parameters()))}})"
 
 
 def _is_state(key: str) -> bool:

@@ -154,6 +154,8 @@ def load_with(
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
+            if native is not None and isinstance(error, CorruptCheckpointError):
+                native.naming_tensors(error)
             raise
         raise CheckpointError(
             f"{checkpoint.url} was replaced by a later save, or removed, while it was read: load again ({error})"

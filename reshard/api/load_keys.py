@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from reshard.api.key_suggestions import are_by_number, has_no_state_yet, section, shifted
+from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
@@ -32,7 +31,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import IntKey, KeyPath, key_of
+from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
@@ -454,9 +453,10 @@ class Mismatches:
                 "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
         elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
-            fixes.append(
-                "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
-            )
+            fix = "load into reshard.optimizer_destinations(model, optimizer, path)"
+            if any(map(NUMBERED.fullmatch, unexpected)):
+                fix = f"the checkpoint has its state by number: with path = {named_from_numbers('path')}, {fix}"
+            fixes.append(f"the optimizer has no state yet: {fix}")
         lines += section(wording.missing, where, [] if by_number else known, match.names, kinds, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",
@@ -548,7 +548,7 @@ def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
     """Return whether a checkpoint ought to have a key: it ought to have all, unless it was declared
     a subset."""
     globs = checkpoint.contents.subset
-    return lambda key: globs is None or any(fnmatch.fnmatchcase(key, glob) for glob in globs)
+    return lambda key: globs is None or is_selected(key, globs)
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from reshard.api.key_suggestions import named_from_numbers
 from reshard.api.load import saved_in
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
-from reshard.state import KeyPath
+from reshard.state import NUMBERED, KeyPath
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.names import Models
 
@@ -47,7 +48,8 @@ def optimizer_destinations(
         as one.
 
     Raises:
-        KeyMismatchError: the checkpoint has nothing under `prefix`.
+        KeyMismatchError: the checkpoint has nothing under `prefix`, or the state by numbers of
+            parameters.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     above: KeyPath = tuple(prefix.split(".")) if prefix else ()
@@ -60,6 +62,13 @@ def optimizer_destinations(
         )
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
     parameters = get_model_state_dict(model)
+    numbered = [row.key for row in rows if NUMBERED.fullmatch(row.key)]
+    if numbered and not any(name.isdecimal() for name in parameters):
+        raise KeyMismatchError(
+            f"{checkpoint.url} has the optimizer's state by numbers of parameters, such as {numbered[0]!r}, and not by "
+            f"names. Pass named = {named_from_numbers(repr(checkpoint.url))} here and to load: the names are in the "
+            "order in which the optimizer got its parameters"
+        )
     live = get_optimizer_state_dict(model, optimizers)
     state = LazyOptimizerState({}, parameters, has_own=getattr(live.get("state"), "has_own", False))
     is_flat = any(is_flat_key(row.path[len(above)]) for row in rows if len(row.path) > len(above))

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from planners.plans.save import DIVIDE_ABOVE_BYTES
-from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean
+from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, option_error
 from reshard.native.manifest import STAGE_BYTES
 from reshard.stored.checksums import CheckTime
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
 
 __all__ = [
     "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
-    "Wording", "complete", "digest_of", "shared",
+    "Wording", "complete", "digest_of", "globs_of", "shared",
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ _SAVE_OWN = frozenset({"memory_budget_bytes", "progress"})
 class SaveKeywords(TypedDict, total=False):
     """What `save` and `async_save` take by name, as type checkers see it."""
 
-    select: Iterable[str] | None
+    select: str | Iterable[str] | None
     check_replicas: bool
     fingerprints: bool
     divide_above_bytes: int
@@ -131,7 +131,7 @@ class SaveKeywords(TypedDict, total=False):
 class SaveOptions:
     """What the caller of `save` chose; see there. Raises OptionError for values that are not allowed."""
 
-    select: Iterable[str] | None = None
+    select: str | Iterable[str] | None = None
     check_replicas: bool = True
     fingerprints: bool = True
     divide_above_bytes: int = DIVIDE_ABOVE_BYTES
@@ -150,14 +150,7 @@ class SaveOptions:
             raise OptionError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
-        if isinstance(self.select, str):
-            raise OptionError(f"select must be a list of globs, got the text {self.select!r}")
-        if self.select is not None and not isinstance(self.select, Iterable):
-            raise OptionError(f"select must be a list of globs, got {self.select!r}")
-        if self.select is not None:
-            object.__setattr__(self, "select", tuple(self.select))
-        if odd := [glob for glob in self.select or () if not isinstance(glob, str)]:
-            raise OptionError(f"select must be a list of strings, but contains {odd[0]!r}")
+        object.__setattr__(self, "select", globs_of(self.select))
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
             raise OptionError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
         if self.select == ():
@@ -166,11 +159,22 @@ class SaveOptions:
     @property
     def globs(self) -> tuple[str, ...] | None:
         """`select`, None for everything."""
-        return None if self.select is None else tuple(self.select)
+        return globs_of(self.select)
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SAVE_OWN}
+
+
+def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return `select` of a save or conversion as a tuple; None for everything. Raises OptionError."""
+    globs = (select,) if isinstance(select, str) else select
+    if globs is not None and not isinstance(globs, Iterable):
+        raise OptionError(f"select must be a glob or a list of globs, got {select!r}")
+    globs = None if globs is None else tuple(globs)
+    if odd := [glob for glob in globs or () if not isinstance(glob, str)]:
+        raise OptionError(f"select must be a glob or a list of globs, but contains {odd[0]!r}")
+    return globs
 
 
 class TransferOptions(TypedDict, total=False):
@@ -209,8 +213,8 @@ _TRANSFER_OWN = ("views", "source_layouts", "target_layouts", "timeout")
 
 
 def complete(given: TransferOptions) -> TransferOptions:
-    """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy, LayoutError for a
-    budget that is too small, or two views of one name."""
+    """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy or
+    a budget that is too small, LayoutError for two views of one name."""
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
@@ -218,7 +222,8 @@ def complete(given: TransferOptions) -> TransferOptions:
     if options["dtype_policy"] not in ("error", "cast"):
         raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
     if options["max_inflight_bytes"] < 1024:
-        raise LayoutError(f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}")
+        words = f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}"
+        raise option_error(words, LayoutError)
     if len({view.spec.fqn for view in views}) != len(views):
         raise LayoutError("two views create the same target")
     return options

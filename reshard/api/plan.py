@@ -12,8 +12,9 @@ from planners.geometry.topologies import Topology, looks_like_a_topology, topolo
 from planners.plans.load import LoadPlan, plan_reads
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import FormatError, LayoutError, StorageError
+from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import Storage
+from reshard.storage.opening import what_is_no_path
 
 __all__ = ["is_layout_file", "plan", "read_layout_file"]
 
@@ -34,19 +35,21 @@ def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> L
     Raises:
         LayoutMismatchError: `onto` has tensors that the source lacks, or that have other shapes or dtypes there.
         PlanError: the short form is not a topology. The message suggests the closest one.
-        LayoutError: `source` or `onto` has none of these types, or there are rules without a topology.
+        OptionError: `source` or `onto` has none of these types, or there are rules without a topology.
     """
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
-        what = f"{source!r}" if isinstance(source, str) else f"a {type(source).__name__}"
-        raise LayoutError(f"source must be a path, Checkpoint, or StateLayout, got {what}")
+        what = f"{source!r}" if isinstance(source, str) else what_is_no_path(source)
+        raise option_error(f"source must be a path, Checkpoint, or StateLayout, got {what}", LayoutError)
     wanted = _side(onto, rules)
     if isinstance(wanted, Topology):
         wanted = wanted.layout(saved.specs)
     elif rules:
-        raise LayoutError(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}")
+        words = f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}"
+        raise option_error(words, LayoutError)
     if not isinstance(wanted, StateLayout):
-        raise LayoutError(f"onto must be a StateLayout or Topology, got a {type(onto).__name__}")
+        words = "onto must be a path, Checkpoint, StateLayout, or Topology, or words such as 'fsdp=4,tp=2', got"
+        raise option_error(f"{words} {what_is_no_path(onto)}", LayoutError)
     return plan_reads(saved, wanted)
 
 

@@ -42,8 +42,9 @@ class Step:
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
 
-    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run.
-    Two levels of folder names are searched.
+    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run, and
+    for one that does not exist, as before the first save: `reshard.open` raises for it. Two levels of
+    folder names are searched.
 
     Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
     two runs.
@@ -63,7 +64,7 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest complete checkpoint at or directly below `folder`, or None. The time at
-    which its save began counts.
+    which its save began counts. A folder that does not exist has none, as before the first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated.

@@ -97,7 +97,8 @@ def save(
         path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
-        select: globs of the keys to save, such as `["model.*"]`. Each must match a key of some rank. The checkpoint is
+        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a key of some rank.
+            Globs that begin with `!` exclude keys, as in `convert`. The checkpoint is
             then a declared subset: loads require the keys that the globs match and report the others.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.

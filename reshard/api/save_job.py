@@ -91,7 +91,8 @@ def planned_writes(
     if not report.ok:
         raise LayoutError(
             f"the tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: {report}. "
-            "All ranks that hold a part of a tensor must save together"
+            "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a "
+            "process_group of them all"
         )
     return census, plan
 

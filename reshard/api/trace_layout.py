@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 from planners.geometry.layout import ProductForm, StateLayout, form_from_json
 from planners.geometry.mesh import Mesh
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, OptionError, option_error
 from reshard.live.state import take_apart
 from reshard.live.wrappers import forget_meshes
 from reshard.ranks.global_layout import Described, describe, join_layouts
@@ -48,12 +48,18 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         over them.
 
     Raises:
+        OptionError: `build` is no function, or there is no such rank.
         LayoutError: a process group is initialized already, ranks disagree about a tensor, or a
             placement is not known.
         What `build` raises, with a note that names the rank.
     """
-    if world_size < 1:
-        raise LayoutError(f"world_size must be >= 1, got {world_size}")
+    if type(world_size) is not int or world_size < 1:
+        raise option_error(f"world_size must be an integer >= 1, got {world_size!r}", LayoutError)
+    if isinstance(build, torch.nn.Module) or not callable(build):
+        raise OptionError(
+            f"build must be a function that makes the model and shards it, as on one rank, got {type(build).__name__}: "
+            f"write trace_layout(lambda: parallelize(Model()), world_size={world_size})"
+        )
     trace = _Trace(build, world_size)
     if ranks is None:
         covered: set[int] = set()
@@ -63,7 +69,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
     else:
         for rank in ranks:
             if not 0 <= rank < world_size:
-                raise LayoutError(f"ranks must be between 0 and {world_size - 1}, got {rank}")
+                raise option_error(f"ranks must be between 0 and {world_size - 1}, got {rank}", LayoutError)
             trace.alike[rank] = _reached(trace.run(rank), rank)
     return trace.layout()
 

@@ -25,7 +25,15 @@ from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, LayoutError
+from reshard.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    StorageError,
+    option_error,
+)
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name
@@ -34,7 +42,7 @@ from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import is_sharded, is_tensor, raw_bytes, spec_of
+from reshard.live.tensors import is_sharded, is_tensor, raw_bytes, spec_of, state_instead_of
 from reshard.live.tree import flatten
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
@@ -630,6 +638,10 @@ class _Side:
         self.objects: Mapping[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
         self.is_one_rank_s = False
+        if isinstance(source, torch.nn.Module | torch.optim.Optimizer):
+            raise option_error(
+                f"compare takes a path, Checkpoint, or state dict, got {state_instead_of(source)}", StorageError
+            )
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
             leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
             values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved

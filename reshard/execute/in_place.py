@@ -111,10 +111,10 @@ class InPlace:
         try:
             total = sum(on_threads(work, lots, threads, "reshard-read"))
         except (CorruptCheckpointError, StorageError) as error:
-            raise type(error)(
-                f"{error}. check='during' was already writing: the values of {format_names(sorted(overwritten))} are "
-                "undefined, and so may be those of targets on other ranks"
-            ) from None
+            undefined = f"the values of {format_names(sorted(overwritten))} are undefined"
+            more = "and so may be those of targets on other ranks"
+            error.args = (f"{error}. check='during' was already writing: {undefined}, {more}",)
+            raise
         self._mark_right(piece for piece in pieces if piece.is_compared)
         return total
 

@@ -294,7 +294,8 @@ def compare_segment(source: FileSource, start: int, data: memoryview, check: Che
     try:
         check(source, start, data)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}. Part of the target is already overwritten") from None
+        error.args = (f"{error}. Part of the target is already overwritten",)
+        raise
 
 
 def has_whole_blocks(source: FileSource) -> bool:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import FormatError, did_you_mean
+from reshard.errors import FormatError, did_you_mean, option_error
 
 if TYPE_CHECKING:
     from reshard.formats.format import Format, Writing
@@ -78,11 +78,10 @@ def formats() -> Iterator[Format]:
 
 
 def writing_of(name: str) -> Writing:
-    """Return how a format is written. Raises FormatError for one that is not known, or not written."""
+    """Return how a format is written. Raises OptionError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
         known = [*WRITTEN, *ALSO_CALLED]
-        raise FormatError(
-            f"cannot write the format {name!r}{did_you_mean(str(name), known) or '.'} Known formats: {', '.join(known)}"
-        )
+        words = f"cannot write the format {name!r}{did_you_mean(str(name), known) or '.'}"
+        raise option_error(f"{words} Known formats: {', '.join(known)}", FormatError)
     return found.writing()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from planners.geometry.layout import Form, TensorLayout, TensorSpec
-from reshard.errors import FormatError, KeyMismatchError, LayoutError
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
     class_kinds,
@@ -33,9 +32,10 @@ from reshard.live.tensors import (
     local_tensors,
     settled,
     spec_of,
+    state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
-from reshard.state import IntKey, KeyPath, State, key_of
+from reshard.state import IntKey, KeyPath, State, is_selected, key_of
 
 __all__ = [
     "LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "same_memory", "same_value",
@@ -229,13 +229,13 @@ def take_apart(
 
 def _selected(flat: Flat, select: Collection[str]) -> Flat:
     """Return the values that match the globs, with the containers around them."""
-    fits = {path: any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select) for path in flat.leaves}
+    fits = {path: is_selected(key_of(path), select) for path in flat.leaves}
     inner = {path[:i] for path in flat.leaves for i in range(len(path))}
     kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
     containers = {
         path: kind
         for path, kind in flat.containers.items()
-        if path in kept or (path not in inner and any(fnmatch.fnmatchcase(key_of(path), glob) for glob in select))
+        if path in kept or (path not in inner and is_selected(key_of(path), select))
     }
     return replace(flat, leaves={path: leaf for path, leaf in flat.leaves.items() if fits[path]}, containers=containers)
 
@@ -261,7 +261,8 @@ class PerRank:
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
-            raise KeyMismatchError(f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}")
+            words = f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}"
+            raise option_error(words, KeyMismatchError)
 
     def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:
         """Return the value for `rank` of `world_size` from the saved values.
@@ -330,7 +331,7 @@ class Targets(State[LiveTensor]):
                 unit.
         """
         if not isinstance(state, MutableMapping | list):
-            raise FormatError(f"the state to load into must be a dict (or a list), got {_in_words(state)}")
+            raise option_error(f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError)
         live = take_apart(state, whole_at=_saved_whole(saved or {}))
         full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
         for key, path in live.paths.items():
@@ -471,10 +472,9 @@ def _depth_of_dicts(path: KeyPath) -> int:
 
 def _in_words(value: Any) -> str:
     """Describe what was passed instead of a state, and what was probably meant."""
-    kind = type(value).__name__
     if isinstance(value, (str, os.PathLike)):
-        return f"{kind}: to read a checkpoint, call reshard.load(state, path)"
-    return kind
+        return f"{type(value).__name__}: to read a checkpoint, call reshard.load(state, path)"
+    return state_instead_of(value)
 
 
 def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:

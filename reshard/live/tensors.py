@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from planners.geometry.box import Box
 from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from reshard.errors import FormatError, LayoutError
+from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.dtypes import dtype_name
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, key_of
@@ -35,8 +35,8 @@ __all__ = [
     "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard",
     "is_tensor", "layout_of", "lines_of", "local_tensors", "mark_overwritten",
     "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways", "spec_of",
-    "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size",
-    "wrapped_like", "wrappers",
+    "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local",
+    "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -399,18 +399,43 @@ def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
     return (tensor.detach(),)
 
 
-def layout_of(state: Any, fqn: str = "") -> Any:
+@overload
+def layout_of(state: torch.Tensor, fqn: str = "") -> TensorLayout: ...
+
+
+@overload
+def layout_of(state: Mapping[Any, Any] | Sequence[Any], fqn: str = "") -> StateLayout: ...
+
+
+def layout_of(state: Any, fqn: str = "") -> TensorLayout | StateLayout:
     """Return the layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
 
     Values that are not tensors are skipped. Plain tensors count as full tensors on every rank.
+
+    Raises OptionError for modules, optimizers, and other values that are no state dict.
     """
     if is_tensor(state):
         return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
+    if not isinstance(state, Mapping | list | tuple):
+        raise OptionError(f"layout_of takes a state dict or a tensor, got {state_instead_of(state)}")
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            raise OptionError(f"layout_of takes a state dict, but the value under {key!r} is {state_instead_of(value)}")
     world = world_size()
     flat = flatten(state, is_leaf=is_tensor)
     layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
     tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}
     return StateLayout(tensors, max([world, *(layout.world_size for layout in tensors.values())]))
+
+
+def state_instead_of(given: object) -> str:
+    """For an error: the type of what is no state dict, and the call that makes one of a module or an optimizer."""
+    fix = ""
+    if isinstance(given, torch.nn.Module):
+        fix = ": pass reshard.get_model_state_dict(model)"
+    elif isinstance(given, torch.optim.Optimizer):
+        fix = ": pass reshard.get_optimizer_state_dict(model, optimizer)"
+    return f"{type(given).__name__}{fix}"
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -63,6 +64,8 @@ class Share(NamedTuple):
 
 
 ALL = Share(0, 1)
+_MOST_NAMES, _MOST_PLACES = 3, 16
+"""How many tensors an error names, and at how many places it looks for them."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -141,7 +144,7 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
         size_of = storage.list().get if share == ALL else partial(_size, storage)
     for file, nbytes in _lengths(native, share):
         if (found := size_of(file)) != nbytes:
-            raise _of_wrong_length(storage, file, nbytes, found)
+            raise native.naming_tensors(_of_wrong_length(storage, file, nbytes, found))
         check_inside(storage, file)
 
 
@@ -177,9 +180,11 @@ def check_inside(storage: Storage, file: str) -> None:
 
 def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> CorruptCheckpointError:
     but = "it is missing" if found is None else f"it has {found} bytes"
-    return CorruptCheckpointError(
+    error = CorruptCheckpointError(
         f"{storage.url}: {file} must have {nbytes} bytes, but {but}: restore it, or load another checkpoint"
     )
+    error.places = ((file, min(found or 0, nbytes), max(found or 0, nbytes)),)
+    return error
 
 
 class Once(Generic[T]):
@@ -277,6 +282,25 @@ class NativeFacts(Facts):
                     continue
                 source, start, _ = self._find(rank, self._key(fqn, part.box))
                 yield ArrayPart(part.box, part.box, source.name, start)
+
+    def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
+        """Add to an error the tensors whose bytes are missing or were changed, as far as the headers of files say."""
+        found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self._arrays_at(*at).items()}
+        words = [f"{key!r} (bytes [{start}, {stop}))" for key, (start, stop) in islice(found.items(), _MOST_NAMES)]
+        if words:
+            more = f", and {len(found) - len(words)} more" if len(found) > len(words) else ""
+            error.args = (f"{error}. Tensors there: {', '.join(words)}{more}",)
+        return error
+
+    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, tuple[int, int]]:
+        record, found = self.files.get(file), {}
+        if record is not None:
+            with suppress(CheckpointError):  # a header that is missing or damaged says nothing
+                for key, entry in read_offsets(FileSource(self.storage, file), record.header_bytes).items():
+                    start, stop = (record.header_bytes + offset for offset in entry.data_offsets or (0, 0))
+                    if start < last and first < stop and entry.data_offsets:
+                        found[key if key in self.plan.layout else key.rpartition("#")[0]] = start, stop
+        return found
 
     def _key(self, fqn: str, box: Box) -> str:
         return entry_key(fqn, box, self.plan.layout[fqn].spec.shape)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, option_error
 from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, is_flat
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
@@ -370,7 +370,8 @@ def where() -> str:
 def _as_stages(models: Any) -> tuple[Stage, ...]:
     if isinstance(models, Mapping | str | torch.Tensor) or not isinstance(models, nn.Module | Stage | Iterable):
         kinds = "a module, a Stage or a list of them"
-        raise NormalizationError(f"the model comes first ({kinds}), states behind it, got {type(models).__name__}")
+        words = f"the first argument must be the model ({kinds}), got {type(models).__name__}"
+        raise option_error(words, NormalizationError)
     given = [models] if isinstance(models, (nn.Module, Stage)) else list(models)
     if not given:
         raise NormalizationError("model is an empty list: give a module, or one module per stage")

@@ -364,7 +364,7 @@ def _unless_absent(error: OSError) -> None:
 
 _FIXES = {
     errno.EACCES: "permission denied: check the owner and mode of the folder",
-    errno.EPERM: "operation not permitted by the file system",
+    errno.EPERM: "the file system does not permit it",
     errno.EROFS: "the file system is mounted read-only",
     errno.ENOSPC: "no space left on the device: free some space, or use another folder",
     errno.EDQUOT: "disk quota exceeded: free some space, or use another folder",
@@ -386,7 +386,7 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
         return not_found(name, url)
     why = _FIXES.get(error.errno or 0, error.strerror or str(error))
     if verb == "create" and error.errno in _NOT_WRITABLE:
-        explained = StorageError(f"cannot write to {url}: {why}, or use another folder")
+        explained = StorageError(f"cannot write to {url}: {why}. Mend that, or use another folder")
     else:
         explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
     explained.errno = error.errno

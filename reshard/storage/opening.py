@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import StorageError
+from reshard.errors import StorageError, option_error
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["is_known", "open_storage", "path_text", "place_of"]
+__all__ = ["is_known", "open_storage", "path_text", "place_of", "what_is_no_path"]
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
@@ -25,6 +25,7 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
             "s3://bucket/folder", "gs://...", "az://...", which need the extra `reshard[object-stores]`.
 
     Raises:
+        OptionError: no path.
         StorageError: a scheme that is not known, or a URL that names no folder.
     """
     if isinstance(path, Storage):
@@ -60,12 +61,19 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def path_text(path: object) -> str:
-    """A path as text. Raises StorageError for what is none."""
+    """A path as text. Raises OptionError for what is none."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
+        fix = getattr(text, "INSTEAD", "pass a folder, a URL, or a Storage")
         shown = f"{type(text).__name__}: {' '.join(repr(text).split()):.80}"
-        raise StorageError(f"a path must be a string or path, but is {shown}: pass a folder, a URL, or a Storage")
+        raise option_error(f"a path must be a string or path, but is {shown}: {fix}", StorageError)
     return text
+
+
+def what_is_no_path(given: object) -> str:
+    """For an error: the type of a value, with what to pass instead where that is known."""
+    fix = getattr(given, "INSTEAD", "")
+    return f"{type(given).__name__}{fix and f': {fix}'}"
 
 
 def is_known(path: str | os.PathLike[str] | Storage) -> bool:

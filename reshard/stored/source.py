@@ -21,7 +21,6 @@ from reshard.stored.checksums import BlockChecksums, Checking, Checksums, may_ch
 
 __all__ = [
     "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
-    "raise_changed",
 ]  # fmt: skip
 
 
@@ -183,7 +182,7 @@ class FileSource(Source):
         self.check(0, int(rows.max(initial=0)))
         bad = self.checksums.compare(view, rows)
         self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
-        raise_changed((self.label, start, stop) for start, stop in bad)
+        self._refuse(bad)
 
     def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
         """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is right."""
@@ -194,7 +193,18 @@ class FileSource(Source):
             if not self.checksums.is_right(block, pieces):
                 bad.append(block)
         self.checking.add(compared=compared)
-        raise_changed((self.label, start, stop) for start, stop in bad)
+        self._refuse(bad)
+
+    def _refuse(self, bad: Sequence[tuple[int, int]]) -> None:
+        """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
+        if bad:
+            more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+            error = CorruptCheckpointError(
+                f"{self.label}: bytes [{bad[0][0]}, {bad[0][1]}) were changed since they were written{more}: restore "
+                "the file, or load another checkpoint (check=False reads it as it is)"
+            )
+            error.places = tuple((self.name, start, stop) for start, stop in bad)
+            raise error
 
     def compare_data(self, start: int, data: memoryview) -> int:
         """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes these have.
@@ -254,7 +264,7 @@ class FileSource(Source):
             if wanted:
                 self._owe(sums, [(start, stop)], wanted)
                 wrong = sums.note(start, data)
-                raise_changed([] if wrong is None else [(self.label, *wrong)])
+                self._refuse([] if wrong is None else [wrong])
                 self._settle(sums)
             return
         rows = []
@@ -381,18 +391,6 @@ class Files:
         found = Files(self.storage, names, self.checking)
         found._sources = self._sources
         return found
-
-
-def raise_changed(bad: Iterable[tuple[str, int, int]]) -> None:
-    """Raises CorruptCheckpointError for blocks (file, start, stop) that have other checksums than were saved."""
-    bad = list(bad)
-    if bad:
-        label, start, stop = bad[0]
-        more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
-        raise CorruptCheckpointError(
-            f"{label}: bytes [{start}, {stop}) were changed since they were written{more}: restore the file, or load "
-            "another checkpoint (check=False reads it as it is)"
-        )
 
 
 class BytesSource(Source):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import pydoc
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +20,16 @@ from torch import nn
 import planners
 import reshard
 from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, dumps
+from reshard.checkpoint import NormalizedState
 from reshard.errors import (
     CheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
     NormalizationError,
+    OptionError,
     ReshardError,
+    StorageError,
 )  # fmt: skip
 from reshard.storage.memory import MemoryStorage
 
@@ -45,7 +52,7 @@ def test_dir_is_the_public_names_once(package) -> None:
     names = dir(package)
 
     assert names == sorted(set(names))
-    assert set(names) - {"__version__", "dcp", "elastic", "planners"} == set(package.__all__)
+    assert set(names) - {"__version__", "dcp", "elastic", "errors", "planners"} == set(package.__all__)
     assert all(getattr(package, name) is not None for name in names)
 
 
@@ -56,7 +63,7 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
     blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
     told = {alias.asname or alias.name for n in ast.walk(blocks["TYPE_CHECKING"]) for alias in getattr(n, "names", [])}
 
-    assert told - {"__version__", "dcp", "elastic", "planners"} == set(package.__all__)
+    assert told - {"__version__", "dcp", "elastic", "errors", "planners"} == set(package.__all__)
     assert [n.name for n in blocks["not TYPE_CHECKING"].body] == ["__getattr__"]
     assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
 
@@ -64,6 +71,28 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
 def test_a_misspelt_name_is_told() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sav': did you mean 'save'"):
         _ = reshard.sav
+    with pytest.raises(AttributeError, match=r"'KeyMismatchError': it is reshard.errors.KeyMismatchError"):
+        _ = reshard.KeyMismatchError
+    code = "import reshard; print(reshard.errors.KeyMismatchError.__name__)"  # with no import of its own
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "KeyMismatchError\n"
+
+
+def test_what_calls_return_is_public(tmp_path) -> None:
+    state = {"w": torch.ones(2)}
+    made = [reshard.async_save(state, tmp_path / "r" / "step-1"), *reshard.steps(tmp_path / "r")]
+    made[0].result()
+    checkpoint = reshard.open(tmp_path / "r")
+    made += [
+        checkpoint["w"],
+        checkpoint.normalized(),
+        reshard.compare(checkpoint, state),
+        reshard.prepare(state, {"w": torch.zeros(2)}),
+    ]
+    made += [reshard.set_model_state_dict(NET, NET.state_dict()), *reshard.steps(tmp_path / "r")]
+    assert {type(each).__name__ for each in made} >= {
+        "PendingSave", "LazyTensor", "NormalizedState", "CompareReport", "Prepared", "SetReport", "Step",
+    }  # fmt: skip
+    assert all(getattr(reshard, type(each).__name__) is type(each) for each in made)
 
 
 @pytest.mark.parametrize("name", ["load", "save", "open", "convert", "verify", "plan"])
@@ -130,7 +159,11 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         (lambda path: reshard.save(path, {"w": 1}), r"the path is the second argument: save\("),
         (
             lambda path: reshard.load({"w": 1}, {"w": 1}),
-            "load.state_dict, path. needs a path, URL or Storage, got dict",
+            "load.state_dict, path. needs a path, URL, Storage, or open Checkpoint, got dict$",
+        ),
+        (
+            lambda path: reshard.load({"w": 1}, NormalizedState()),
+            r"open Checkpoint, got NormalizedState: call .canonical\(hints=...\) in place of .normalized",
         ),
         (
             lambda path: reshard.load(NET, path),
@@ -158,9 +191,65 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
     ],
 )
 def test_wrong_calls_are_told_the_right_one(call, told, tmp_path) -> None:
-    with pytest.raises(FormatError, match=told):
+    with pytest.raises(FormatError, match=told) as error:
         call(str(tmp_path / "c"))
+    assert isinstance(error.value, OptionError) is not ("cannot be saved" in str(error.value))
     assert not (tmp_path / "c").exists()
+
+
+def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path) -> None:
+    optimizer = torch.optim.SGD(NET.parameters())
+    reshard.save({"w": torch.ones(2)}, tmp_path / "c")
+    path, state, normalized = tmp_path / "c", {"w": torch.ones(2)}, NormalizedState()
+    made = "pass reshard.get_model_state_dict(model)"
+    canonical = "call .canonical(hints=...) in place of .normalized(hints=...)"
+    calls: list[tuple[Any, type[ReshardError], str]] = [
+        (
+            lambda: reshard.plan(path, 3),
+            LayoutError,
+            "or words such as 'fsdp=4,tp=2', got int",
+        ),
+        (lambda: reshard.plan(normalized, "fsdp=2"), LayoutError, canonical),
+        (lambda: reshard.convert(normalized, path), StorageError, canonical),
+        (
+            lambda: reshard.compare(path, NET),
+            StorageError,
+            f"compare takes a path, Checkpoint, or state dict, got Linear: {made}",
+        ),
+        (
+            lambda: reshard.compare(optimizer, path),
+            StorageError,
+            "got SGD: pass reshard.get_optimizer_state_dict(mo",
+        ),
+        (lambda: reshard.verify(NET), StorageError, "a path must be a string or path, but is Linear"),
+        (lambda: reshard.get_state_dict(optimizer, NET), NormalizationError, "the first argument must be the model"),
+        (lambda: reshard.PerRank(1, on_change="foo"), KeyMismatchError, "on_change must be 'error', 'keep', 'drop'"),
+        (lambda: reshard.redistribute(state, NET), FormatError, f"must be a dict or list, got Linear: {made}"),
+        (lambda: reshard.fingerprint(NET), CheckpointError, f"an open Checkpoint, got Linear: {made}"),
+        (lambda: reshard.layout_of(NET), OptionError, f"layout_of takes a state dict or a tensor, got Linear: {made}"),
+        (lambda: reshard.layout_of({"m": NET}), OptionError, f"but the value under 'm' is Linear: {made}"),
+        (lambda: reshard.layout_of([optimizer]), OptionError, "under 0 is SGD: pass reshard.get_optimizer_state_dict"),
+        (lambda: reshard.layout_of(path), OptionError, "layout_of takes a state dict or a tensor, got PosixPath"),
+        (lambda: reshard.convert(path, path, max_shard_bytes="5GB"), FormatError, "such as 5_000_000_000, got '5GB'"),
+        (lambda: reshard.convert(path, path, dtype="bfloat61"), FormatError, "'bfloat61': did you mean 'bfloat16'?; "),
+        (
+            lambda: reshard.convert(path, path, onto="fsdp=2"),
+            OptionError,
+            "a StateLayout or Topology (planners.fsdp(4)), got",
+        ),
+        (lambda: reshard.convert(path, path, mapping=3), OptionError, "mapping must be a dict or a reshard.mapping"),
+        (lambda: reshard.convert(path, path, select=3), OptionError, "must be a glob or a list of globs, got 3"),
+        (lambda: reshard.prepare(state, state, max_inflight_bytes=3), LayoutError, "must be at least 1024, got 3"),
+        (lambda: reshard.trace_layout(NET, world_size=2), OptionError, "got Linear: write trace_layout(lambda: "),
+        (lambda: reshard.trace_layout(lambda: NET, world_size=0), LayoutError, "must be an integer >= 1, got 0"),
+    ]
+    for call, was, words in calls:
+        with pytest.raises(was) as error:
+            call()
+        assert isinstance(error.value, OptionError), words
+        assert words in str(error.value)
+        again = pickle.loads(pickle.dumps(error.value))  # as workers of an executor send it
+        assert (type(again), str(again)) == (type(error.value), str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +302,9 @@ def test_what_is_no_model_is_told_what_comes_first(model) -> None:
         lambda: reshard.set_model_state_dict(model, NET),
         lambda: reshard.set_optimizer_state_dict(model, optimizer, {}),
     ):
-        with pytest.raises(NormalizationError, match=f"the model comes first.*, got {type(model).__name__}"):
+        with pytest.raises(
+            NormalizationError, match=f"first argument must be the model .*, got {type(model).__name__}"
+        ):
             call()
 
 

@@ -155,11 +155,35 @@ class TestSubset:
         with pytest.raises(KeyMismatchError, match=r"unexpected(.|\n)*model\.b"):
             reshard.load(target, tmp_path)
 
+    def test_save_and_convert_select_by_the_same_words(self, state, tmp_path):
+        """One glob or several, and `!` for what is left out."""
+        reshard.save(state, tmp_path / "all")
+        for name, select, wanted in (
+            ("one", "model.*", {"model.w", "model.b"}),
+            ("but", ["model.*", "!*.b"], {"model.w"}),
+            ("rest", ("!optim.*",), {"model.w", "model.b"}),
+        ):
+            saved = reshard.save(state, tmp_path / name, select=select)
+            made = reshard.convert(
+                tmp_path / "all", tmp_path / f"{name}-made", select=iter(select) if name == "but" else select
+            )
+            assert saved.select == ((select,) if name == "one" else tuple(select))
+            assert set(reshard.open(tmp_path / name)) == set(reshard.open(tmp_path / f"{name}-made")) == wanted
+            assert made.tensors == saved.tensors == len(wanted)
+        target = self.blank()
+        report = reshard.load(target, tmp_path / "but")  # what was left out is not missing
+        assert set(report.outside) == {"model.b", "optim.m", "optim.lr", "optim.none"}
+        assert (target["model"]["w"].tolist(), target["model"]["b"].tolist()) == ([1, 1, 1], [0, 0])
+        for call in (reshard.save, lambda _, path, select: reshard.convert(tmp_path / "all", path, select=select)):
+            with pytest.raises(OptionError, match="select must be a glob or a list of globs, but contains 3"):
+                call(state, tmp_path / "bad", select=["model.*", 3])
+        assert not (tmp_path / "bad").exists()
+
     def test_a_glob_that_fits_nothing_is_an_error(self, state, tmp_path):
         with pytest.raises(KeyMismatchError, match="'modle"):
             reshard.save(state, tmp_path, select=["model.*", "modle.*"])
-        with pytest.raises(OptionError, match="list of globs"):
-            reshard.save(state, tmp_path, select="model.*")
+        with pytest.raises(OptionError, match="select must be a glob or a list of globs, got 3"):
+            reshard.save(state, tmp_path, select=3)  # type: ignore[arg-type]
         assert not list(tmp_path.iterdir())
 
 

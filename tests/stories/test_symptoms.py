@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import KeyMismatchError, StorageError
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, StorageError
 
 
 def _trained() -> tuple[Any, torch.optim.Optimizer]:
@@ -26,7 +26,7 @@ def test_a_folder_that_cannot_be_written_to() -> None:
     with pytest.raises(StorageError) as caught:
         reshard.save({"w": torch.ones(2)}, "/proc/step-1")
     assert str(caught.value).startswith("cannot write to /proc/step-1: ")
-    assert str(caught.value).endswith("or use another folder")
+    assert str(caught.value).endswith(". Mend that, or use another folder")
     assert ".tmp" not in str(caught.value)
 
 
@@ -54,6 +54,32 @@ def test_a_fresh_optimizer_has_no_place_for_its_state(tmp_path: Path) -> None:
         reshard.load({"model": names, "optim": fresh.state_dict()}, tmp_path / "c")
 
 
+def test_a_fresh_optimizer_is_told_how_to_load_state_by_number_and_that_call_loads_it(tmp_path: Path) -> None:
+    """And not to load into optimizer_destinations, which has nothing to fill for it."""
+    model, optimizer = _trained()
+    reshard.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "c")
+    fresh, path = torch.optim.AdamW(model.parameters()), str(tmp_path / "c")
+    call = "canonical(hints={'param_names': list(dict(model.named_parameters()))})"
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": model.state_dict(), "optim": fresh.state_dict()}, path)
+    words = (
+        "fix: the optimizer has no state yet: the checkpoint has its state by number: with path = reshard.open(path)."
+    )
+    assert f"{words}{call}, load into reshard.optimizer_destinations" in str(caught.value)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.optimizer_destinations(model, fresh, path)
+    words = "by numbers of parameters, such as 'optim.state.0.step', and not by names. Pass named = "
+    assert f"{words}reshard.open({path!r}).{call} here and to load" in str(caught.value)
+
+    named = reshard.open(path).canonical(hints={"param_names": list(dict(model.named_parameters()))})
+    state = reshard.optimizer_destinations(model, fresh, named)
+    reshard.load({"model": reshard.get_model_state_dict(model), "optim": state}, named)
+    reshard.set_optimizer_state_dict(model, fresh, state)
+    saved, loaded = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert all(torch.equal(value, loaded[at][name]) for at, of in saved.items() for name, value in of.items())
+    assert len(saved) == len(loaded) == 8
+
+
 def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, caplog: Any) -> None:
     model, optimizer = _trained()
     with caplog.at_level(logging.WARNING, "reshard"):
@@ -62,6 +88,46 @@ def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, capl
         reshard.save({"optim": optimizer.state_dict()}, tmp_path / "by-number")
     assert "saved by parameter number ('optim.state.0.step')" in caplog.text
     assert "Save reshard.get_optimizer_state_dict(model, optimizer) instead" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({}, ""), ({"check": "during"}, ". check='during' was already writing")],
+)
+def test_a_load_names_the_bytes_that_were_changed_and_their_tensors(tmp_path: Path, options: Any, more: str) -> None:
+    """Up to three: a block can have many. For a file that is too short, those of which bytes are missing."""
+    w, v = torch.rand(1000, 1000), torch.rand(200, 100)
+    reshard.save({"w": w, "v": v, **{f"b{i}": torch.ones(2) for i in range(5)}}, tmp_path / "c")
+    (file,) = tmp_path.glob("c/*/*.safetensors")
+    data, name = bytearray(file.read_bytes()), f"{file.parent.name}/{file.name}"
+    header = 8 + int.from_bytes(data[:8], "little")
+    at = {key: data.index(its.numpy().tobytes()) for key, its in (("w", w), ("v", v))}
+    data[at["w"] + 2_000_000] ^= 1
+    file.write_bytes(data)
+
+    def told(target: dict[str, torch.Tensor]) -> CorruptCheckpointError:
+        with pytest.raises(CorruptCheckpointError) as caught:
+            reshard.load(target, tmp_path / "c", strict="subset", **options)
+        return caught.value
+
+    error = told({"w": torch.zeros(1000, 1000), "v": torch.zeros(200, 100)})
+    ((found, start, stop),) = error.places
+    assert (found, start % 65536, stop - start) == (name, 0, 65536)
+    assert start <= at["w"] + 2_000_000 < stop
+    head, tail = str(error).split(". Tensors there: ")
+    assert f"bytes [{start}, {stop}) were changed" in head
+    assert more in head
+    assert tail == f"'w' (bytes [{at['w']}, {at['w'] + 4_000_000}))"
+
+    data[header + 3] ^= 1  # in a block of all of these little ones, and others
+    file.write_bytes(data)
+    assert str(told({"b0": torch.zeros(2)})).endswith(", and 3 more")
+
+    file.write_bytes(data[: at["v"] + 4])
+    error = told({"v": torch.zeros(200, 100)})
+    assert error.places == ((name, at["v"] + 4, len(data)),)
+    assert f"must have {len(data)} bytes, but it has {at['v'] + 4} bytes" in str(error)
+    assert f"'v' (bytes [{at['v']}, {at['v'] + 80_000}))" in str(error).split(". Tensors there: ")[1]
 
 
 def test_verify_names_the_tensor_that_was_changed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from planners.geometry.box import Box
+from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,
     GenerationFolder,
@@ -121,9 +122,9 @@ def _none_text(
     """The message that nothing can be loaded, with the reasons."""
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
-        why = "; ".join(passed) or f"the {len(hosts.places)} hosts have {steps}"
+        why = "; ".join(passed) or f"{format_count(len(hosts.places), 'host')}, with {steps}"
         return f"no generation of step {step} in {settings.folder} is complete: {why}"
-    none = "; ".join(passed) or f"the {len(hosts.places)} hosts have no usable one"
+    none = "; ".join(passed) or f"{format_count(len(hosts.places), 'host')}, without a usable one"
     advice = "" if fallback is not None else ". Pass a checkpoint as fallback=, or start from scratch"
     return f"no generation in {settings.folder} is complete: {none}{advice}"
 
@@ -431,8 +432,8 @@ def gather(
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
         what = "no complete generation" if step is None else f"no complete generation of step {step}"
         raise CheckpointNotFoundError(
-            f"{what} in {', '.join(map(str, places)) or 'no folders'}, which have {steps}: give the folders of the "
-            "hosts, such as /dev/shm/run1/node3"
+            f"{what} in {', '.join(map(str, places)) or 'no folders'} (found there: {steps}). Give the folder of each "
+            "host, such as /dev/shm/run1/node3"
         )
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))

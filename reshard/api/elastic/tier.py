@@ -49,7 +49,14 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, renamed
-from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError
+from reshard.errors import (
+    CorruptCheckpointError,
+    LayoutError,
+    OptionError,
+    ReshardError,
+    StorageError,
+    option_error,
+)
 from reshard.execute.exchange import new_group
 from reshard.live.fingerprints import add_tallies
 from reshard.native import commit
@@ -149,7 +156,7 @@ class Tier:
 
         Raises the errors of `reshard.save`, and (nothing is kept then, and the previous generation
         stays):
-            LayoutError: there are fewer hosts than `copies + 1`.
+            OptionError: there are fewer hosts than `copies + 1`.
             StorageError: a host does not have enough space, or its folder belongs to another job.
         """
         group = self._group()
@@ -484,7 +491,7 @@ def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) 
     try:
         plan = plan_copies(hosts.names, nbytes, copies=copies)
     except PlanError as error:
-        group.refuse(LayoutError(str(error)))
+        group.refuse(option_error(str(error), LayoutError))
     verify(plan).raise_if_failed()
     return plan
 

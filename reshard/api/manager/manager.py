@@ -52,6 +52,8 @@ class StepReport(Tabled):
     no request."""
     is_saved: bool = False
     """True if an earlier call saved the step to storage, so this one did not."""
+    unranked: str = ""
+    """The metric of `Keep` if the step was saved to storage without it: it is not one of the best steps."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -59,6 +61,7 @@ class StepReport(Tabled):
     def __repr__(self) -> str:
         """One line."""
         did = {"saved to storage": self.storage, "saved to memory": self.memory, "preempted": self.preempted}
+        did["without the metric"] = self.unranked
         words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
@@ -176,7 +179,7 @@ class CheckpointManager:
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
-        self._is_tidy = False
+        self._is_tidy = self._has_warned = False
         """Whether storage holds no more than the policy says, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = _Signals(preemption.signals if self._may_save else ())
@@ -214,23 +217,25 @@ class CheckpointManager:
             state: a nested dict of models, optimizers, other objects with `state_dict` and `load_state_dict`,
                 generators, tensors, and plain values. Wrap what differs between ranks, such as a data loader, in
                 `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count.
+            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count. Leave them out at steps without the
+                metric of `Keep`.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
-            OptionError: the step is not a whole number, or a metric is NaN.
+            OptionError: the step is not a whole number, a metric is NaN, or metrics lack that of `Keep`.
             CheckpointError: the step is smaller than an earlier one, or the manager is closed. Nothing was saved, and
                 earlier steps are unchanged.
         """
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone
-            its_metrics, step = checked_metrics(metrics), self._checked(step)
+            its_metrics, step = checked_metrics(metrics, self.keep.metric), self._checked(step)
             is_saved = step == self._newest
             due = self._due(group, step, force)
         if due.has_ended:
             self._settle()
+        unranked = ""
         if due.storage:
-            self._save(step, state, its_metrics)
+            unranked = self._save(step, state, its_metrics)
             self._saved_at, self._newest = time.monotonic(), step
         if due.memory:
             self._keep(step, state)
@@ -240,7 +245,7 @@ class CheckpointManager:
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
-        return StepReport(step, due.storage, due.memory, due.preempted, is_saved)
+        return StepReport(step, due.storage, due.memory, due.preempted, is_saved, unranked)
 
     def _checked(self, step: int) -> int:
         if not self._is_open:
@@ -292,19 +297,25 @@ class CheckpointManager:
         self._answered &= set(asked)
         return [*self._signals.take(), *(one for one in asked if one not in self._answered)]
 
-    def _save(self, step: int, state: Any, metrics: dict[str, float]) -> None:
-        """Collective: save to storage."""
+    def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
+        """Collective: save to storage. Returns the metric that the first rank lacks, or ""."""
         self._settle("storage")
         group = self._group()
         with group.together("CheckpointManager.save"):
-            based = None
+            based, unranked = None, "" if metrics else self.keep.metric
             if self._claim is not None:
                 self._claim.check()
                 if not self._is_tidy:  # a job killed before it removed older steps has left them
                     self._tidy(but=self._ledger.aside())
                 based = self._is_based()
                 self._ledger.put(step, metrics, is_based=based)
-            based = group.share(based, kind=bool)
+                if unranked and not self._has_warned:
+                    self._has_warned = True
+                    _log.warning(
+                        "%s: step %d is saved without metrics, so it is not one of the best steps by %r. Pass "
+                        "metrics={%r: ...} to save()", self.root, step, unranked, unranked,
+                    )  # fmt: skip
+            based, unranked = group.share((based, unranked), kind=tuple[bool | None, str])
             taken = LiveObjects(state).state
         path, base = step_path(self.root, step), "auto" if based else None
         options: Any = {**self._options, "overwrite": False, "base": base}
@@ -312,12 +323,13 @@ class CheckpointManager:
         if not self._background:
             save(taken, path, **options)
             self._tidy()
-            return
+            return unranked
         pending = async_save(taken, path, **options)
         if self._claim is not None:
             self._pending["storage"] = start_in_background(partial(self._follow, pending), f"reshard-step-{step}")
         else:
             self._pending["storage"] = pending
+        return unranked
 
     def _is_based(self) -> bool:
         """On the first rank: return True if the next save reuses data of an earlier one."""

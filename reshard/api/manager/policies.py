@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.errors import OptionError
+from reshard.errors import OptionError, did_you_mean, format_names
 
 __all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
 
@@ -56,7 +56,7 @@ class Every:
             waited_s: seconds since the last step that was due.
         """
         if self.is_multiple(step, before):
-            return f"every {self.steps} steps"
+            return "every step" if self.steps == 1 else f"every {self.steps} steps"
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
 
 
@@ -74,8 +74,10 @@ class Keep:
     every: int | None = None
     """Keep multiples of this number permanently."""
     best: int = 0
-    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps without it do not count."""
+    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved without
+    metrics do not count."""
     metric: str = ""
+    """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
     mode: Literal["min", "max"] = "min"
     """Whether lower values are better, or higher ones."""
 
@@ -86,7 +88,8 @@ class Keep:
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
         if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
-                f"Keep: best must be an integer, and metric= name its metric, got {self.best!r} and {self.metric!r}"
+                f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
+                f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
@@ -146,8 +149,8 @@ def checked_step(step: object) -> int:
     return number
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return numbers by name. Raises OptionError for other values."""
+def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:
+    """Return numbers by name. Raises OptionError for other values, and for metrics without the `wanted` one."""
     if not isinstance(metrics, Mapping | None):
         raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
     found = {}
@@ -162,4 +165,10 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
                 "step. Leave the metric out to save without it, or check why training diverged"
             )
         found[str(name)] = number
+    if wanted and found and wanted not in found:
+        raise OptionError(
+            f"keep ranks steps by the metric {wanted!r}, but metrics= has {format_names(found)}"
+            f"{did_you_mean(wanted, found)}. Nothing was saved at this step. At steps without {wanted!r}, leave "
+            "metrics= out"
+        )
     return found

@@ -264,10 +264,15 @@ class _Unpickler(pickle.Unpickler):
             return _storage_type(name, self._where)
         if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if full == "torch.storage._load_from_bytes":
+            raise UnsafeDataError(
+                f"{self._where}: its tensors were written by pickle.dump, and only running code reads these; nothing "
+                "of it was run. If you trust the file, load it with pickle, and save it with torch.save or reshard.save"
+            )
         if full not in _INERT and (_is_standard(module) or not self._allow(full)):
             raise UnsafeDataError(
                 f"{self._where}: the pickle asks for {full}, which is not on the short list of plain types; nothing of "
-                "it was run. If you trust the file, load it with its own framework and save plain tensors instead"
+                "of it was run. If you trust the file, load it with its own framework and save plain tensors instead"
             )
         if full not in self._types:
             self._types[full] = make_record_type(module, name)

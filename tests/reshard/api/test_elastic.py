@@ -300,7 +300,8 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointNotFoundError, match=r"no complete generation of step 7 in .* have step 2, step 1:"):
+    words = r"no complete generation of step 7 in .* \(found there: step 2, step 1\)\. Give the folder of each host"
+    with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
     with pytest.raises(SystemExit) as ended:
         run(["gather", *map(str, places), str(tmp_path / "out")])
@@ -470,7 +471,7 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(t
     kept(tmp_path, 1)
     ends = kept(tmp_path, 2, copies=3)
     assert {type(end) for end in ends} == {LayoutError}
-    assert "3 copies on other hosts need at least 4 hosts, but there are 3" in str(ends[0])
+    assert "copies=3 on other hosts needs 4 hosts or more, but there are 3" in str(ends[0])
     with mock.patch.object(keeping, "free_bytes", return_value=1000):
         ends = kept(tmp_path, 2)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}

@@ -23,6 +23,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     FormatError,
     NormalizationError,
+    OptionError,
     StorageError,
 )
 from tests import gloo
@@ -62,7 +63,9 @@ KEPT = [
 @pytest.mark.parametrize(("keep", "wanted", "note"), KEPT, ids=[row[2] for row in KEPT])
 def test_steps_stay_as_long_as_a_rule_wants_them(keep: Keep, wanted: set[int], note: str, tmp_path: Path) -> None:
     losses = dict(enumerate([9.0, 1.0, 5.0, 1.0, 3.0, 1.5, 9.5, 4.0, 2.0], 1))
-    metrics = {step: {"loss": loss, **({"acc": 1.0} if step == 3 else {})} for step, loss in losses.items()}
+    metrics = {step: {"loss": loss} for step, loss in losses.items()}
+    if keep.metric == "acc":
+        metrics = {step: {"loss": losses[step], "acc": 1.0} if step == 3 else {} for step in losses}
 
     assert keep.kept(metrics) == wanted
     assert run(tmp_path / "run", range(1, 10), metrics.get, keep=keep) == sorted(wanted)
@@ -336,7 +339,7 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "and metric= name its metric"),
+    (lambda: Keep(best=2), "needs metric=, the name of its metric, got best=2, metric=''"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
@@ -394,6 +397,30 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     (root / ledger.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
+
+
+def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metrics_is_told(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """Or the best checkpoints are removed, or nothing ever is, and nobody knows why."""
+    state, keep = {"w": torch.zeros(3)}, Keep(last=1, best=1, metric="val_loss")
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=2), keep=keep) as manager:
+        words = (
+            r"keep ranks steps by the metric 'val_loss', but metrics= has 1 \('loss'\): did you mean 'loss'\?\. "
+            r"Nothing was saved.*At steps without 'val_loss', leave metrics= out"
+        )
+        with pytest.raises(OptionError, match=words):
+            manager.save(1, state, {"loss": 1.0})  # though the step is not due: the first call says it
+        good = manager.save(2, state, {"loss": 1.0, "val_loss": 1.0})
+        assert (good.unranked, caplog.records) == ("", [])
+        reports = [manager.save(step, state) for step in (4, 6)]
+        assert [report.unranked for report in reports] == ["val_loss"] * 2
+        assert repr(reports[0]).endswith(", without the metric: val_loss)")
+        manager.wait()
+        assert (manager.all_steps(), manager.best_step()) == ([2, 6], 2)
+    told = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+    words = f"{tmp_path}: step 4 is saved without metrics, so it is not one of the best steps by 'val_loss'. "
+    assert told == [words + "Pass metrics={'val_loss': ...} to save()"]
 
 
 def test_metrics_without_end_are_the_worst_and_steps_of_any_kind_are_numbers(tmp_path: Path) -> None:

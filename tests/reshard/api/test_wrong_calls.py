@@ -167,6 +167,23 @@ def test_no_option_is_left_out_of_that(options: set[str], given: dict[str, Any],
     assert options == set(given) | own
 
 
+def _alone(folder: str) -> tuple[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    w = distribute_tensor(W.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return _told(lambda: reshard.save({"w": w}, f"{folder}/{dist.get_rank()}", alone=True))
+
+
+@pytest.mark.gloo
+def test_a_shard_saved_alone_is_told_to_save_with_the_others(tmp_path: Path) -> None:
+    for kind, words in gloo.run(_alone, 2, str(tmp_path)):
+        assert kind == "LayoutError"
+        assert "do not cover each full tensor exactly once" in words
+        assert words.endswith("must save together: leave out alone=True, or pass a process_group of them all")
+    assert os.listdir(tmp_path) == []
+
+
 CALLS = {
     "save": lambda path, more: reshard.save({"w": W}, f"{path}/new", **more),
     "async_save": lambda path, more: reshard.async_save({"w": W}, f"{path}/new", **more).result(),

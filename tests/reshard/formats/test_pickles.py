@@ -33,6 +33,11 @@ def read(data: bytes) -> Any:
     return load_pickle(data, where="test")
 
 
+def test_tensors_that_pickle_wrote_are_not_called_damaged() -> None:
+    with pytest.raises(UnsafeDataError, match=r"written by pickle\.dump, .*save it with torch\.save or reshard\.save$"):
+        read(pickle.dumps({"a": torch.nn.Linear(2, 2)}))
+
+
 PLAIN = [
     None,
     True,
