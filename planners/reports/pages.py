@@ -103,7 +103,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
     """Return what the proof of this plan says."""
     report = verify(plan)
     if report.ok:
-        return f'<p class="verdict">Proved right: {escape(report.covers)}.</p>'
+        return f'<p class="verdict">OK: {escape(report.covers)}.</p>'
     listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
     more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
     return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'

@@ -178,7 +178,10 @@ def both_sides(
     """
     from planners.geometry.layout import StateLayout
 
-    first, second = (side(text, rules, normalized, hints, select) for text in (source, onto))
+    texts = (source, onto)
+    opened = [None if _is_topology(text) else side(text, rules, normalized, hints, select) for text in texts]
+    saved = next((layout for layout in opened if isinstance(layout, StateLayout)), None)
+    first, second = (_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened))
     if isinstance(first, StateLayout) and isinstance(second, StateLayout):
         if rules:
             raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
@@ -213,15 +216,11 @@ def side(
 ) -> StateLayout | Topology:
     """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
     for a topology that cannot be read."""
-    from planners.geometry.topologies import WORDS, looks_like_a_topology, topology_of
-
-    if looks_like_a_topology(text) and not Path(text).exists():
-        try:
-            return topology_of(text, rules)
-        except PlanError as error:
-            raise UsageError(str(error)) from None
+    if _is_topology(text):
+        return _topology(text, rules, None)
     import reshard
     from planners.geometry.layout import StateLayout
+    from planners.geometry.topologies import WORDS
     from reshard.api.plan import is_layout_file, read_layout_file
 
     if is_layout_file(text):
@@ -237,6 +236,22 @@ def side(
 
     kept = chosen(list(layout), select, text)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
+
+
+def _is_topology(text: str) -> bool:
+    from planners.geometry.topologies import looks_like_a_topology
+
+    return looks_like_a_topology(text) and not Path(text).exists()
+
+
+def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) -> Topology:
+    """The topology that was typed, for the tensors of `saved`. Raises UsageError for one that cannot be read."""
+    from planners.geometry.topologies import topology_of
+
+    try:
+        return topology_of(text, rules, saved)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
 
 
 def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:

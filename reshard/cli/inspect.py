@@ -161,10 +161,10 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
         )
     from planners.geometry.layout_text import in_both_forms, short_form
 
-    screen, layout = show.console(), checkpoint.layout[name]
-    show.print_text(screen, in_both_forms(layout))
-    screen.print(draw_cuts(layout, screen.width), markup=False, soft_wrap=True)
-    show.print_legend(screen, [short_form(layout)])
+    screen, layout = show.console(), checkpoint.layout
+    show.print_text(screen, layout.described([name], in_both_forms)[name])
+    screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
+    show.print_legend(screen, layout.described([name], short_form).values())
 
 
 def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:

@@ -75,8 +75,11 @@ def test_version(say) -> None:
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
         (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': expected fsdp=RANKS, with numbers >= 1"),
         (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
-        (["plan", "ddp=2,tp=2", "."], 2, "no short form exists for ddp with tp"),
+        (["plan", "ddp=2,tp=2", "."], 2, "no predefined topology has ddp with tp: write fsdp=3, "),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
+        (["plan", "dp=2", "."], 2, "the unknown axis 'dp': did you mean 'ddp'? Write fsdp=3, "),
+        (["plan", "ep=2", "."], 2, "or axes that the checkpoint records: world. Axes of your own"),
+        (["plan", "pp=4", "."], 2, "3 layers do not fill the 4 stages of 4 ranks"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
@@ -87,9 +90,9 @@ def test_version(say) -> None:
         (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
     ],
 )
-def test_errors(say, words, code, told, monkeypatch, tmp_path) -> None:
+def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
     """One message on stderr, no traceback, nothing on stdout."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(checkpoint)
 
     said = say(*words)
 
