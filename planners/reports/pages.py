@@ -78,7 +78,7 @@ def to_html(
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:
         ranks_per_host = cluster.ranks_per_host
-        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({_rates(cluster)})"))
+        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({cluster.rates})"))
     parts = {
         "title": escape(title or story.title),
         "style": STYLE,
@@ -114,16 +114,6 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
     for caption, layout in sides:
         held = layout.rank_bytes()
         yield f"a rank holds, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
-
-
-def _rates(cluster: Cluster) -> str:
-    rates = {
-        "read": cluster.storage_read_bytes_per_s,
-        "written": cluster.storage_write_bytes_per_s,
-        "sent": cluster.network_bytes_per_s,
-    }
-    told = [f"{format_bytes(rate)}/s {what} by a host" for what, rate in rates.items() if rate is not None]
-    return ", ".join([*told, f"{format_count(cluster.ranks_per_host, 'rank')} each"])
 
 
 def _figure(name: str, value: str) -> str:

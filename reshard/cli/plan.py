@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reshard.cli import arguments
-from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides
+from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides, Step
 from reshard.cli.completion import topologies
 from reshard.cli.show import (
     console,
@@ -52,6 +52,7 @@ def plan(
     select: Select = None,
     normalized: Normalized = False,
     hint: HintOption = None,
+    step: Step = None,
     limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     html: Html = None,
@@ -78,7 +79,7 @@ def plan(
         _cluster(read_rate, ranks_per_host),
     )
     sides = arguments.both_sides(
-        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select
+        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select, step=step
     )
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
@@ -200,7 +201,7 @@ def _print(made: LoadPlan, limit: int, cluster: Cluster | None, files: list[Path
     if cluster is not None:
         print_text(
             screen,
-            f"{format_seconds(_seconds(made, cluster))}, {cluster.ranks_per_host} ranks per host",
+            f"{format_seconds(_seconds(made, cluster))}, at {cluster.rates}",
             "estimated",
         )
     print_legend(
