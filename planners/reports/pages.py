@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_count, format_seconds
+from planners.units import format_bytes, format_seconds
 
 __all__ = ["to_html"]
 
