@@ -1,11 +1,11 @@
-"""A training loop under accelerate whose checkpoints resume on any number of processes, and an old one read in.
+"""A training loop under accelerate. Its checkpoints resume on any number of processes; it also reads accelerate's own.
 
     python examples/accelerate_loop.py --folder ckpt
-    accelerate launch --num_processes 2 examples/accelerate_loop.py --folder ckpt            # goes on, on two
+    accelerate launch --num_processes 2 examples/accelerate_loop.py --folder ckpt            # resumes on two processes
     python examples/accelerate_loop.py --folder new --old state_of_accelerate                # from `save_state`
 
-`save` and `load` take the places of `Accelerator.save_state` and `load_state`. The model is handed over as accelerate
-wrapped it (DDP, FSDP2, compiled or not): names have no wrappers in them. The optimizer is the one inside accelerate's.
+`save` and `load` replace `Accelerator.save_state` and `load_state`. Pass the model as accelerate wrapped it (DDP,
+FSDP2, compiled or not): names do not contain wrappers. Pass the optimizer inside accelerate's wrapper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import reshard
 
 
 def build(accelerator: Accelerator) -> tuple[nn.Module, Any, Any]:
-    """Model, optimizer and schedule, prepared."""
+    """The prepared model, optimizer, and schedule."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -31,7 +31,7 @@ def build(accelerator: Accelerator) -> tuple[nn.Module, Any, Any]:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Any, schedule: Any, step: int) -> None:
-    """All processes call it."""
+    """All processes must call this."""
     model_state, optim_state = reshard.get_state_dict(model, optimizer.optimizer)
     state = {"model": model_state, "optim": optim_state, "schedule": schedule.state_dict(), "step": step}
     state["rng"] = reshard.PerRank(torch.get_rng_state(), on_change="keep")
@@ -39,7 +39,7 @@ def save(folder: Path, model: nn.Module, optimizer: Any, schedule: Any, step: in
 
 
 def load(folder: Path, model: nn.Module, optimizer: Any, schedule: Any) -> int:
-    """Fill all of them from the newest complete checkpoint; the steps that were done."""
+    """Fill them from the newest complete checkpoint. Return the number of finished steps."""
     newest = reshard.latest_complete(folder)
     if newest is None:
         return 0
@@ -59,7 +59,7 @@ def load(folder: Path, model: nn.Module, optimizer: Any, schedule: Any) -> int:
 
 
 def read_old(path: Path, model: nn.Module, optimizer: Any) -> None:
-    """Model and optimizer out of what `Accelerator.save_state` wrote, under any number of processes.
+    """Load the model and optimizer that `Accelerator.save_state` wrote on any number of processes.
 
     accelerate stores the optimizer by integer ids; the live one knows which parameters these are.
     """
@@ -74,14 +74,14 @@ def read_old(path: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def whole(value: Any) -> Any:
-    """Lazy tensors read."""
+    """Read the lazy tensors."""
     if isinstance(value, dict):
         return {name: whole(inner) for name, inner in value.items()}
     return value[...] if hasattr(value, "stored") else value
 
 
 def train(folder: Path, steps: int, old: Path | None = None) -> tuple[int, nn.Module, Any, Accelerator]:
-    """Train up to `steps`; the step that it began with, and what it ended with."""
+    """Train up to `steps`. Return the first step and the final state."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model, optimizer, schedule = build(accelerator)
     first = load(folder, model, optimizer, schedule)

@@ -1,12 +1,12 @@
-"""Training frameworks whose one import says `reshard.dcp` where it said torch's DCP, and nothing else changed.
+"""Training frameworks that import `reshard.dcp` instead of torch's DCP, with no other change.
 
     torchrun --nproc-per-node 2 examples/changed_import.py lightning --folder ckpt --engine ours --mesh fsdp=2
     torchrun --nproc-per-node 2 examples/changed_import.py lightning --folder ckpt --engine torch --mesh tp=2
 
 The framework's own code saves and resumes: torchtitan's `CheckpointManager` with its own optimizers and schedules,
 accelerate's `save_state` and `load_state` for sharded models, Lightning's `Trainer` with its `ModelParallelStrategy`.
-With `--engine ours` its modules that import DCP are read as if somebody had edited them. Either engine goes on from
-what the other saved, in any layout and on any number of processes. Equal digests in the last line mean equal bits.
+`--engine ours` imports the framework's modules as if this import had been edited in them. Each engine resumes what the
+other saved, in any layout and on any number of processes. Equal digests in the last line mean equal bits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ IMPORTERS = {
         "lightning.pytorch.strategies.model_parallel",
     ],
 }
-"""Where each framework imports DCP to save and load."""
+"""The modules in which each framework imports DCP."""
 
 Trained = tuple[int, nn.Module, torch.optim.Optimizer]
 
 
 class ChangedImports:
-    """An import hook that reads the named modules with `reshard.dcp` in the place of torch's public DCP."""
+    """An import hook that replaces torch's public DCP with `reshard.dcp` in the named modules."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = modules
@@ -66,7 +66,7 @@ class ChangedSource(SourceFileLoader):
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut along the axes that the mesh has."""
+    """Shard along the axes of the mesh."""
     axes = mesh.mesh_dim_names or ()
     if "tp" in axes:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -85,7 +85,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def torchtitan(folder: Path, mesh: dict[str, int], steps: int) -> Trained:
-    """Its `Trainer` needs triton and data sets; this is all of it that checkpoints."""
+    """Its `Trainer` needs triton and data sets. This is the part that saves checkpoints."""
     from torchtitan.components.checkpointer.dcp import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -126,7 +126,7 @@ def torchtitan(folder: Path, mesh: dict[str, int], steps: int) -> Trained:
 
 
 def accelerate(folder: Path, mesh: dict[str, int], steps: int) -> Trained:
-    """It shards nothing on CPUs: the model is sharded here, and accelerate told that it had done so."""
+    """accelerate shards nothing on CPUs, so this shards the model and marks it as sharded by accelerate."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -141,7 +141,7 @@ def accelerate(folder: Path, mesh: dict[str, int], steps: int) -> Trained:
 
     accelerator, counter = Accelerator(cpu=True), Steps()
     model = sharded(built(), init_device_mesh("cpu", (*mesh.values(),), mesh_dim_names=(*mesh,)))
-    accelerator.prepare_model(model, evaluation_mode=True)  # which leaves the model as it is
+    accelerator.prepare_model(model, evaluation_mode=True)  # leaves the model unchanged
     optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     accelerator.register_for_checkpointing(counter)
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -206,7 +206,9 @@ FRAMEWORKS: dict[str, Callable[[Path, dict[str, int], int], Trained]] = {
 
 
 def run(framework: str, engine: str, folder: Path, mesh: dict[str, int], steps: int) -> Trained:
-    """Go on from what is there, `steps` further, and save; what was trained. One framework and engine a process."""
+    """Resume from the folder, train `steps` more steps, save, and return what was trained.
+
+    A process can use one framework and engine."""
     if engine == "ours" and not any(isinstance(finder, ChangedImports) for finder in sys.meta_path):
         if early := sys.modules.keys() & IMPORTERS[framework]:
             raise ImportError(f"{sorted(early)} are imported already: change their imports in a fresh process")

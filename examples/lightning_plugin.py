@@ -1,13 +1,13 @@
-"""A plugin for Lightning: its checkpoints in our format, and old ones of Lightning's read, through the same door.
+"""A plugin for Lightning that writes reshard's format, and reads both that and Lightning's own checkpoints.
 
     trainer = Trainer(plugins=[ReshardIO()], ...)
-    trainer.fit(model, ckpt_path="last.ckpt")       # a folder of ours, or a file that Lightning wrote before
+    trainer.fit(model, ckpt_path="last.ckpt")       # a folder that reshard wrote, or a file from Lightning
 
     python examples/lightning_plugin.py --folder ckpt --devices 2
 
-A checkpoint is then checked when it is read, can be inspected and compared, and a save that was interrupted leaves the
-one before. The plugin serves the strategies that give Lightning one whole state: a single device, DDP. For sharded
-models there is `reshard.integrations.lightning.ReshardModelParallel`, a strategy.
+Checkpoints are then verified when they are read, and you can inspect and compare them. An interrupted save leaves the
+previous checkpoint. The plugin is for strategies that give Lightning the full state: a single device and DDP. For
+sharded models, use the strategy `reshard.integrations.lightning.ReshardModelParallel`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.integrations.lightning import ReshardIO
 
 
 class Net(LightningModule):
-    """The usual: a model as an attribute."""
+    """A module with the model as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(LightningModule):
 
 
 def trainer_of(folder: Path, epochs: int, plugins: list[Any], devices: int = 1) -> Trainer:
-    """A trainer that saves each epoch under `folder`."""
+    """A trainer that saves under `folder` after each epoch."""
     return Trainer(
         accelerator="cpu",
         devices=devices,
@@ -57,7 +57,7 @@ def trainer_of(folder: Path, epochs: int, plugins: list[Any], devices: int = 1) 
 
 
 def fit(folder: Path, epochs: int, plugins: list[Any], ckpt_path: Path | None = None, devices: int = 1) -> Net:
-    """Train up to so many epochs, from a checkpoint if one is given; the module."""
+    """Train up to this number of epochs, from a checkpoint if one is given. Return the module."""
     module = Net()
     batches = DataLoader(torch.sin(torch.arange(256.0)).reshape(32, 8), batch_size=4)
     trainer_of(folder, epochs, plugins, devices).fit(module, batches, ckpt_path=ckpt_path)

@@ -1,9 +1,9 @@
-"""A Llama under FSDP2 x tensor parallelism x pipeline stages: traced without a GPU, and trained in any topology.
+"""A Llama under FSDP2, tensor parallelism, and pipeline stages: traced without a GPU, and trained in any topology.
 
-python examples/llama_fsdp_tp_pp.py                 # what would a new topology move? 32 ranks onto 24, on meta tensors
+python examples/llama_fsdp_tp_pp.py                 # what 24 ranks would read from 32, on meta tensors
 
 torchrun --nproc-per-node 4 examples/llama_fsdp_tp_pp.py --folder out --tp 2     # train on 2 x 2 ranks, and save
-torchrun --nproc-per-node 3 examples/llama_fsdp_tp_pp.py --folder out            # go on from there on 3
+torchrun --nproc-per-node 3 examples/llama_fsdp_tp_pp.py --folder out            # resume on 3
 
 `reshard demo` runs the same training on processes of one machine, and compares every bit.
 """
@@ -40,7 +40,7 @@ class Config:
     hidden: int = 680
     vocab: int = 1003
     context: int = 64
-    """The longest sequence."""
+    """The maximum sequence length."""
 
     @property
     def head_dim(self) -> int:
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        # -1: under tensor parallelism a rank has only some of the heads
+        # -1: under tensor parallelism, a rank has only some of the heads
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, turns), rotate(k, turns)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs of every head by the angles of their position: [..., time, head_dim]."""
+    """Rotate neighboring pairs of each head by the angles of their position: [..., time, head_dim]."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = turns.cos(), turns.sin()
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """All of the model, or the layers and ends of one pipeline stage."""
+    """The full model, or the part of one pipeline stage."""
 
     def __init__(self, config: Config, stage: int = 0, stages: int = 1) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ TP_PLAN = {
 
 
 def build(config: Config, pp: int, dp: int, tp: int) -> Llama:
-    """What one rank of the job has: its stage, cut by tensor parallelism first and by FSDP2 then."""
+    """The part of one rank: its stage, sharded by tensor parallelism and then by FSDP2."""
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     stage = Llama(config, mesh.get_local_rank("pp"), pp)
     if tp > 1:
@@ -145,23 +145,23 @@ def build(config: Config, pp: int, dp: int, tp: int) -> Llama:
     return stage
 
 
-# Training, on any number of ranks: what one topology has saved, another goes on from.
+# Training on any number of ranks. Each topology resumes what another one saved.
 
 SMALL = Config(layers=4, hidden=688, vocab=256)
-"""For text, byte by byte. The hidden size is no multiple of three, so that three ranks get uneven parts."""
+"""For text as bytes. The hidden size is not a multiple of three, so three ranks get uneven parts."""
 SEQUENCES = 12
-"""Of one training step, over all ranks: two and three ways divide it."""
+"""The batch size of all ranks together, divisible by two and by three."""
 
 
 class Training:
-    """One rank of a job: its part of model and optimizer, and its share of the text."""
+    """One rank of a job, with its parts of the model, the optimizer, and the text."""
 
     def __init__(self, dp: int, tp: int, seed: int, hear: Callable[[int, float], None] = lambda step, loss: None):
-        """`hear` gets the number of each step, and its loss."""
+        """`hear` is called with the number and loss of each step."""
         torch.manual_seed(seed)
         self.model = build(SMALL, pp=1, dp=dp, tp=tp)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), foreach=False)
-        self.dp, self.place = dp, dist.get_rank() // tp  # ranks along tp have the same sequences
+        self.dp, self.place = dp, dist.get_rank() // tp  # ranks along tp get the same sequences
         self.hear, self.step = hear, 0
         text = read_text()
         self.text, self.held_back = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
@@ -177,7 +177,7 @@ class Training:
 
     @torch.no_grad()
     def judge(self) -> float:
-        """The loss on text that is held back."""
+        """The loss on held-out text."""
         return self._mean(self._loss(self.held_back, 0, 4 * SEQUENCES))
 
     def save(self, path: str) -> reshard.SaveReport:
@@ -188,7 +188,7 @@ class Training:
         return {"model": model, "optim": optim, "step": self.step}
 
     def resume(self, path: str) -> reshard.LoadReport:
-        """Go on from what any topology has saved."""
+        """Load a checkpoint of any topology."""
         checkpoint = reshard.open(path)
         state: dict[str, Any] = {
             "model": reshard.get_model_state_dict(self.model),
@@ -203,7 +203,7 @@ class Training:
         return report
 
     def _loss(self, text: torch.Tensor, seed: int, sequences: int) -> torch.Tensor:
-        """Of this rank's share of a batch, which is the same in every topology."""
+        """The loss of this rank's part of a batch. The batch is the same in every topology."""
         starts = torch.randint(
             len(text) - SMALL.context - 1, (sequences,), generator=torch.Generator().manual_seed(seed)
         )
@@ -218,7 +218,7 @@ class Training:
 
 
 def read_text(most: int = 4 << 20) -> torch.Tensor:
-    """Text that is on every machine, as bytes: the sources of Python's own standard library."""
+    """Text that every machine has, as bytes: the sources of Python's standard library."""
     folder, found = Path(sysconfig.get_path("stdlib")), bytearray()
     for file in sorted(folder.glob("*.py")):
         found += file.read_bytes()
@@ -233,7 +233,7 @@ def read_text(most: int = 4 << 20) -> torch.Tensor:
 
 
 def train(folder: str, tp: int, steps: int) -> None:
-    """Under torchrun: go on from what is in the folder, if anything is, and save there."""
+    """Under torchrun: resume from the folder if it has a checkpoint, train, and save there."""
     dist.init_process_group("gloo")
     training = Training(dist.get_world_size() // tp, tp, seed=0)
     if newest := reshard.latest_complete(folder):
@@ -246,7 +246,7 @@ def train(folder: str, tp: int, steps: int) -> None:
 
 
 def trace() -> None:
-    """In one process: what would another topology read?"""
+    """In one process: print what another topology would read."""
     config = Config()
     before = trace_layout(lambda: build(config, pp=2, dp=8, tp=2), world_size=32)
     after = trace_layout(lambda: build(config, pp=1, dp=6, tp=4), world_size=24)

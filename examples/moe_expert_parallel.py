@@ -1,6 +1,6 @@
-"""A mixture of experts: experts dealt over an axis ep and cut by FSDP2 over what is left, all else cut over both.
+"""A mixture of experts: the axis ep distributes the experts, and FSDP2 shards them; both axes shard all other tensors.
 
-python examples/moe_expert_parallel.py              # 16 ranks, ep 8 to ep 4, in one process, on meta tensors
+python examples/moe_expert_parallel.py              # 16 ranks, from ep 8 to ep 4, in one process, on meta tensors
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(config.experts, config.dim, config.hidden))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`x` is (tokens, dim), `weights` (tokens, experts); every expert sees every token, and most count for 0."""
+        """`x` is (tokens, dim), `weights` is (tokens, experts). Every expert sees every token; most weights are 0."""
         hidden = F.silu(torch.einsum("td,ehd->teh", x, self.w1))
         return torch.einsum("teh,edh,te->td", hidden, self.w2, weights)
 
@@ -69,13 +69,13 @@ class MoE(nn.Module):
 
 
 def deal_experts(experts: Experts, ep: DeviceMesh) -> None:
-    """Each rank of the axis keeps its share of the experts."""
+    """Each rank of the axis keeps its part of the experts."""
     for name, weight in list(experts.named_parameters(recurse=False)):
         setattr(experts, name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)])))
 
 
 def build(config: Config, dp: int, ep: int) -> MoE:
-    """What one rank of the job has. Experts are dealt first; FSDP2 then cuts those that a rank kept."""
+    """The part of one rank. Experts are distributed first; FSDP2 then shards those of a rank."""
     world = init_device_mesh("cpu", (dp * ep,), mesh_dim_names=("fsdp",))
     grid = init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
     model = MoE(config)

@@ -1,9 +1,9 @@
-"""A training loop written for `torch.distributed.checkpoint`, of which one import is the whole change.
+"""A training loop for `torch.distributed.checkpoint` that runs on reshard after changing one import.
 
     torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine torch --mesh fsdp=4
-    torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine ours --mesh fsdp=2,tp=2   # goes on
+    torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine ours --mesh fsdp=2,tp=2   # resumes
 
-Either engine goes on from what the other saved, on any number of processes and in any layout.
+Each engine resumes what the other saved, on any number of processes and in any layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINES = {"torch": "torch.distributed.checkpoint", "ours": "reshard.dcp"}
 
 
 class App:
-    """What is saved, as torch's tutorial has it: an object with `state_dict` and `load_state_dict`."""
+    """The state to save, as in torch's tutorial: an object with `state_dict` and `load_state_dict`."""
 
     def __init__(self, dcp: Any, mesh: dict[str, int]) -> None:
         self.dcp, self.step = dcp, 0
@@ -58,8 +58,8 @@ class App:
 
 
 def run(engine: str, folder: Path, mesh: dict[str, int], steps: int) -> App:
-    """Go on from what is there, `steps` further, and save; the state then."""
-    dcp = importlib.import_module(ENGINES[engine])  # a program has one import here: of the one or the other
+    """Resume from the folder, train `steps` more steps, save, and return the state."""
+    dcp = importlib.import_module(ENGINES[engine])  # your program imports one of the two
     app = App(dcp, mesh)
     if (folder / ".metadata").exists():
         dcp.load({"app": app}, checkpoint_id=folder)

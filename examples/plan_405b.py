@@ -1,6 +1,6 @@
-"""Llama-3.1-405B with AdamW from 16,384 ranks to 12,288, planned and proved: `python examples/plan_405b.py [PAGE]`.
+"""Plan Llama-3.1-405B with AdamW from 16,384 ranks to 12,288: `python examples/plan_405b.py [PAGE]`.
 
-No checkpoint is there, no GPU, no process group and no torch: the plan is made of names, shapes and two topologies.
+The plan follows from names, shapes, and two topologies. It needs no checkpoint, no GPU, no process group, and no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planners import Cluster, TensorSpec, estimate, fsdp_tp, plan_reads, to_html, verify
+from planners.units import format_bytes
 
 DIM, FFN, KV, VOCAB, LAYERS = 16384, 53248, 1024, 128256, 126
 LAYER = {"attention.wq": (DIM, DIM), "attention.wk": (KV, DIM), "attention.wv": (KV, DIM), "attention.wo": (DIM, DIM)}
@@ -38,10 +39,10 @@ def main(page: str | None = None) -> None:
     seconds = time.perf_counter() - started
     ranks = f"{saved.world_size:,} -> {wanted.world_size:,} ranks"
     print(f"{len(specs):,} tensors, {ranks}: planned and proved in {seconds:.2f} s")
-    print(f"{plan.total_bytes / 1e12:.2f} TB to read, {loads.max() / 1e6:.0f} MB by the busiest rank")
-    print(estimate(plan, Cluster(storage_read_bytes_per_s=2e9)))
+    print(f"{format_bytes(plan.total_bytes)} to read, at most {format_bytes(loads.max())} by one rank")
+    cluster = Cluster(storage_read_bytes_per_s=2e9)
+    print(estimate(plan, cluster))
     if page is not None:
-        cluster = Cluster(storage_read_bytes_per_s=2e9)
         Path(page).write_text(to_html(plan, source="fsdp=2048,tp=8", target="fsdp=768,tp=16", cluster=cluster))
 
 

@@ -1,10 +1,10 @@
-"""A training loop in the manner of torchtitan: FSDP2, saves in the background, resumption on any number of ranks.
+"""A training loop like torchtitan's: FSDP2, saves in the background, and resuming on any number of ranks.
 
     torchrun --nproc-per-node 4 examples/training_loop.py --folder ckpt --steps 20
-    torchrun --nproc-per-node 3 examples/training_loop.py --folder ckpt --steps 40     # goes on, on three ranks
+    torchrun --nproc-per-node 3 examples/training_loop.py --folder ckpt --steps 40     # resumes on three ranks
 
-What is saved: parameters, the optimizer, the schedule, the step, and each rank's own random state, declared `PerRank`.
-What is kept: the last three complete checkpoints. A run that is killed at any moment goes on from the newest one.
+It saves the parameters, the optimizer, the schedule, the step, and the random state of each rank as `PerRank`. It keeps
+the last three complete checkpoints. A run that is killed at any moment resumes from the newest one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import reshard
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """A sharded model, its optimizer and its schedule."""
+    """A sharded model with its optimizer and schedule."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(4)), nn.Linear(48, 1))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -35,7 +35,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, step: int) -> dict[str, Any]:
-    """All that a resumption needs."""
+    """Everything that is needed to resume."""
     model_state, optim_state = reshard.get_state_dict(model, optimizer)
     return {
         "model": model_state,
@@ -47,7 +47,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, 
 
 
 def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> int:
-    """Load the newest complete checkpoint, if there is one; the step to go on from."""
+    """Load the newest complete checkpoint, if there is one. Return the step to resume from."""
     newest = reshard.latest_complete(folder)
     if newest is None:
         return 0
@@ -62,7 +62,7 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sch
 
 
 def train(folder: Path, steps: int, every: int) -> list[float]:
-    """Train to `steps`, saving every so many; the losses of this run."""
+    """Train up to `steps`, and save at regular intervals. Return the losses of this run."""
     model, optimizer, schedule = build()
     torch.manual_seed(100 + dist.get_rank())
     first = resume(folder, model, optimizer, schedule)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_count", "format_each", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_each", "format_rate", "format_seconds"]
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -39,6 +40,12 @@ def format_count(number: int, what: str) -> str:
     """How many: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
     many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{number} {what if number == 1 else many}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate, in powers of 1000 as vendors give it: `"2 GB/s"`."""
+    unit = min(max(math.floor(math.log10(max(bytes_per_s, 1)) / 3 + 1e-9), 0), 4)
+    return f"{bytes_per_s / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}/s"
 
 
 def format_seconds(seconds: float) -> str:

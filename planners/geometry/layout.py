@@ -616,6 +616,26 @@ def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
         raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
 
 
+_STAND_INS = ("replica", "replica_of_mesh")
+"""Axes over the copies of a tensor on several meshes, whose own axes it does not know."""
+
+
+def _with_names(layout: TensorLayout, axes: Mapping[tuple[int, int], str]) -> TensorLayout:
+    """The layout with the names in `axes`, by distance of ranks and size, for axes that have none of their own."""
+    form = layout.form
+    if not isinstance(form, ProductForm) or not set(_STAND_INS) & set(form.mesh.names):
+        return layout
+    mesh = form.mesh
+    names = [
+        axes.get(key, name) if name in _STAND_INS else name
+        for key, name in zip(zip(mesh.strides, mesh.shape), mesh.names)
+    ]
+    if len(set(names)) < len(names):
+        return layout
+    named = Mesh(list(zip(names, mesh.shape)), mesh.ranks.tolist())
+    return TensorLayout.of(layout.spec, ProductForm.make(named, form.placements))
+
+
 class StateLayout(Mapping[str, TensorLayout]):
     """The layouts of all tensors of a state, by FQN. Immutable.
 
@@ -672,13 +692,30 @@ class StateLayout(Mapping[str, TensorLayout]):
         return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
     def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], str]) -> dict[str, str]:
-        """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry."""
+        """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry.
+
+        An axis `replica`, which stands for ranks outside a tensor's own mesh, has the name that other tensors give to
+        these ranks, if they do.
+        """
         texts: dict[object, str] = {}
-        out = {}
+        out, axes = {}, self._axes()
         for fqn in fqns:
-            key = self._tensors[fqn].geometry_key
-            out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(self._tensors[fqn]))
+            layout = self._tensors[fqn]
+            key = layout.geometry_key
+            out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(_with_names(layout, axes)))
         return out
+
+    def _axes(self) -> dict[tuple[int, int], str]:
+        """The name of each axis of a full mesh, by the distance of its ranks and its size, if there is only one."""
+        meshes = {layout.mesh for layout in self._tensors.values()} - {None}
+        found = {
+            (axis, name)
+            for mesh in meshes
+            if mesh is not None and mesh.size == self.world_size
+            for axis, name in zip(zip(mesh.strides, mesh.shape), mesh.names)
+            if name not in _STAND_INS
+        }
+        return {axis: names[0] for axis, names in grouped(found).items() if len(names) == 1}
 
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
         """Return the axes that shard no tensor, each with the names of the tensors that are replicated over it."""

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from planners.errors import PlanError
-from planners.geometry.layout import BoxesForm, ProductForm, TensorLayout
-from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, StridedShard, parse_placements
+from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorLayout
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard, parse_placements
 
-__all__ = ["chunk_sizes", "in_both_forms", "in_words", "legend", "parse_layout", "short_form"]
+__all__ = [
+    "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "parse_layout", "short_form",
+]  # fmt: skip
 
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
-    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout without a mesh, which has no short form."""
-    form = layout.form if isinstance(layout, TensorLayout) else layout
+    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout without a mesh, which has no short form.
+
+    Equal layouts have equal forms. Axes are listed in the order of the ranks. If the axes of a dim shard it in another
+    order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
+    """
+    form = _plain(layout)
     if not isinstance(form, ProductForm) or not form.mesh.axes:
         return ""
-    return f"{','.join(map(str, form.placements))} on {form.mesh}"
+    mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
+    is_reordered = _by_dim(form.mesh.names, placements) != _by_dim(mesh.names, placements)
+    order = form.mesh.names if is_reordered else mesh.names
+    head = f"{','.join(order)}: " * is_reordered
+    return f"{head}{','.join(str(placements[name]) for name in order)} on {mesh}"
 
 
 def parse_layout(text: str) -> ProductForm:
@@ -26,10 +36,15 @@ def parse_layout(text: str) -> ProductForm:
 
     Raises PlanError for text that cannot be read, or for a number of placements that is not that of the axes.
     """
-    placements, on, mesh = text.partition(" on ")
+    layout, on, mesh_text = text.partition(" on ")
     if not on:
         raise PlanError(f"cannot read the layout {text!r}: write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'")
-    return ProductForm(Mesh.parse(mesh.strip()), parse_placements(placements))
+    axes, colon, placements = layout.rpartition(":")
+    mesh = Mesh.parse(mesh_text.strip())
+    order = [name.strip() for name in axes.split(",")] if colon else mesh.names
+    if sorted(order) != sorted(mesh.names):
+        raise PlanError(f"{text!r} lists the axes {', '.join(order)} before the colon, but the mesh has {mesh}")
+    return ProductForm(mesh.submesh(*order) if colon else mesh, parse_placements(placements))
 
 
 def in_words(layout: TensorLayout | ProductForm) -> str:
@@ -45,15 +60,18 @@ def in_words(layout: TensorLayout | ProductForm) -> str:
     if not isinstance(form, ProductForm):
         assert isinstance(layout, TensorLayout)
         return _chunks_in_words(layout)
-    axes = [(n, size, p) for (n, size), p in zip(form.mesh.axes, form.placements) if size > 1]
-    copied = [_axis(name) for name, _, placement in axes if isinstance(placement, Replicate)]
+    mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
+    copied = [_axis(name) for name, size in mesh.axes if size > 1 and isinstance(placements[name], Replicate)]
     words = [f"replicated over {_listed(copied)}"] if copied else []
+    axes = [(name, size, placements[name]) for name, size in form.mesh.axes if size > 1]
     for dim in sorted({p.dim for _, _, p in axes if not isinstance(p, Replicate)}):
         its = [(n, size, p) for n, size, p in axes if not isinstance(p, Replicate) and p.dim == dim]
-        words.append(f"dim {dim} sharded over {', then '.join(_in_order(its))}")
-    ranks = form.mesh.ranks.tolist()
+        order = _in_order(its)
+        said = [_axis(n) + _within(p) * (not order or isinstance(p, BlockShard)) for n, _, p in order or its]
+        words.append(f"dim {dim} sharded over {', then '.join(said)}")
+    ranks = mesh.ranks.tolist()
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    explicit = [f"on rank{'s' * (len(ranks) > 1)} {shown}"] if form.mesh.has_explicit_ranks else []
+    explicit = [f"on rank{'s' * (len(ranks) > 1)} {shown}"] if mesh.has_explicit_ranks else []
     return "; ".join([*(words or ["unsharded"]), *explicit])
 
 
@@ -63,18 +81,54 @@ def in_both_forms(layout: TensorLayout) -> str:
     return f"{in_words(layout)} ({short})" if short else in_words(layout)
 
 
-def _in_order(axes: Sequence[tuple[str, int, Placement]]) -> list[str]:
+_ShardingAxis = tuple[str, int, Placement]
+
+
+def _plain(layout: TensorLayout | ProductForm) -> Form:
+    """The form without strided shards of the dims that every axis divides evenly: there, both are the same."""
+    if not isinstance(layout, TensorLayout) or not isinstance(layout.form, ProductForm):
+        return layout.form if isinstance(layout, TensorLayout) else layout
+    form, shape = layout.form, layout.spec.shape
+    parts = {dim: math.prod(form.mesh.shape[axis] for axis in _axes_of(form, dim)) for dim in range(len(shape))}
+    return in_sharding_order(form, {dim for dim, count in parts.items() if shape[dim] % count == 0})
+
+
+def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
+    """The form with the axes of these dims in the order in which they shard, and plain shards in place of strided ones
+    that say the same."""
+    axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
+    for dim in {p.dim for p in form.placements if isinstance(p, StridedShard) and p.dim in dims}:
+        places = _axes_of(form, dim)
+        its = [axes[place] for place in places]
+        if not any(isinstance(placement, BlockShard) for _, _, placement in its):
+            for place, (name, size, _) in zip(places, _in_order(its)):
+                axes[place] = name, size, Shard(dim)
+    mesh = form.mesh.submesh(*(name for name, _, _ in axes))
+    return ProductForm.make(mesh, [placement for _, _, placement in axes])
+
+
+def _axes_of(form: ProductForm, dim: int) -> list[int]:
+    """The numbers of the axes that shard a dim."""
+    return [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+
+
+def _by_dim(names: Sequence[str], placements: Mapping[str, Placement]) -> dict[int, list[str]]:
+    """The axes that shard each dim, in the order of `names`."""
+    dims = {name: placement.dim for name in names if not isinstance(placement := placements[name], Replicate)}
+    return {dim: [name for name, its in dims.items() if its == dim] for dim in dims.values()}
+
+
+def _in_order(axes: Sequence[_ShardingAxis]) -> list[_ShardingAxis]:
     """Axes of one dim, the one that shards first first. `_StridedShard(dim, n)` says that the axes before it have n
-    ranks together; where no such axes exist, the dim has n parts that are sharded by themselves."""
-    order: list[tuple[str, int]] = []
-    for name, size, placement in reversed(axes):
-        pieces = placement.split_factor if isinstance(placement, StridedShard) else 1
-        places = [i for i in range(len(order) + 1) if math.prod(ranks for _, ranks in order[:i]) == pieces]
+    ranks together; [] where no such axes exist: the dim has n parts that are sharded by themselves."""
+    order: list[_ShardingAxis] = []
+    for axis in reversed(axes):
+        pieces = axis[2].split_factor if isinstance(axis[2], StridedShard) else 1
+        places = [i for i in range(len(order) + 1) if math.prod(ranks for _, ranks, _ in order[:i]) == pieces]
         if not places:
-            return [_axis(n) + _within(p) for n, _, p in axes]
-        blocks = _within(placement) if isinstance(placement, BlockShard) else ""
-        order.insert(places[0], (_axis(name) + blocks, size))
-    return [words for words, _ in order]
+            return []
+        order.insert(places[0], axis)
+    return order
 
 
 def _within(placement: Placement) -> str:
@@ -133,6 +187,7 @@ _LEGEND = (
     ("on dp=4,tp=2", r"=", "the mesh: its axes and their sizes, in the order of the placements"),
     ("dp.cp=8", r"\w\.\w+=", "two axes that shard as one"),
     ("@0,2,1,3", r"@", "the ranks of the mesh in row-major order"),
+    ("tp,dp:", r"\w:", "the axes of the placements, in the order in which they shard"),
 )
 
 

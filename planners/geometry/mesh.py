@@ -143,6 +143,21 @@ class Mesh:
         grid = grid.transpose([kept.index(n) for n in names])
         return Mesh([(n, dict(self.axes)[n]) for n in names], grid.reshape(-1).tolist())
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart the ranks at coordinates 0 and 1 of each axis are; 0 for an axis of size 1."""
+        grid = self.ranks.reshape(self.shape)
+        units = (tuple(int(other == axis) for other in range(self.ndim)) for axis in range(self.ndim))
+        return tuple(int(grid[unit]) - int(self.ranks[0]) if size > 1 else 0 for unit, size in zip(units, self.shape))
+
+    def in_rank_order(self) -> Mesh:
+        """Return the same mesh with its axes in the order in which its ranks ascend, or itself if there is none."""
+        if not self.has_explicit_ranks:
+            return self
+        order = sorted(zip(self.strides, self.names), key=lambda axis: -axis[0])
+        turned = self.submesh(*(name for _, name in order))
+        return turned if bool((np.diff(turned.ranks) > 0).all()) else self
+
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Mesh)

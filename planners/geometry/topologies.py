@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import itertools
 import math
 import re
@@ -12,6 +13,7 @@ from functools import partial
 
 from planners.errors import PlanError, did_you_mean
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout_text import in_sharding_order
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, grouped, parse_placements
 from planners.notebooks import preformatted
 from planners.units import format_count
@@ -478,11 +480,11 @@ def pipelined(
     return Topology(Mesh({"pp": ranks, **dict(stage.mesh.axes)}), stage.rules, (*homes, *stage.homes), stage.even)
 
 
-# A topology in a few words, as people say it: `fsdp=4,tp=2`.
+# A topology in a few words, as people say it: `fsdp=4,tp=2`; and one with the axes of a checkpoint, as it records them.
 
 
-WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4 or ddp=8"
-"""The short forms, for help and errors."""
+WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or pp=2,fsdp=4"
+"""The predefined topologies, for help and errors."""
 
 _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
     ("ddp",): ddp,
@@ -491,8 +493,9 @@ _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
     ("fsdp", "tp"): fsdp_tp,
     ("hsdp",): hsdp,
     ("hsdp", "tp"): lambda replicas, shards, tp: fsdp_tp(shards, tp, replicas=replicas),
+    (): partial(ddp, 1),
 }
-_NAMES = ("fsdp", "tp", "hsdp", "ddp")
+_NAMES = ("fsdp", "tp", "hsdp", "ddp", "pp")
 _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
 
 
@@ -503,8 +506,11 @@ def looks_like_a_topology(text: str) -> bool:
     return bool(head) and all(_PART.fullmatch(part) for part in head.split(","))
 
 
-def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
-    """The topology that a short form names, or that `Topology.parse` reads from a text with rules.
+def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
+    """The topology that a few words name, or that `Topology.parse` reads from a text with rules.
+
+    With all axes among those that `saved` records, each tensor is sharded over them as it was, such as for `dp=2,tp=2`.
+    Axes keep the name that the text gives them. The layers that `pp` distributes are those of `saved`.
 
     Raises PlanError, with what may have been meant, for anything else.
     """
@@ -514,22 +520,79 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None) -> Topology:
     sizes = {part[1]: part[2].split("x") for part in parts if part is not None}
     if len(sizes) != len(text.split(",")):
         raise PlanError(f"cannot read the topology {text!r}: write {WORDS}")
-    for name in sizes.keys() - set(_NAMES):
-        meant = did_you_mean(name, _NAMES) or "."
+    recorded = _recorded_axes(saved) if saved is not None else []
+    is_recorded = set(sizes) <= set(recorded)
+    for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
+        of_checkpoint = f", or axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
+        meant = did_you_mean(name, [*_NAMES, *recorded]) or "."
         raise PlanError(
-            f"the topology {text!r} has the axis {name!r}, which is not a short form{meant} Write {WORDS}. "
+            f"the topology {text!r} has the unknown axis {name!r}{meant} Write {WORDS}{of_checkpoint}. "
             "Axes of your own need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}
     for name, of in sizes.items():
-        wanted = 2 if name == "hsdp" else 1
+        wanted = 2 if name == "hsdp" and not is_recorded else 1
         if len(of) != wanted or len(numbers[name]) != wanted or min(numbers[name]) < 1:
-            form = "hsdp=REPLICASxSHARDS" if name == "hsdp" else f"{name}=RANKS"
+            form = "hsdp=REPLICASxSHARDS" if wanted == 2 else f"{name}=RANKS"
             raise PlanError(f"cannot read the topology {text!r}: expected {form}, with numbers >= 1; write {WORDS}")
-    preset = _PRESETS.get(tuple(sorted(sizes)))
+    if is_recorded and saved is not None:
+        return _as_recorded(Mesh({name: of[0] for name, of in numbers.items()}), saved)
+    stages = numbers.pop("pp", None)
+    preset = _PRESETS.get(tuple(sorted(numbers)))
     if preset is None:
-        raise PlanError(f"no short form exists for {' with '.join(sizes)}: write {WORDS}")
-    return preset(*(size for name in sorted(sizes) for size in numbers[name]))
+        raise PlanError(f"no predefined topology has {' with '.join(numbers)}: write {WORDS}")
+    stage = preset(*(size for name in sorted(numbers) for size in numbers[name]))
+    said = next((name for name in ("fsdp", "ddp") if name in numbers), "dp")
+    stage = _renamed(stage, "dp", said)
+    return stage if stages is None else _pipeline(stage, stages[0], saved)
+
+
+def _renamed(topology: Topology, axis: str, name: str) -> Topology:
+    """The topology with another name for an axis."""
+
+    def of(old: str) -> str:
+        return name if old == axis else old
+
+    rules = [
+        Rule(rule.pattern, rule.placements, rule.axes and tuple(tuple(map(of, g)) for g in rule.axes), rule.optional)
+        for rule in topology.rules
+    ]
+    return Topology(Mesh([(of(old), size) for old, size in topology.mesh.axes]), tuple(rules))
+
+
+def _recorded_axes(saved: StateLayout) -> list[str]:
+    """The axes over which tensors were saved; none if some tensor does not record how it was sharded."""
+    if any(layout.mesh is None and layout.spec.shape for layout in saved.values()):
+        return []
+    return list(dict.fromkeys(name for layout in saved.values() if layout.mesh for name in layout.mesh.names))
+
+
+def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
+    """Each tensor is sharded over the axes of this mesh as it was saved; over those that it does not record, copied."""
+    rules = {}
+    for fqn, layout in saved.items():
+        at: dict[str, Placement] = {}
+        if isinstance(layout.form, ProductForm):
+            form = in_sharding_order(layout.form, range(len(layout.spec.shape)))
+            at = {name: placement for name, placement in zip(form.mesh.names, form.placements) if name in mesh.names}
+        at |= {name: Replicate() for name in mesh.names if name not in at}
+        rules[fqn] = Rule(glob.escape(fqn), tuple(at.values()), tuple((name,) for name in at))
+    return Topology(mesh, tuple(rules.values()))
+
+
+def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topology:
+    """The layers that the names of the saved tensors number, over stages; embeddings on the first one, and all other
+    tensors on the last."""
+    numbered = (re.search(r"(?:^|\.)([A-Za-z_]\w*)\.(\d+)\.", fqn) for fqn in saved or ())
+    found = {name: set(of) for name, of in grouped((m[1], int(m[2])) for m in numbered if m is not None).items()}
+    name = max(found, key=lambda name: len(found[name]), default="")
+    if not name or found[name] != set(range(len(found[name]))):
+        raise PlanError(
+            f"pp={stages} needs a checkpoint whose names number the layers from 0, such as layers.0.wq.weight: "
+            "give rules in a topology file"
+        )
+    first = ("*embed*", "*wte.*", "*wpe.*")
+    return pipelined(stage, stages, len(found[name]), first=first, layer=f"*{name}.{{}}.*")
 
 
 # Flat buffers: tensors one after another, divided into ranges that ignore where one tensor

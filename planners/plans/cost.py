@@ -18,7 +18,7 @@ from planners.geometry.topologies import Topology
 from planners.plans.load import LoadPlan, count_reads, plan_reads
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan, plan_transfers
-from planners.units import format_bytes, format_seconds
+from planners.units import format_bytes, format_count, format_rate, format_seconds
 
 __all__ = ["Cluster", "Comparison", "Estimate", "compare_topologies", "estimate"]
 
@@ -66,6 +66,17 @@ class Cluster:
             least_is_zero = name in ("request_latency_s", "max_gap_bytes")
             if value is not None and not (value > 0 or (least_is_zero and value == 0)):
                 raise PlanError(f"{name} of a cluster must be {'>= 0' if least_is_zero else '> 0'}, got {value!r}")
+
+    @property
+    def rates(self) -> str:
+        """The bandwidths of a host in words: `"2 GB/s read by a host of 8 ranks"`."""
+        rates = {
+            "read": self.storage_read_bytes_per_s,
+            "written": self.storage_write_bytes_per_s,
+            "sent": self.network_bytes_per_s,
+        }
+        known = [f"{format_rate(rate)} {what}" for what, rate in rates.items() if rate is not None]
+        return f"{', '.join(known)} by a host of {format_count(self.ranks_per_host, 'rank')}"
 
     def require(self, name: str, purpose: str) -> float:
         """Return a bandwidth. Raises PlanError if the cluster does not have it."""
@@ -132,22 +143,18 @@ class Estimate:
 
     def __str__(self) -> str:
         verb = {"load": "read", "save": "written", "transfer": "received from other ranks"}[self.kind]
-        memory = format_bytes(int(self.peak_host_bytes.max(initial=0)))
         room = {None: "", True: ", which fits", False: ", which does NOT fit"}[self.fits]
-        return "\n".join(
-            [
-                (
-                    f"{format_seconds(self.seconds)} for {format_bytes(int(self.rank_bytes.sum()))} {verb} "
-                    f"in {int(self.rank_requests.sum())} requests, {self.over_read:.3f} bytes for each byte needed"
-                ),
-                f"slowest host: {self.slowest_host}, {self.straggling:.2f} times the mean",
-                f"a host holds {memory} at most{room}",
-                *(
-                    [f"of the time, the ranks agree for {format_seconds(self.control_seconds)}"]
-                    * bool(self.control_seconds)
-                ),
-            ]
-        )
+        moved, requests = format_bytes(int(self.rank_bytes.sum())), f"{int(self.rank_requests.sum()):,} requests"
+        each = f"{self.over_read:.3f} bytes for each byte needed"
+        lines = [
+            f"{format_seconds(self.seconds)} for {moved} {verb} in {requests}, {each}",
+            f"assumed: {self.cluster.rates}",
+            f"the slowest host is {self.slowest_host}: {self.straggling:.2f} times the mean time",
+            f"a host holds at most {format_bytes(int(self.peak_host_bytes.max(initial=0)))}{room}",
+        ]
+        if self.control_seconds:
+            lines.append(f"of the time, the ranks agree for {format_seconds(self.control_seconds)}")
+        return "\n".join(lines)
 
 
 def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Estimate:
@@ -261,7 +268,7 @@ class Comparison:
                     format_seconds(each.seconds),
                     format_bytes(int(each.rank_bytes.sum())),
                     f"{each.over_read:.3f}",
-                    str(int(each.rank_requests.sum())),
+                    f"{int(each.rank_requests.sum()):,}",
                     f"{each.straggling:.2f}x",
                     format_bytes(int(each.peak_host_bytes.max(initial=0))),
                     {None: "?", True: "yes", False: "no"}[each.fits],

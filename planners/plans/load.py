@@ -94,8 +94,8 @@ class LoadPlan(Plan[ReadItems]):
 
     kind, verb, _MADE_OF, _Listed = "load", "reads", ("saved", "wanted", "views"), ReadItems
     covers = (
-        "every wanted element is read exactly once, from the right place; this does not say that the layout is the "
-        "one you intended"
+        "every element of the target is read exactly once, from the right place; this does not say that the layout is "
+        "the one you intended"
     )
 
     saved: StateLayout

@@ -74,7 +74,7 @@ class PlanItems(tuple[ItemT, ...]):
 
 @runtime_checkable
 class Provable(Protocol):
-    """A layout or plan: it can be proved right, or lists what is wrong."""
+    """A layout or plan: it can be proved correct, or lists what is wrong."""
 
     covers: ClassVar[str]
     """What is proved if nothing is wrong."""

@@ -136,7 +136,7 @@ def difference_page(
         ("tensors compared", f"{len(measures):,}"),
         ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
         ("elements that differ", f"{differing:,} ({_share(differing, elements)})"),
-        ("largest difference", f"{max((m.largest for m in measures.values()), default=0.0):.4g}"),
+        ("largest difference", _largest(measures)),
         ("other findings", f"{len(findings):,}"),
     ]
     worst = sorted(other, key=lambda name: (-measures[name].odd, -measures[name].relative, name))
@@ -152,6 +152,14 @@ def difference_page(
         figures=_figures(figures),
         findings=_listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
     )
+
+
+def _largest(measures: Mapping[str, Measure]) -> str:
+    """Of tensors with several elements if one of them differs: a step count differs by more than any weight."""
+    other = {name: m for name, m in measures.items() if m.differing}
+    weights = {name: m for name, m in other.items() if m.elements > 1} or other
+    name = max(weights, key=lambda name: weights[name].largest, default="")
+    return f"{weights[name].largest:.4g} (in {name})" if name in weights else "0"
 
 
 def _page(frame: str, data: Any, **parts: str) -> str:
@@ -174,7 +182,7 @@ def _figures(figures: Iterable[tuple[str, str]]) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3g} %" if whole else "of none"
+    return f"{100 * part / whole:.3g}%" if whole else "of none"
 
 
 def _listed(title: str, texts: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_count, format_seconds
+from planners.units import format_bytes, format_seconds
 
 __all__ = ["to_html"]
 
@@ -78,7 +78,7 @@ def to_html(
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:
         ranks_per_host = cluster.ranks_per_host
-        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({_rates(cluster)})"))
+        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({cluster.rates})"))
     parts = {
         "title": escape(title or story.title),
         "style": STYLE,
@@ -103,7 +103,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
     """Return what the proof of this plan says."""
     report = verify(plan)
     if report.ok:
-        return f'<p class="verdict">Proved right: {escape(report.covers)}.</p>'
+        return f'<p class="verdict">OK: {escape(report.covers)}.</p>'
     listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
     more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
     return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
@@ -114,16 +114,6 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
     for caption, layout in sides:
         held = layout.rank_bytes()
         yield f"a rank holds, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
-
-
-def _rates(cluster: Cluster) -> str:
-    rates = {
-        "read": cluster.storage_read_bytes_per_s,
-        "written": cluster.storage_write_bytes_per_s,
-        "sent": cluster.network_bytes_per_s,
-    }
-    told = [f"{format_bytes(rate)}/s {what} by a host" for what, rate in rates.items() if rate is not None]
-    return ", ".join([*told, f"{format_count(cluster.ranks_per_host, 'rank')} each"])
 
 
 def _figure(name: str, value: str) -> str:

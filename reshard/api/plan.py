@@ -28,20 +28,20 @@ def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> L
 
     Args:
         source: the path of a checkpoint or layout file, an open `Checkpoint`, or a `StateLayout`.
-        onto: the same, or a `Topology` for all tensors of the source, or its short form as on the command line:
-            "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4".
+        onto: the same, or a `Topology` for all tensors of the source, or one in words as on the command line:
+            "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the axes that the source records, such as "dp=2,tp=2".
         rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4", rules={"*": "S(0)"})`.
 
     Raises:
         LayoutMismatchError: `onto` has tensors that the source lacks, or that have other shapes or dtypes there.
-        PlanError: the short form is not a topology. The message suggests the closest one.
+        PlanError: the words name no topology. The message suggests the closest one.
         OptionError: `source` or `onto` has none of these types, or there are rules without a topology.
     """
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
         what = f"{source!r}" if isinstance(source, str) else what_is_no_path(source)
         raise option_error(f"source must be a path, Checkpoint, or StateLayout, got {what}", LayoutError)
-    wanted = _side(onto, rules)
+    wanted = _side(onto, rules, saved)
     if isinstance(wanted, Topology):
         wanted = wanted.layout(saved.specs)
     elif rules:
@@ -53,10 +53,10 @@ def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> L
     return plan_reads(saved, wanted)
 
 
-def _side(given: Any, rules: Mapping[str, str] | None) -> Any:
+def _side(given: Any, rules: Mapping[str, str] | None, saved: StateLayout | None = None) -> Any:
     """A layout or topology, where a path or words stand for one."""
     if isinstance(given, str) and looks_like_a_topology(given) and not Path(given).exists():
-        return topology_of(given, rules)
+        return topology_of(given, rules, saved)
     if isinstance(given, str | os.PathLike) and is_layout_file(given):
         return read_layout_file(given, rules)
     if isinstance(given, str | os.PathLike | Storage):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
+from planners.geometry.mesh import grouped
 from planners.plans.plan import verify as prove
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
@@ -572,7 +573,9 @@ class _Difference:
         """Return the difference in words, "" if there is none, and the first element that differs."""
         if self.error or self.first is None:
             return self.error, None
-        element, x, y = self.first
+        element, *values = self.first
+        x, y = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
+        x, y = map(str, values) if x == y else (x, y)
         return f"{self.count} of {numel} elements differ; the first is {x} and {y}", element
 
 
@@ -688,15 +691,29 @@ def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     """Report names that differ only by a prefix, such as `model.`, before they are listed one by one."""
     if left.tensors.keys() & right.tensors.keys():
         return
-    (x, of_left), (y, of_right) = _without_prefix(left.tensors), _without_prefix(right.tensors)
-    if of_left and of_left == of_right:
+    for one, other, of in (left.tensors, right.tensors, ""), *_parts_of_more(left, right):
+        (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
+        if not of_left or of_left != of_right:
+            continue
         while x and y and x[-1] == y[-1]:
             x, y = x[:-1], y[:-1]
         here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
         yield Finding(
-            f"the names of all tensors are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
+            f"the names of all tensors{of} are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
             f"{right.label}. `reshard diff --model` removes prefixes of frameworks, such as 'model.' and 'module.'"
         )
+        return
+
+
+def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str], Collection[str], str]]:
+    """The names below each top-level key of one side, such as a model beside an optimizer, and all names of the other
+    side, in words."""
+    for name, below in grouped((name.partition(".")[0], name) for name in left.tensors).items():
+        if len(below) == len(right.tensors):
+            yield below, right.tensors, f" in {right.label} and of {name!r} in {left.label}"
+    for name, below in grouped((name.partition(".")[0], name) for name in right.tensors).items():
+        if len(below) == len(left.tensors):
+            yield left.tensors, below, f" in {left.label} and of {name!r} in {right.label}"
 
 
 def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:

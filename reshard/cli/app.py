@@ -95,7 +95,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
 
 
 class _Command(TyperCommand):
-    """Help in plain lines of any width, and --html with or without a file."""
+    """Help in plain lines of any width. `--html` takes the next word only if it is the name of a page."""
 
     def get_help(self, ctx: Any) -> str:
         params: list[Any] = self.get_params(ctx)
@@ -103,15 +103,17 @@ class _Command(TyperCommand):
         return _help_text(
             f"{ctx.command_path} [OPTIONS] {' '.join(word for word, _ in given)}",
             self.help or "",
-            {"Arguments": given, "Options": list(map(_option, params))},
+            {"Arguments": given, "Options": [_option(param, self.name or "") for param in params]},
             (self.epilog or "").splitlines(),
         )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
-            if word == "--html" and following.startswith("-"):
+            if word == "--html" and not following.lower().endswith((".html", ".htm")):
                 args[at] = f"--html=reshard-{self.name}.html"
+            if word == "--step" and not any("--step" in param.opts for param in self.params):
+                raise UsageError(f"{self.name} has no --step: give the folder of a step, such as run/step-100")
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -124,7 +126,7 @@ class _Program(TyperGroup):
 
     def get_help(self, ctx: Any) -> str:
         commands = [(name, (command.help or "").partition("\n")[0]) for name, command in self.commands.items()]
-        sections = {"Commands": commands, "Options": list(map(_option, self.get_params(ctx)))}
+        sections = {"Commands": commands, "Options": [_option(param, "") for param in self.get_params(ctx)]}
         return _help_text(f"{ctx.command_path} [OPTIONS] COMMAND ...", self.help or "", sections)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -134,14 +136,14 @@ class _Program(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def _option(param: Any) -> tuple[str, str]:
+def _option(param: Any, command: str) -> tuple[str, str]:
     if param.param_type_name == "argument" or param.hidden:
         return "", ""
     names = ", ".join(sorted(param.opts, key=len))
     default = f" Default: {param.default}." if isinstance(param.default, int | str | Path) and param.default else ""
     return (
         f"{names} {param.metavar or ''}".rstrip(),
-        f"{param.help}{'' if param.default is True else default}",
+        f"{param.help}{'' if param.default is True else default}".replace("COMMAND", command),
     )
 
 

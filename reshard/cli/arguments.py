@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ import typer
 
 from planners.errors import PlanError
 from reshard.cli.completion import namings, one_of, tensor_names
+from reshard.cli.show import console, print_text
 from reshard.errors import CheckpointError, CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson", "Config", "Depth", "HintOption", "Html", "Model", "Names", "Naming", "Normalized", "On", "Rules",
-    "Select", "Sides", "Source", "UsageError", "both_sides", "choice", "dequantized", "dtype_name", "executor_on",
+    "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
+    "dtype_name", "executor_on",
     "in_words_of_the_command_line", "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
     "stored_hints", "untaken",
 ]  # fmt: skip
@@ -46,7 +47,7 @@ Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder, fil
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Depth = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at most this many levels of names.")]
 Html = Annotated[
-    Path | None, typer.Option(metavar="[FILE]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
+    Path | None, typer.Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
 ]
 Rules = Annotated[
     list[str] | None,
@@ -60,6 +61,10 @@ Select = Annotated[
         metavar="GLOB", autocompletion=tensor_names, help="Only these names. '!GLOB' excludes names. Repeatable."
     ),
 ]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")
+]
+Workers = Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Processes that work in parallel.")]
 Normalized = Annotated[bool, typer.Option("--normalized", help="Use canonical names and layouts.")]
 Model = Annotated[bool, typer.Option("--model", help="Only the model, under canonical names without a prefix.")]
 Names = Annotated[
@@ -82,16 +87,19 @@ On = Annotated[
 ]
 
 
-def newest(path: str) -> str:
-    """The checkpoint that a path means: of the folder of a run the newest complete one, which is printed on stderr."""
+def newest(path: str, step: int | None = None) -> str:
+    """The checkpoint that a path means: in the folder of a run this step, or the newest complete one, which is printed
+    on stderr."""
     from reshard.formats.opening import steps_at
 
-    if not steps_at(path):
+    if step is None and not steps_at(path):
         return path
     import reshard
 
-    found = reshard.open(path).url
-    print(f"{path} is a run: using {found}, its newest complete checkpoint", file=sys.stderr)
+    found = reshard.open(path, step=step).url
+    if step is None:
+        note = f"{path} is a run: using {found}, its newest complete checkpoint"
+        print_text(console(stderr=True), note)
     return found
 
 
@@ -170,15 +178,24 @@ def both_sides(
     normalized: bool = False,
     hints: Mapping[str, Any] | None = None,
     select: list[str] | None = None,
+    step: int | None = None,
 ) -> Sides:
-    """Both sides; `rules` are for the sides that are topologies, `normalized` and `select` for checkpoints.
+    """Both sides; `rules` are for the sides that are topologies, `normalized` and `select` for checkpoints, and `step`
+    for the first one.
 
     Raises UsageError if neither side says which tensors there are, if no side has a use for the
     rules, or if one cannot be read.
     """
     from planners.geometry.layout import StateLayout
 
-    first, second = (side(text, rules, normalized, hints, select) for text in (source, onto))
+    texts = (source, onto)
+    steps = (step, None)
+    opened = [
+        None if _is_topology(text) else side(text, rules, normalized, hints, select, its_step)
+        for text, its_step in zip(texts, steps)
+    ]
+    saved = next((layout for layout in opened if isinstance(layout, StateLayout)), None)
+    first, second = (_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened))
     if isinstance(first, StateLayout) and isinstance(second, StateLayout):
         if rules:
             raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
@@ -210,24 +227,21 @@ def side(
     normalized: bool = False,
     hints: Mapping[str, Any] | None = None,
     select: list[str] | None = None,
+    step: int | None = None,
 ) -> StateLayout | Topology:
     """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
     for a topology that cannot be read."""
-    from planners.geometry.topologies import WORDS, looks_like_a_topology, topology_of
-
-    if looks_like_a_topology(text) and not Path(text).exists():
-        try:
-            return topology_of(text, rules)
-        except PlanError as error:
-            raise UsageError(str(error)) from None
+    if _is_topology(text):
+        return _topology(text, rules, None)
     import reshard
     from planners.geometry.layout import StateLayout
+    from planners.geometry.topologies import WORDS
     from reshard.api.plan import is_layout_file, read_layout_file
 
     if is_layout_file(text):
         return read_layout_file(text, rules)
     try:
-        checkpoint = reshard.open(newest(text))
+        checkpoint = reshard.open(newest(text, step))
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"{error}. Or give a topology: {WORDS}, or any other with --rule") from None
     layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
@@ -237,6 +251,22 @@ def side(
 
     kept = chosen(list(layout), select, text)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
+
+
+def _is_topology(text: str) -> bool:
+    from planners.geometry.topologies import looks_like_a_topology
+
+    return looks_like_a_topology(text) and not Path(text).exists()
+
+
+def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) -> Topology:
+    """The topology that was typed, for the tensors of `saved`. Raises UsageError for one that cannot be read."""
+    from planners.geometry.topologies import topology_of
+
+    try:
+        return topology_of(text, rules, saved)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
 
 
 def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:
@@ -421,7 +451,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
-    (r"Input should be a valid (integer|number)\b.*", "write a number, such as 4"),
+    (r"Input should be a valid (integer|number)\b.*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
 ]
 """Words of the Python API and of typer in errors, and those of the command line."""

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from reshard.cli import arguments
-from reshard.cli.arguments import Config, HintOption, Model, Names, Naming, Normalized, On, Rules, Select, Source
+from reshard.cli.arguments import (
+    Config,
+    HintOption,
+    Model,
+    Names,
+    Naming,
+    Normalized,
+    On,
+    Rules,
+    Select,
+    Source,
+    Step,
+    Workers,
+)
 from reshard.cli.completion import dtypes, formats, topologies
 from reshard.cli.show import console, counted, print_json, print_text, size
 from reshard.formats.table import ALSO_CALLED, WRITTEN, writing_of
@@ -54,7 +67,6 @@ _Dequantize = Annotated[
     bool,
     typer.Option("--dequantize", help="Expand DeepSeek's fp8 and gpt-oss's mxfp4 to --dtype or bfloat16."),
 ]
-_Workers = Annotated[int, typer.Option(metavar="N", min=1, help="Processes that write files in parallel.")]
 
 
 def convert(
@@ -73,7 +85,8 @@ def convert(
     onto: _Onto = None,
     rule: Rules = None,
     hint: HintOption = None,
-    workers: _Workers = 1,
+    step: Step = None,
+    workers: Workers = 1,
     on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -87,7 +100,7 @@ def convert(
 
     format = ALSO_CALLED.get(format) or arguments.choice(format, [*WRITTEN, *ALSO_CALLED], "format")
     normalized |= writing_of(format).form is not None
-    source = arguments.newest(source)
+    source = arguments.newest(source, step)
     dtype = dtype and arguments.dtype_name(dtype)
     given = arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from reshard.cli.arguments import (
     Select,
     Source,
     UsageError,
+    Workers,
     executor_on,
     mapping_of,
     newest,
@@ -27,6 +29,7 @@ from reshard.cli.arguments import (
 )
 from reshard.cli.show import (
     console,
+    counted,
     print_json,
     print_report,
     print_text,
@@ -46,7 +49,7 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Accept this difference relative to OTHER. Default: bit by bit.",
+        help="Accept this difference relative to OTHER, such as 1e-3. Default: bit by bit.",
     ),
 ]
 _Unread = Annotated[
@@ -68,6 +71,7 @@ def diff(
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
+    workers: Workers = 1,
     on: On = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most this many differences.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print all differences as JSON.")] = False,
@@ -84,16 +88,17 @@ def diff(
 
     if unread and (rtol or atol):
         raise UsageError("--unread compares saved fingerprints, which allow no tolerance: leave out --rtol and --atol")
-    if on and (normalized or model or names or select):
+    parallel = bool(on) or workers > 1
+    if parallel and (normalized or model or names or select):
         raise UsageError(
-            "--on compares full checkpoints under their stored names: leave out --normalized, --model, --names, and "
-            "--select, or convert one first"
+            f"{'--on' if on else '--workers'} compares full checkpoints under their stored names: leave out "
+            "--normalized, --model, --names, and --select, or convert one first"
         )
     given = read_hints(hint, used=normalized or model)
     mapping = mapping_of(names, config, naming)
     sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
-    sides = list(labels) if on else _named(sides, names, mapping, given, model, normalized, select)
+    sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
     how = partial(
         reshard.compare,
         rtol=rtol,
@@ -103,7 +108,7 @@ def diff(
         measure=html is not None,
     )
     with executor_on(on) as executor:
-        report = how(*sides, executor=executor, progress=not as_json)
+        report = how(*sides, workers=workers, executor=executor, progress=not as_json)
     if html is not None:
         write_page(html, report.to_html(), as_json=as_json)
     if as_json:
@@ -143,7 +148,24 @@ def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None
     assert covered is not None
     if is_unread:
         print_text(console(), _unread_note(covered))
+    if report.findings:
+        print_text(console(), _summary(report), style="red")
     print_report(report, right=_verdict(covered, is_within), limit=limit)
+
+
+def _summary(report: Report) -> str:
+    """Return how many differences of each kind there are."""
+    kinds = Counter(
+        "only on one side" if finding.message.startswith("only in ") else
+        "with other values" if finding.element is not None else
+        "other differences"
+        for finding in report.findings
+    )  # fmt: skip
+    names = {"with other values": "tensor", "only on one side": "name"}
+    said = [f"{counted(kinds[kind], what)} {kind}" for kind, what in names.items() if kinds[kind]]
+    if others := kinds["other differences"]:
+        said.append(counted(others, "other difference" if said else "difference"))
+    return f"different: {', '.join(said)}"
 
 
 def _unread_note(covered: Coverage) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from planners.units import format_each
 from reshard.cli import show
-from reshard.cli.arguments import Depth, Html, Select, Source, UsageError
+from reshard.cli.arguments import Depth, Html, Select, Source, Step, UsageError
 from reshard.cli.completion import tensor_names
 from reshard.errors import KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
@@ -20,7 +20,7 @@ from reshard.live.garbage_collection import gc_paused
 if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout
     from planners.reports.checkpoint_pages import SavedStep
-    from reshard.api.retention import Step
+    from reshard.api import retention
     from reshard.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
@@ -47,7 +47,7 @@ def inspect(
     select: Select = None,
     only: Annotated[str | None, typer.Option("--only", hidden=True)] = None,
     depth: Depth = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Show this step of a run.")] = None,
+    step: Step = None,
     drawn: _Map = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one entry per tensor.")] = False,
     html: Html = None,
@@ -97,18 +97,18 @@ def inspect(
         show.write_page(html, page, as_json=as_json)
     if as_json:
         shown = _as_json(checkpoint, list(checkpoint), list(checkpoint.objects), problems)
-        show.print_json({**_run_as_json(path, steps), "newest": shown} if steps else shown)
+        show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
         _print(checkpoint, list(checkpoint), list(checkpoint.objects), problems, depth)
     if problems:
         raise typer.Exit(1)
 
 
-def _run_as_json(path: str, steps: Sequence[Step]) -> dict[str, Any]:
+def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _print_run(path: str, steps: Sequence[Step], is_named: bool) -> None:
+def _print_run(path: str, steps: Sequence[retention.Step], is_named: bool) -> None:
     screen = show.console()
     if not is_named:
         show.print_text(screen, path, style="bold")
@@ -161,16 +161,17 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
         )
     from planners.geometry.layout_text import in_both_forms, short_form
 
-    screen, layout = show.console(), checkpoint.layout[name]
-    show.print_text(screen, in_both_forms(layout))
-    screen.print(draw_cuts(layout, screen.width), markup=False, soft_wrap=True)
-    show.print_legend(screen, [short_form(layout)])
+    screen, layout = show.console(), checkpoint.layout
+    show.print_text(screen, layout.described([name], in_both_forms)[name])
+    screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
+    show.print_legend(screen, layout.described([name], short_form).values())
 
 
 def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:
     layout = checkpoint.layout
     return {
         "path": checkpoint.url,
+        "ok": not problems,
         "format": checkpoint.format,
         "world_size": layout.world_size,
         "total_bytes": sum(checkpoint[name].nbytes for name in names),

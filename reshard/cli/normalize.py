@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, newest, read_hints
+from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, Step, newest, read_hints
 from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_text, print_tree, short, size
 
 __all__ = ["normalize"]
@@ -15,6 +15,7 @@ def normalize(
     select: Select = None,
     hint: HintOption = None,
     depth: Depth = None,
+    step: Step = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the model and optimizer of a checkpoint under canonical names.
@@ -27,7 +28,7 @@ def normalize(
     from reshard.live.tree import map_leaves
 
     hints = read_hints(hint)
-    checkpoint = reshard.open(newest(path))
+    checkpoint = reshard.open(newest(path, step))
     state = checkpoint.normalized(hints)
     model, moments = state["model"], state["optim"]["state"]
     if select:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reshard.cli import arguments
-from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides
+from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides, Step
 from reshard.cli.completion import topologies
 from reshard.cli.show import (
     console,
@@ -34,7 +34,8 @@ _Onto = Annotated[
     typer.Argument(
         metavar="ONTO",
         autocompletion=topologies,
-        help="The target: a topology such as fsdp=3, fsdp=4,tp=2, or hsdp=2x4, a checkpoint, or a layout file.",
+        help="The target: a topology (fsdp=3, fsdp=4,tp=2, hsdp=2x4, pp=2,fsdp=4, or the axes of CHECKPOINT), a "
+        "checkpoint, or a layout file.",
     ),
 ]
 _ReadRate = Annotated[
@@ -51,6 +52,7 @@ def plan(
     select: Select = None,
     normalized: Normalized = False,
     hint: HintOption = None,
+    step: Step = None,
     limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and items.")] = 12,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     html: Html = None,
@@ -62,11 +64,12 @@ def plan(
 ) -> None:
     """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
 
-    Reads metadata only; needs no GPU and no process group. The proof says that every wanted
-    element is read exactly once, from the right place. It does not say that the layout is the one
-    you meant.
+    Reads metadata only; needs no GPU and no process group. The proof says that every element of the target is read
+    exactly once, from the right place. It does not say that the layout is the one you meant.
 
-    Exits with 1 if the proof fails, or if an axis that a topology should shard over shards no tensor.
+    ONTO can have the axes that inspect prints, such as dp=2,tp=2: they shard each tensor as recorded in CHECKPOINT.
+
+    Exits with 1 if the proof fails, or if the rules of a topology shard over an axis, but match no tensor.
     """
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
@@ -76,7 +79,7 @@ def plan(
         _cluster(read_rate, ranks_per_host),
     )
     sides = arguments.both_sides(
-        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select
+        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select, step=step
     )
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
@@ -93,7 +96,9 @@ def plan(
     if as_json:
         print_json(_as_json(made, report, list(map(_unsharded_text, unsharded.items())), cluster))
     else:
-        _print(made, report, limit, cluster, [file for file in (out, html) if file is not None])
+        wrong = [*map(_unsharded_text, unsharded.items()), *map(str, report.findings[:20])]
+        _print_verdict(report, wrong)
+        _print(made, limit, cluster, [file for file in (out, html) if file is not None])
         _print_unsharded(sides, source, onto, unsharded)
     if unsharded or not report.ok:
         raise typer.Exit(1)
@@ -117,6 +122,7 @@ def _seconds(made: LoadPlan, cluster: Cluster) -> float:
 def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None) -> dict[str, Any]:
     axes = {axis: list(fqns) for axis, fqns in made.wanted.unsharded_axes().items()}
     return {
+        "ok": report.ok and not unsharded,
         "unsharded_axes": axes,
         "uncut_axes": axes,  # its old name
         "tensors": len(made.wanted),
@@ -149,21 +155,16 @@ def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[st
         axis, fqns = item
         assert sides.topology is not None
         other = sides.saved if sides.made is sides.wanted else sides.wanted
-        print_text(
-            screen,
-            f"{_unsharded_text(item)}. No rule for {axis!r} matches these names.",
-            "wrong",
-            "red",
-        )
+        print_text(screen, f"\nNo rule for {axis!r} matches the names of these tensors.")
         if rules := recorded_rules(sides.topology, other, axis):
             print_text(
                 screen,
-                f"\nThe checkpoint records how {axis!r} sharded each tensor. To shard it the same way:",
+                f"The checkpoint records how {axis!r} sharded each tensor. To shard it the same way:",
             )
         elif rules := example_rules(sides.topology, other, axis, fqns):
             print_text(
                 screen,
-                f"\nThe checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
+                f"The checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
                 f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example with one rule:",
             )
         words = (source, sides.topology.mesh) if sides.made is sides.wanted else (sides.topology.mesh, onto)
@@ -172,7 +173,14 @@ def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[st
         print_text(screen, f"To replicate all tensors over {axis!r}, add --allow-unsharded-axes.")
 
 
-def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
+def _print_verdict(report: Report, wrong: list[str]) -> None:
+    if not wrong:
+        print_text(console(), report.verdict, style="green")
+    for text in wrong:
+        print_text(console(), text, "wrong", "red")
+
+
+def _print(made: LoadPlan, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
     from planners.reports.text import format_plan
     from planners.units import format_seconds
@@ -193,17 +201,12 @@ def _print(made: LoadPlan, report: Report, limit: int, cluster: Cluster | None, 
     if cluster is not None:
         print_text(
             screen,
-            f"{format_seconds(_seconds(made, cluster))}, {cluster.ranks_per_host} ranks per host",
+            f"{format_seconds(_seconds(made, cluster))}, at {cluster.rates}",
             "estimated",
         )
     print_legend(
         screen,
         {text for side in (made.saved, made.wanted) for text in side.described(side, short_form).values()},
     )
-    screen.print()
-    if report.ok:
-        print_text(screen, f"proved right: {report.covers}", style="green")
-    for finding in report.findings[:20]:
-        print_text(screen, str(finding), "wrong", "red")
     for file in files:
         print_text(screen, str(file), "wrote")

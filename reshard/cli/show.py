@@ -74,8 +74,8 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
     indent = min(max((len(sign) for sign, _ in rows), default=0) + 4, max(width // 2, 4))
     for sign, text in rows:
         lead = f"  {sign:<{indent - 2}}"
-        if len(lead) > indent:
-            yield lead
+        if len(sign) > indent - 4:  # which would leave no gap
+            yield lead.rstrip()
             lead = " " * indent
         yield textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * indent, break_on_hyphens=False)
 

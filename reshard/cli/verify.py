@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.arguments import AsJson, On, Source, executor_on, newest
+from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
 from reshard.cli.show import print_json, print_report, report_as_json, size
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ def verify(
         str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint that must hold the same values.")
     ] = None,
     shallow: Annotated[bool, typer.Option("--shallow", help="Check metadata and file sizes only.")] = False,
+    step: Step = None,
+    workers: Workers = 1,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:
@@ -33,9 +35,11 @@ def verify(
     """
     import reshard
 
-    path, against = newest(path), against and newest(against)
+    path, against = newest(path, step), against and newest(against)
     with executor_on(on) as executor:
-        report = reshard.verify(path, against, deep=not shallow, executor=executor, progress=not as_json)
+        report = reshard.verify(
+            path, against, deep=not shallow, workers=workers, executor=executor, progress=not as_json
+        )
     if as_json:
         print_json(report_as_json(report))
     else:

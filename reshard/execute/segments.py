@@ -185,7 +185,7 @@ def _in_turns(touches: npt.NDArray[np.bool_], load: Numbers) -> Numbers:
 
 
 def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
-    """Return the cost of touching a MiB of these files, in microseconds of processor time: 0 without files, very much
+    """Return the cost of touching a MiB of these files, in microseconds of CPU time: 0 without files, very much
     if the storage has no view of its bytes.
 
     Tried on a few segments. It depends on the size of the pages: tmpfs has small ones, a disk's file system with large

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planners.units import format_bytes, format_count, format_seconds
+from planners.units import format_bytes, format_count, format_rate, format_seconds
 
 
 def test_counts():
@@ -25,6 +25,14 @@ def test_counts():
 )
 def test_sizes(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0, "0 B/s"), (999, "999 B/s"), (1000, "1 kB/s"), (2e9, "2 GB/s"), (2.5e9, "2.5 GB/s"), (1e16, "1e+04 TB/s")],
+)
+def test_rates(rate, text):
+    assert format_rate(rate) == text
 
 
 @pytest.mark.parametrize(

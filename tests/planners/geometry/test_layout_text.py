@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from planners import Box, Mesh, PlanError, Shard, StridedShard, TensorLayout, TensorSpec
+from planners import Box, Mesh, PlanError, Shard, StateLayout, StridedShard, TensorLayout, TensorSpec
 from planners.geometry import layout_text as words
-from planners.geometry.layout_text import in_words, legend, parse_layout, short_form
+from planners.geometry.layout_text import in_both_forms, in_words, legend, parse_layout, short_form
 
 GLOSSARY = (Path(__file__).parents[3] / "docs/glossary.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+ on [^`]+)` \| (.*) \|$", GLOSSARY, re.MULTILINE)
@@ -21,7 +21,7 @@ ROWS = re.findall(r"^\| `([^`]+ on [^`]+)` \| (.*) \|$", GLOSSARY, re.MULTILINE)
 
 def test_the_examples_of_the_module() -> None:
     assert doctest.testmod(words).failed == 0
-    assert len(ROWS) == 6
+    assert len(ROWS) == 7
 
 
 @pytest.mark.parametrize(("short", "told"), ROWS)
@@ -42,10 +42,48 @@ def test_the_table_of_the_glossary(short: str, told: str) -> None:
         ("B(1, 1+1+1+1+1),S(1) on tp=2,dp=2", "dim 1 sharded over tp within each of 5 blocks, then dp"),
         ("S(0) on dp=2@3,1", "dim 0 sharded over dp; on ranks 3, 1"),
         ("R on dp=1@5", "unsharded; on rank 5"),
+        ("R,S(0) on tp=2,dp=2@0,2,1,3", "replicated over tp; dim 0 sharded over dp"),
+        ("R,S(0) on tp=2,dp=2@4,6,5,7", "replicated over tp; dim 0 sharded over dp; on ranks 4, 5, 6, 7"),
+        ("tp,dp: S(0),S(0) on dp=2,tp=2", "dim 0 sharded over tp, then dp"),
     ],
 )
 def test_what_else_occurs(short: str, told: str) -> None:
     assert in_words(parse_layout(short)) == told
+
+
+@pytest.mark.parametrize(
+    ("rows", "written", "told"),
+    [
+        (8, "_S(0, 2),S(0) on dp=2,tp=2", "tp,dp: S(0),S(0) on dp=2,tp=2"),
+        (8, "S(0),S(0) on tp=2,dp=2@0,2,1,3", "tp,dp: S(0),S(0) on dp=2,tp=2"),
+        (7, "S(0),S(0) on tp=2,dp=2@0,2,1,3", "tp,dp: S(0),S(0) on dp=2,tp=2"),
+        (7, "_S(0, 2),S(0) on dp=2,tp=2", "_S(0, 2),S(0) on dp=2,tp=2"),  # shards of 7 rows are not the same
+        (8, "S(0),S(1) on tp=2,dp=2@0,2,1,3", "S(1),S(0) on dp=2,tp=2"),
+        (8, "R,S(0) on tp=2,dp=2@4,6,5,7", "S(0),R on dp=2,tp=2@4,5,6,7"),
+        (8, "S(0),R on dp=2,tp=2@0,3,1,2", "S(0),R on dp=2,tp=2@0,3,1,2"),
+        (8, "R,_S(0, 2),S(0) on rep=2,dp=2,tp=2", "rep,tp,dp: R,S(0),S(0) on rep=2,dp=2,tp=2"),
+    ],
+)
+def test_a_layout_has_one_short_form(rows: int, written: str, told: str) -> None:
+    spec = TensorSpec("w", (rows, 4), "int8")
+    layout = TensorLayout.of(spec, parse_layout(written))
+
+    assert short_form(layout) == told
+    again = TensorLayout.of(spec, parse_layout(told))
+    ranks = range(layout.world_size)
+    assert [again.boxes(rank) for rank in ranks] == [layout.boxes(rank) for rank in ranks]
+
+
+def test_copies_are_said_over_the_axis_of_the_other_tensors() -> None:
+    specs = [TensorSpec(name, (8,), "int8") for name in ("w", "norm")]
+    forms = [parse_layout(text) for text in ("_S(0, 2),S(0) on dp=2,tp=2", "R,S(0) on replica=2,dp=2@0,2,1,3")]
+    layout = StateLayout({spec.fqn: TensorLayout.of(spec, form) for spec, form in zip(specs, forms)})
+
+    assert layout.described(["norm"], in_both_forms) == {
+        "norm": "replicated over tp; dim 0 sharded over dp (S(0),R on dp=2,tp=2)"
+    }
+    alone = StateLayout({"norm": layout["norm"]})
+    assert alone.described(["norm"], in_words) == {"norm": "replicated over replica; dim 0 sharded over dp"}
 
 
 def test_what_has_no_mesh() -> None:
@@ -93,7 +131,9 @@ def test_the_legend_has_what_occurs() -> None:
     assert legend([""]) == []
 
 
-@pytest.mark.parametrize("text", ["", "S(0)", "fsdp=4", "S(0) on dp=2,tp=2", "X on dp=2", "S(0) on dp=0"])
+@pytest.mark.parametrize(
+    "text", ["", "S(0)", "fsdp=4", "S(0) on dp=2,tp=2", "X on dp=2", "S(0) on dp=0", "a: S(0) on dp=2"]
+)
 def test_what_is_no_short_form_is_refused(text: str) -> None:
     with pytest.raises(PlanError):
         parse_layout(text)

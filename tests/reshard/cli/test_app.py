@@ -16,6 +16,7 @@ import torch
 import reshard
 from reshard.cli.app import EXAMPLES, app, run
 from reshard.cli.arguments import in_words_of_the_command_line
+from reshard.cli.show import columns
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]
@@ -68,6 +69,8 @@ def test_version(say) -> None:
         (["inspect", "--no-such"], 2, "No such option"),
         (["nosuch"], 2, "No such command"),
         (["inspect", "nowhere"], 3, "error: there is nothing at"),
+        (["diff", ".", ".", "--step", "1"], 2, "diff has no --step: give the folder of a step, such as run/step-100"),
+        (["diff", ".", ".", "--workers", "2", "--model"], 2, "--workers compares full checkpoints"),
         (["inpect", "."], 2, "Did you mean 'inspect'?"),
         (["plan", "nowhere", "tp=2"], 3, "Or give a topology: fsdp=3"),
         (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
@@ -75,8 +78,11 @@ def test_version(say) -> None:
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
         (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': expected fsdp=RANKS, with numbers >= 1"),
         (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
-        (["plan", "ddp=2,tp=2", "."], 2, "no short form exists for ddp with tp"),
+        (["plan", "ddp=2,tp=2", "."], 2, "no predefined topology has ddp with tp: write fsdp=3, "),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
+        (["plan", "dp=2", "."], 2, "the unknown axis 'dp': did you mean 'ddp'? Write fsdp=3, "),
+        (["plan", "ep=2", "."], 2, "or axes that the checkpoint records: world. Axes of your own"),
+        (["plan", "pp=4", "."], 2, "3 layers do not fill the 4 stages of 4 ranks"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
@@ -87,9 +93,9 @@ def test_version(say) -> None:
         (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
     ],
 )
-def test_errors(say, words, code, told, monkeypatch, tmp_path) -> None:
+def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
     """One message on stderr, no traceback, nothing on stdout."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(checkpoint)
 
     said = say(*words)
 
@@ -124,6 +130,8 @@ def test_a_wrong_number_is_named_with_what_to_write(say, words, option) -> None:
     said = say(*words)
 
     assert said.code == 2
+    assert "write a number" in said.err
+    assert "such as 4" not in said.err, "which a tolerance is not"
     assert option in said.err
     assert "Input should" not in said.err
 
@@ -228,12 +236,24 @@ def test_output_on_45_columns(narrow, checkpoint, tmp_path, monkeypatch) -> None
         ["verify", "run"],
         ["verify", "run", "--shallow"],
         ["diff", "run", "checkpoint"],
+        ["diff", "checkpoint", "run", "--workers", "1"],
         ["diff", "run", "checkpoint", "--unread"],
         ["convert", "run", "one.pt", "-f", "torch"],
         ["normalize", "run"],
     ):
         narrow(*words)
     narrow("--help")
+    assert not re.search(r"\d (B|KiB)(?! )[a-z]", narrow("inspect", "run/step-1") + narrow("plan", "run", "fsdp=3"))
+
+
+@pytest.mark.parametrize("length", range(10, 30))
+def test_two_columns_keep_a_gap(length) -> None:
+    """A sign that would leave none is on a line of its own."""
+    sign = "x" * length
+    lines = list(columns([(sign, "some words"), ("", "and more")], 45))
+
+    assert all(len(line) <= 45 for line in lines)
+    assert f"{sign}  " in lines[0] or lines[0] == f"  {sign}"
 
 
 def test_narrow_and_colorless_terminals(checkpoint) -> None:

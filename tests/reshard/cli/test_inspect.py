@@ -41,6 +41,7 @@ def test_json_has_every_tensor(say, checkpoint) -> None:
     assert told["total_bytes"] == sum(tensor["nbytes"] for tensor in told["tensors"].values())
     assert told["objects"]["step"] == 7
     assert told["problems"] == []
+    assert told["ok"]
 
 
 def test_json_of_keys_that_json_does_not_have(capsys) -> None:
@@ -230,8 +231,25 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     [passed] = told["newest"]["warnings"]
     assert passed.startswith("checkpoint/step-20 is newer but was skipped")
     assert told["newest"] | {"warnings": []} == json.loads(say("inspect", first.path, "--json").out)
+    assert told | {"path": first.path} == told["newest"] | {"steps": told["steps"], "newest": told["newest"]}
     assert "float32 [2]" in say("inspect", tmp_path, "--step", "10").out
     assert reshard.steps(tmp_path / "checkpoint" / "step-10") == []
+
+
+def test_every_command_that_reads_one_checkpoint_takes_a_step(say, tmp_path: Path) -> None:
+    for step in (1, 2):
+        reshard.save({"model": {f"w{step}": torch.ones(step)}}, tmp_path / f"step-{step}")
+
+    for words in (["verify"], ["plan", "fsdp=1"], ["normalize"], ["convert", tmp_path / "out"], ["inspect"]):
+        command, *others = words
+        old, new = (say(command, tmp_path, *others, *step, "--json") for step in (["--step", "1"], []))
+        assert (old.code, old.err) == (0, ""), words
+        assert new.err == ("" if command == "inspect" else f"{tmp_path} is a run: using {tmp_path}/step-2, its newest "
+                           "complete checkpoint\n") or command == "convert"  # fmt: skip
+        if command != "plan":
+            assert "step-1" in old.out
+    assert list(reshard.open(tmp_path / "out")) == ["model.w1"]
+    assert "has no step 7" in say("verify", tmp_path, "--step", "7").err
 
 
 def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:

@@ -76,6 +76,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_the_largest_difference_is_that_of_a_weight_and_names_it() -> None:
+    """Not that of a step count."""
+    step, small, large = Measure(1, 1, 1000.0, 1.0, 0), Measure(4, 1, 0.25, 0.1, 0), Measure(4, 2, 0.5, 0.1, 0)
+    page = difference_page("t", ("a", "b"), {"w.step": step, "w": small, "v": large}, [], "r")
+    assert "<dt>largest difference</dt><dd>0.5<small>in v</small></dd>" in page
+    assert "<dd>1000<small>in w.step</small></dd>" in difference_page("t", ("a", "b"), {"w.step": step}, [], "r")
+    assert "<dd>66.7%" not in page
+    assert "3<small>100%</small>" in page
+
+
 def test_names_of_checkpoints_stay_names() -> None:
     """They are what somebody else wrote."""
     page = checkpoint_page(shown(NAMES))
@@ -133,7 +143,11 @@ def test_a_page_of_no_name_is_named_after_its_command(
     pages = ["a.html", "reshard-diff.html", "reshard-inspect.html", "reshard-plan.html"]
     assert sorted(file.name for file in tmp_path.glob("*.html")) == pages
 
-    assert say("diff", one, "--html", other).code == 2, "what follows is its file, and then there is no other"
+    assert say("diff", one, "--html", other).code == 1, "what follows is no page, so it is the other checkpoint"
+    assert say("inspect", "--html", one).out.endswith("wrote  reshard-inspect.html\n")
+    assert say("plan", one, "--html", "fsdp=2").out.endswith("wrote  reshard-plan.html\n")
+    assert "--html [FILE.html]" in say("plan", "--help").out
+    assert "Default: ./reshard-plan.html." in " ".join(say("plan", "--help").out.split())
     assert say("inspect", "--", "--html").code == 3, "a name"
     assert other.is_dir()
     assert not Path("--html").exists()

@@ -88,6 +88,19 @@ def test_diff_says_that_names_differ_by_a_prefix_alone(here, there, say, tmp_pat
     assert "same except for" not in say("diff", tmp_path / "a", tmp_path / "a").out
 
 
+def test_diff_says_so_where_one_side_has_an_optimizer_as_well(say, tmp_path) -> None:
+    model = {"layers.0.w": torch.ones(2), "layers.0.b": torch.ones(2)}
+    moments = {name: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for name in model}
+    reshard.save({"model": model, "optim": {"state": moments}}, tmp_path / "a")
+    reshard.save(model, tmp_path / "b")
+
+    for one, other in (("a", "b"), ("b", "a")):
+        said = " ".join(say("diff", tmp_path / one, tmp_path / other).out.split())
+        assert f"the names of all tensors in {tmp_path / 'b'} and of 'model' in {tmp_path / 'a'} are the same" in said
+        assert f"'model.' in {tmp_path / 'a'}" in said
+    assert say("diff", tmp_path / "a", tmp_path / "b", "--model").code == 0
+
+
 def test_diff_does_not_take_other_names_for_a_prefix(say, tmp_path) -> None:
     reshard.save({"model.a": torch.ones(2), "model.b": torch.ones(2)}, tmp_path / "a")
     reshard.save({"x.a": torch.ones(2), "x.c": torch.ones(2)}, tmp_path / "b")
@@ -138,6 +151,8 @@ def test_diff_for_people(say, checkpoint, other) -> None:
     said = say("diff", checkpoint, other, "--limit", "2")
 
     assert said.code == 1
+    assert said.out.startswith("different: 1 tensor with other values, 2 names only on one side, 1 other difference\n")
+    assert "1 of 24 elements differ; the first is 12 and 12.5" in say("diff", checkpoint, other).out
     assert "and 2 more" in said.out
 
 
