@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointManager": "api.manager",
-    "CompareReport": "api.verify",
+    "CompareReport": "api.compare",
     "ConvertReport": "api.convert",
     "ElasticSampler": "api.manager",
     "Every": "api.manager",
@@ -39,7 +39,7 @@ _HOME = {
     "WeightSource": "api.weights",
     "__version__": "native.version",
     "async_save": "api.save",
-    "compare": "api.verify",
+    "compare": "api.compare",
     "convert": "api.convert",
     "dequantized": "live.tensor_classes",
     "fingerprint": "api.fingerprint",
@@ -87,6 +87,7 @@ __all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp, elastic as elastic, errors as errors, planners as planners
+    from reshard.api.compare import CompareReport as CompareReport, compare as compare
     from reshard.api.convert import ConvertReport as ConvertReport, convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
     from reshard.api.load import LoadReport as LoadReport, load as load
@@ -121,7 +122,7 @@ if TYPE_CHECKING:
         save as save,
     )
     from reshard.api.trace_layout import trace_layout as trace_layout
-    from reshard.api.verify import CompareReport as CompareReport, compare as compare, verify as verify
+    from reshard.api.verify import verify as verify
     from reshard.api.weights import WeightBucket as WeightBucket, WeightSource as WeightSource
     from reshard.checkpoint import (
         Checkpoint as Checkpoint,
