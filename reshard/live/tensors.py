@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
-    "OVERWRITTEN_BY", "agreed_form", "candidate_layouts", "class_kinds", "device_of",
+    "OVERWRITTEN_BY", "UNSHARDED", "agreed_form", "candidate_layouts", "class_kinds", "device_of",
     "dtensor_like", "dtype_of", "form_by_all", "form_of", "forms_of", "global_shape",
     "held_tensors", "holder", "identity_of", "inner_names", "is_ambiguous",
     "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard",
@@ -254,9 +254,13 @@ def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
     return (_whole_everywhere(world_size()),)
 
 
+UNSHARDED = ("world",)
+"""Names of the axes of the mesh that a tensor without one of its own is recorded with."""
+
+
 @lru_cache(maxsize=8)
 def _whole_everywhere(world_size: int) -> ProductForm:
-    return ProductForm.make(Mesh({"world": world_size}), (Replicate(),))
+    return ProductForm.make(Mesh(dict.fromkeys(UNSHARDED, world_size)), (Replicate(),))
 
 
 def form_by_all(tensor: Any) -> Form:
