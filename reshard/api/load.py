@@ -38,6 +38,7 @@ from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import LiveTensor, PerRank, Targets
+from reshard.live.tensors import UNSHARDED
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group
@@ -178,9 +179,14 @@ def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     """Return what a checkpoint has: tensors, further names of tensors, and objects."""
     paths = checkpoint.contents.paths
-    for key in dict.fromkeys((*checkpoint, *checkpoint.aliases)):
-        spec, read = checkpoint[key].stored.spec, partial(checkpoint[key].__getitem__, ...)
-        yield Saved(key, paths.get(key, (key,)), spec.shape, spec.dtype, checkpoint.aliases.get(key, ""), read=read)
+    stored = {key: checkpoint[key].stored for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
+    on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
+    is_known = any(on_mesh.values())  # else no rank had DTensors
+    for key, one in stored.items():
+        first, read = checkpoint.aliases.get(key, ""), partial(checkpoint[key].__getitem__, ...)
+        was = on_mesh[key] if is_known else None
+        yield Saved(key, paths.get(key, (key,)), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was)
     for key in checkpoint.objects:
         yield Saved(key, paths.get(key, (key,)), None, read=partial(checkpoint.objects.__getitem__, key))
 

@@ -85,6 +85,8 @@ class Saved(NamedTuple):
     """Of what is no tensor, if it is to be there before the load."""
     read: Callable[[], Any] | None = None
     """Gives the elements of a tensor, or the object, where it can be had before the load."""
+    on_mesh: bool | None = None
+    """Whether it was a DTensor; None if the checkpoint does not say."""
 
 
 @contextmanager
@@ -281,11 +283,11 @@ class _StateMemory:
         if row.shape is None:
             return row.value if there is None else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
-        like = parameter if row.shape == global_shape(parameter) else None
+        like = parameter if row.shape == global_shape(parameter) or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
             if _fits(known, row.shape, dtype) and _lies_like(known, like):
                 return self._made.setdefault(first, known)
-        known = there if _fits(there, row.shape, dtype) else _place_like(parameter, row.shape, dtype)
+        known = there if _fits(there, row.shape, dtype) else _place_like(like, row.shape, dtype)
         self._made.setdefault(first, known)
         return known
 
@@ -303,8 +305,9 @@ def _lies_like(known: Any, like: Any) -> bool:
     """Return whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
-    both = is_dtensor(known) and is_dtensor(like)
-    return both and (known.device_mesh, known.placements) == (like.device_mesh, like.placements)
+    if not (is_dtensor(known) and is_dtensor(like)) or known.device_mesh != like.device_mesh:
+        return False
+    return known.shape != like.shape or known.placements == like.placements
 
 
 def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -393,12 +396,25 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
     ]
 
 
-def _place_like(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Unfilled memory for a tensor of a parameter's state: placed like it where the shapes are the
-    same."""
-    if shape != global_shape(parameter) or (type(parameter) is torch.Tensor and parameter.device.type == "meta"):
+def _is_on_mesh(row: Saved, parameter: Any) -> bool:
+    """Whether state of another shape than its parameter's is to be a DTensor, with all elements on each rank: if it
+    was one, or may have been one, since arithmetic with the parameter needs it."""
+    if row.on_mesh is None or row.path[-1] == "step":  # which optimizers of torch keep apart
+        return is_dtensor(parameter) and bool(row.shape)
+    return is_dtensor(parameter) and row.on_mesh
+
+
+def _place_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Unfilled memory for a tensor of a parameter's state: placed like the parameter if the shapes are the same, else
+    on its mesh. Without a parameter, an unsharded tensor."""
+    if like is None or (type(like) is torch.Tensor and like.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return remade_like(parameter, dtype)
+    if shape == global_shape(like):
+        return remade_like(like, dtype)
+    from torch.distributed.tensor import DTensor  # the parameter is one
+
+    device = "cpu" if like.device.type == "meta" else like.device
+    return DTensor.from_local(torch.empty(shape, dtype=dtype, device=device), like.device_mesh, run_check=False)
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
-    "OVERWRITTEN_BY", "agreed_form", "candidate_layouts", "class_kinds", "device_of",
-    "dtensor_like", "dtype_of", "forget_derived", "form_by_all", "form_of", "forms_of",
-    "global_shape", "held_tensors", "holder", "identity_of", "inner_names", "is_ambiguous",
+    "OVERWRITTEN_BY", "UNSHARDED", "agreed_form", "candidate_layouts", "class_kinds",
+    "device_of", "dtensor_like", "dtype_of", "forget_derived", "form_by_all", "form_of",
+    "forms_of", "global_shape", "held_tensors", "holder", "identity_of", "inner_names",
+    "is_ambiguous",
     "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard",
     "is_tensor", "layout_of", "lines_of", "local_tensors", "mark_overwritten",
     "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways", "spec_of",
@@ -255,9 +256,13 @@ def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
     return (_whole_everywhere(world_size()),)
 
 
+UNSHARDED = ("world",)
+"""Names of the axes of the mesh that a tensor without one of its own is recorded with."""
+
+
 @lru_cache(maxsize=8)
 def _whole_everywhere(world_size: int) -> ProductForm:
-    return ProductForm.make(Mesh({"world": world_size}), (Replicate(),))
+    return ProductForm.make(Mesh(dict.fromkeys(UNSHARDED, world_size)), (Replicate(),))
 
 
 def form_by_all(tensor: Any) -> Form:

@@ -14,7 +14,7 @@ import torch
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import is_nested
+from reshard.live.optimizer_state import LazyOptimizerState, is_nested
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
@@ -143,6 +143,8 @@ class OptimizerWrites(NamedTuple):
     report: OptimizerReport
     places: Places
     """The parameters whose state is written in place."""
+    is_placed: bool
+    """Whether tensors stay DTensors or none as they are: a load has placed them."""
 
 
 def plan_optimizers(
@@ -176,7 +178,8 @@ def plan_optimizers(
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
     state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
-    return OptimizerWrites(state, match.other, groups, report, places)
+    is_placed = any(isinstance(one, LazyOptimizerState) for one in (given, given.get("state")))
+    return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
 
 class _OptimizerMatch:
@@ -373,7 +376,7 @@ def apply_optimizers(
         for optimizer, own in zip(live.optimizers, groups)
     ]
     places = Places() if _moves_a_step(writes.places, merged) else writes.places
-    copies = _Copies(places)
+    copies = _Copies(places, writes.is_placed)
     incomplete = len(places.rows) < len(writes.state)
     kept = {id(one) for one, _, _ in places.rows} if incomplete else set()
     for one, values in writes.state if incomplete else ():
@@ -430,7 +433,8 @@ class _Copies:
     """Writes the state of parameters: creates missing tensors first, then fills all of them, in few calls where
     possible."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, is_placed: bool) -> None:
+        self.is_placed = is_placed
         self.targets: list[Any] = list(places.targets)
         """What the optimizers hold now and keep, to be written into."""
         self.values: list[Any] = list(places.values)
@@ -524,7 +528,8 @@ class _Copies:
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                self._made[same] = tied if tied is not None else _made_anew(value, parameter, key, on_device)
+                model = parameter.to_local() if is_dtensor(parameter) and self._stays_plain(value, one) else parameter
+                self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device)
             return self._made[same]
         if isinstance(value, dict):
             known = old if isinstance(old, dict) else {}
@@ -535,6 +540,9 @@ class _Copies:
         if type(value) is list or type(value) is tuple:
             return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
+
+    def _stays_plain(self, value: torch.Tensor, one: OptimizedParameter) -> bool:
+        return self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
 
 
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:

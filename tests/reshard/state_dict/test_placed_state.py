@@ -1,0 +1,134 @@
+"""State of another shape than its parameter's, beside parameters that are DTensors: a fresh optimizer gets it as it was
+saved, as an unsharded tensor or as a DTensor, since its next step works with one of them only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+import reshard
+from tests import gloo
+from tests.same import same
+from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
+
+pytestmark = [pytest.mark.gloo, requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")]
+
+
+class Whole(torch.optim.Optimizer):
+    """Keeps unsharded tensors, as heavyball's SOAP does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            rows = (grad.full_tensor() if isinstance(grad, DTensor) else grad).reshape(len(grad), -1)
+            state["gram"] = state.get("gram", torch.zeros(2, len(grad), len(grad))) * 0.9 + rows @ rows.T
+            state["seen"] = state.get("seen", torch.zeros(())) + 1
+            parameter.sub_(grad / float(1 + state["gram"].sum().abs()))
+
+
+class OnMesh(torch.optim.Optimizer):
+    """Keeps DTensors without dims, as Adam-mini does, and of rows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            found = {"mean": grad.square().mean(), "rows": grad.square().sum(-1, keepdim=True)}
+            for key, value in found.items():
+                if isinstance(value, DTensor):
+                    value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+                    assert isinstance(state.get(key, value), DTensor)
+                state[key] = value if key not in state else state[key] * 0.9 + value
+            parameter.sub_(grad / (1 + state["mean"]) * 0.1)
+
+
+def job(kind: Callable[[Any], Any], seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if dist.is_initialized():
+        fully_shard(model)
+    return model, kind(model.parameters())
+
+
+def train(model: nn.Module, optimizer: Any, *steps: int) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: Any) -> Any:
+    state = reshard.get_state_dict(model, optimizer)
+    return whole({"model": state[0], "state": state[1]["state"]})
+
+
+def whole(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: whole(value) for key, value in nest.items()}
+    return (nest.full_tensor() if isinstance(nest, DTensor) else nest).clone()
+
+
+def save(kind: Callable[[Any], Any], path: Path) -> tuple[Any, Any]:
+    one = job(kind, 0)
+    train(*one, 1, 2, 3)
+    saved = values(*one)
+    reshard.save(dict(zip(("model", "optim"), reshard.get_state_dict(*one))), path)
+    train(*one, 4, 5)
+    return saved, values(*one)
+
+
+def resume(kind: Callable[[Any], Any], path: Path) -> tuple[Any, Any]:
+    one = job(kind, 1)
+    state = dict(zip(("model", "optim"), reshard.get_state_dict(*one)))
+    assert reshard.load(state, path).ok
+    reshard.set_state_dict(*one, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    loaded = values(*one)
+    train(*one, 4, 5)
+    return loaded, values(*one)
+
+
+@pytest.mark.parametrize("kind", [Whole, OnMesh])
+def test_a_fresh_optimizer_continues_with_state_placed_as_it_was(kind: Callable[[Any], Any], tmp_path: Path) -> None:
+    saved, later = gloo.run(save, 2, kind, tmp_path / "x")[0]
+    loaded, continued = gloo.run(resume, 2, kind, tmp_path / "x")[0]
+    assert same(loaded, saved)
+    assert same(continued, later)
+    assert same(gloo.run(resume, 3, kind, tmp_path / "x")[0][0], saved)
+    assert same(resume(kind, tmp_path / "x")[0], saved)
+
+
+def test_state_that_was_saved_without_sharding_becomes_dtensors_where_it_has_dims(tmp_path: Path) -> None:
+    saved, _ = save(Rows, tmp_path / "x")
+    loaded, _ = gloo.run(resume, 2, Rows, tmp_path / "x")[0]
+    assert same(loaded, saved)
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps what arithmetic makes of the parameter, as torch's Adafactor does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            rows = grad.square().sum(-1, keepdim=True)
+            state["rows"] = rows if "rows" not in state else state["rows"] * 0.9 + rows
+            parameter.sub_(grad * 0.1)
