@@ -71,8 +71,8 @@ def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
         return value
     if inner_names(value):
         raise LayoutError(
-            f"a sharded {tensor_class(value)} of {tensor.key!r} cannot be gathered: save the sharded state, and read full "
-            "tensors with reshard.open; or get a sharded state and pass it to reshard.dequantized"
+            f"a sharded {tensor_class(value)} of {tensor.key!r} cannot be gathered: save the sharded state, and read "
+            "full tensors with reshard.open; or get a sharded state and pass it to reshard.dequantized"
         )
     form, shape, dtype = form_by_all(value), tensor.shape, tensor.dtype
     data = torch.cat([_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
