@@ -75,6 +75,13 @@ FRAMEWORKS = (
         alone=("heavyball",),
     ),
     Framework("sglang", (f"{_HERE}/test_sglang.py",), alone=("sglang",)),
+    Framework(
+        "verl",
+        (f"{_HERE}/test_verl.py",),
+        ("ray", "tensordict", "hydra-core", "codetiming", "orjson", "fastapi", "uvicorn"),
+        alone=("verl",),
+        shows=("verl", "ray"),
+    ),
 )
 
 

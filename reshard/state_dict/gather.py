@@ -12,17 +12,19 @@ import torch.distributed as dist
 
 from planners.geometry.box import Box
 from planners.geometry.layout import Form, Part
-from reshard.errors import NormalizationError
+from reshard.errors import LayoutError, NormalizationError
 from reshard.live.copy_streams import batches
 from reshard.live.fsdp1 import FlatCut, cut_of, group_of
 from reshard.live.state import LiveTensor
 from reshard.live.tensors import (
     form_by_all,
+    inner_names,
     is_dtensor,
     is_sharded,
     lines_of,
     mesh_line,
     raw_bytes,
+    tensor_class,
     this_rank,
 )
 from reshard.ranks.group import Group, sending_device
@@ -67,6 +69,11 @@ def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
     value = tensor.value
     if not tensor.is_sharded:
         return value
+    if inner_names(value):
+        raise LayoutError(
+            f"a sharded {tensor_class(value)} of {tensor.key!r} cannot be gathered: save the sharded state, and read "
+            "full tensors with reshard.open; or get a sharded state and pass it to reshard.dequantized"
+        )
     form, shape, dtype = form_by_all(value), tensor.shape, tensor.dtype
     data = torch.cat([_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
     if is_dtensor(value):

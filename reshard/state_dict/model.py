@@ -461,7 +461,7 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
     tensors sharded across rows sent together where possible."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
-    pairs = [(LiveTensor("", settled(v)), LiveTensor("", settled(t))) for v, t, _ in others]
+    pairs = ((LiveTensor("", settled(v)), LiveTensor("", settled(t))) for v, t, _ in others)
     for value, target in exchange_rows(pairs):
         write(value, target)
 

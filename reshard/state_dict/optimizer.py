@@ -16,7 +16,7 @@ from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import LazyOptimizerState, is_nested
 from reshard.live.state import same_value
-from reshard.live.tensors import dtype_of, global_shape, identity_of, is_dtensor, is_sharded, tensor_class
+from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
 from reshard.live.wrappers import has_torchs_setstate, loads_itself
 from reshard.state_dict import saved_optimizer
@@ -302,8 +302,8 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Dicts instead of tensors of a class, such as the parts of a quantized one, which no step
-    could use."""
+    """Dicts instead of tensors of a class, such as the parts of a quantized one, and quantized ones
+    for an optimizer of torch's own: no step could use them."""
     dicts = [
         (one, key)
         for one, values in state
@@ -316,7 +316,18 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
         for own in optimizer.state.values():
             if isinstance(own, dict):
                 made |= {(k, key): name for key, value in own.items() if (name := tensor_class(value))}
+    quantized = [
+        (one, key, value)
+        for one, values in state
+        if values and type(live.optimizers[one.optimizer]).__module__.startswith("torch.optim.")
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor) and inner_names(value)
+    ]
     return [
+        f"{one.name}: its {key!r} is a {tensor_class(value)}, and {type(live.optimizers[one.optimizer]).__name__} "
+        "keeps plain tensors: set reshard.dequantized(state)"
+        for one, key, value in quantized
+    ] + [
         f"{one.name}: its {key!r} is a dict, where optimizer {one.optimizer} has a {made[one.optimizer, key]}: load "
         "into the state dict of the optimizer as it is, whose tensors are filled in place"
         for one, key in dicts
@@ -518,6 +529,7 @@ class _Copies:
                 type(old) is type(value)
                 and old.dtype == value.dtype
                 and old.shape == value.shape
+                and tensor_class(old) == tensor_class(value)
                 and (not on_device or old.device == parameter.device)
             ):
                 self.targets.append(old)

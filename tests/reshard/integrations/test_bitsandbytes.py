@@ -97,3 +97,52 @@ def under_fsdp1(source: Path, target: Path) -> None:
 def test_fsdp1_is_refused(tmp_path: Path) -> None:
     gloo.run(run, 1, "AdamW8bit", "alone", None, tmp_path / "0")
     gloo.run(under_fsdp1, 2, tmp_path / "0", tmp_path / "1")
+
+
+class Adapted(nn.Module):
+    """A frozen layer of 4 bits with nested statistics, and an adapter."""
+
+    def __init__(self, seed: int) -> None:
+        from bitsandbytes.nn import Linear4bit
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = Linear4bit(256, 100, quant_type="nf4", compress_statistics=True, compute_dtype=torch.float32)
+        self.base.requires_grad_(False)
+        torch.manual_seed(seed)
+        self.down, self.up = nn.Linear(256, 4, bias=False), nn.Linear(4, 100, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(seed: int) -> tuple[Adapted, torch.optim.Optimizer]:
+    model = Adapted(seed).to("cpu")  # quantizes
+    return model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+
+def test_adapters_of_a_layer_of_4_bits_resume_alone(tmp_path: Path) -> None:
+    options = reshard.StateDictOptions(ignore_frozen_params=True)
+    model, optimizer = adapted(1)
+    x = torch.randn(3, 256)
+    model(x).square().mean().backward()
+    optimizer.step()
+    weights, states = reshard.get_state_dict(model, optimizer, options=options)
+    assert list(weights) == ["down.weight", "up.weight"]
+    reshard.save({"model": weights, "optim": states}, tmp_path)
+
+    other, fresh = adapted(2)
+    state = dict(zip(("model", "optim"), reshard.get_state_dict(other, fresh, options=options)))
+    assert reshard.load(state, tmp_path).ok
+    reshard.set_state_dict(
+        other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options
+    )
+    assert torch.equal(other(x), model(x))
+
+
+def test_a_layer_that_does_not_load_what_it_saves_is_named() -> None:
+    model, _ = adapted(1)
+    with pytest.raises(
+        reshard.errors.KeyMismatchError, match=r"Linear4bit saves 'base\.weight\.absmax', and its load_state"
+    ):
+        reshard.set_model_state_dict(model, reshard.get_model_state_dict(model))

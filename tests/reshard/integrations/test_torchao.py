@@ -171,6 +171,9 @@ def float8_to(path, saver, kinds):
     now = dict(zip(("model", "optim"), reshard.get_state_dict(other, fresh)))
     assert reshard.fingerprint({key: now[key] for key in state}) == reshard.fingerprint(state)
     assert sum(key.endswith(".weight") for key in reshard.open(path) if key.startswith("model.")) == 2
+    whole = reshard.get_model_state_dict(model, options=reshard.StateDictOptions(full_state_dict=True))["0.weight"]
+    assert type(whole) is torch.Tensor
+    assert torch.equal(whole, reshard.open(path)["model.0.weight"][...])
     weight = other[0].weight._local_tensor
     return type(weight).__name__, getattr(weight, "_precomputed_scale", None)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reshard
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live.tensors import holder
 from tests import gloo
 
 BLOCK = 8
@@ -218,3 +219,36 @@ def test_a_weight_that_is_quantized_on_one_side_only_is_refused_before_anything_
     model = made(kinds["plain"])
     reshard.set_model_state_dict(model, reshard.dequantized(reshard.get_model_state_dict(made(kinds["Blocks"]))))
     assert torch.equal(model[1].weight, made(kinds["Blocks"])[1].weight.dequantize())
+
+
+def in_place_of_another(sharded):
+    """Plain values for a state that is quantized, and quantized ones for an optimizer of torch's."""
+    how = ([Shard(0)],) if sharded else ()
+    model, optimizer = job((24, 8), *how)
+    optimizer.step()
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    plain = reshard.dequantized(state)
+    wanted = plain["state"]["weight"]["moment"].clone()
+    other, warm = job((24, 8), *how)
+    warm.step()
+    warm.step()
+    reshard.set_optimizer_state_dict(other, warm, plain)
+    found = warm.state[other.weight]["moment"]
+    assert type(holder(found)) is torch.Tensor
+    assert torch.equal(holder(found), holder(wanted))
+
+    adam = torch.optim.AdamW(other.parameters())
+    state["state"]["weight"] = {"step": torch.ones(()), "exp_avg": state["state"]["weight"]["moment"]}
+    state["state"]["weight"]["exp_avg_sq"] = plain["state"]["weight"]["moment"]
+    with pytest.raises(KeyMismatchError, match=r"weight: its 'exp_avg' is a .*Blocks, and AdamW keeps plain tensors"):
+        reshard.set_optimizer_state_dict(other, adam, state)
+    reshard.set_optimizer_state_dict(other, adam, reshard.dequantized(state))
+    if sharded:
+        with pytest.raises(LayoutError, match=r"a sharded .*Blocks of 'weight' cannot be gathered"):
+            reshard.get_optimizer_state_dict(model, optimizer, options=reshard.StateDictOptions(full_state_dict=True))
+
+
+@pytest.mark.gloo
+def test_values_are_not_quantized_or_the_reverse_without_being_asked():
+    in_place_of_another(False)
+    gloo.run(in_place_of_another, 2, True)
