@@ -23,7 +23,7 @@ from planners.plans.plan import verify as prove
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -71,8 +71,8 @@ _SMALL_BYTES = 16 << 10
 @renamed()
 @gc_paused()
 def verify(
-    path: Any,
-    against: Any = None,
+    path: CheckpointSource,
+    against: CheckpointSource | Mapping[str, Any] | None = None,
     deep: bool = True,
     *,
     workers: int = 1,
@@ -391,8 +391,8 @@ def _read_findings(
 
 @renamed()
 def compare(
-    a: Any,
-    b: Any,
+    a: CheckpointSource | Mapping[str, Any],
+    b: CheckpointSource | Mapping[str, Any],
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
