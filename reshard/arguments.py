@@ -16,7 +16,7 @@ from reshard.errors import FormatError, OptionError, did_you_mean, option_error,
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
-__all__ = ["check_arguments", "options_of", "renamed", "with_options"]
+__all__ = ["check_arguments", "named_arguments", "options_of", "renamed", "with_options"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -60,6 +60,12 @@ def renamed(**names: str) -> Callable[[Named], Named]:
     return decorate
 
 
+def named_arguments(kind: type[R]) -> type[R]:
+    """Let a class suggest a name for an unknown argument, as `renamed` does for functions."""
+    kind.__init__ = renamed()(kind.__init__)  # type: ignore[method-assign]
+    return kind
+
+
 def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
     """Raises TypeError if the error came from the call: a better one than Python's."""
     known = signature(it).parameters
@@ -74,14 +80,16 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
         raise TypeError(_half(what, half[0])) from None
 
 
-def with_options(options: type[DataclassInstance]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a verb that takes these by name say so where its signature is asked for, as `help` does, with defaults."""
+def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a verb that takes these by name say so where its signature is asked for, as `help` does, with defaults. `but`
+    these, which it does not take."""
 
     def told(verb: Callable[P, R]) -> Callable[P, R]:
         own = [each for each in signature(verb).parameters.values() if each.kind != each.VAR_KEYWORD]
         by_name = [
             Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
             for each in fields(options)
+            if each.name not in but
         ]
         verb.__dict__["__signature__"] = signature(verb).replace(parameters=[*own, *by_name])
         return verb

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
 from reshard.storage.base import Storage
+from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "Checkpoint", "LazyTensor", "NormalizedState", "log_unchecked", "open", "open_among", "stored_layout",
+    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_unchecked", "open", "open_among",
+    "stored_layout",
 ]  # fmt: skip
 
 
@@ -282,6 +284,10 @@ def _histogram(tensor: LazyTensor) -> Histogram:
     return Histogram(low, high, [int(found) for found in counts], mean, std, odd)
 
 
+CheckpointSource: TypeAlias = StoragePath | Checkpoint
+"""A checkpoint, open or by its path."""
+
+
 def log_unchecked(checkpoint: Checkpoint) -> None:
     """Log what was read and not compared with a checksum, for readers that have no report of their own."""
     if checkpoint.unchecked:
@@ -316,7 +322,7 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
 
 
 @renamed()
-def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, check: bool = True) -> Checkpoint:
+def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
 
         checkpoint = reshard.open("run/step-1000")
@@ -340,9 +346,7 @@ def open(path: str | os.PathLike[str] | Storage, *, step: int | None = None, che
     return open_among(path, 0, 1, step=step, check=check)
 
 
-def open_among(
-    path: str | os.PathLike[str] | Storage, place: int, ranks: int, *, step: int | None = None, check: bool = True
-) -> Checkpoint:
+def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

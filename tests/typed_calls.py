@@ -3,6 +3,10 @@
 Nothing imports it, and nothing in it is run.
 """
 
+from pathlib import Path
+
+import torch
+
 import reshard
 import reshard.planners
 from reshard import planners as same
@@ -22,5 +26,20 @@ reshard.convert("source", "target", format="safetensor")  # type: ignore[arg-typ
 reshard.open("path").shapes  # type: ignore[attr-defined]  # noqa: B018
 reshard.save({}, "path").bytes_writen  # type: ignore[attr-defined]  # noqa: B018
 
+reshard.load({}, 3)  # type: ignore[arg-type]
+reshard.save({}, 3)  # type: ignore[arg-type]
+reshard.async_save({}, {})  # type: ignore[arg-type]
+reshard.verify(3.0)  # type: ignore[arg-type]
+reshard.compare("path", 3)  # type: ignore[arg-type]
+reshard.convert(5, "target")  # type: ignore[arg-type]
+reshard.plan("path", 3)  # type: ignore[arg-type]
+reshard.layout_of({}).fqn  # type: ignore[attr-defined]  # noqa: B018
+reshard.layout_of(torch.nn.Linear(2, 2))  # type: ignore[call-overload]
+
+checkpoint: reshard.Checkpoint = reshard.open(Path("path"))
+reshard.load({}, checkpoint.canonical())
+reshard.plan(checkpoint, reshard.layout_of({}))
+reshard.compare(checkpoint, {"w": torch.ones(2)})
+reshard.save({}, Path("path"), select="model.*")
 reshard.load({}, "path", strict="subset", dtype_policy="cast", read_once="job")
 reshard.convert("source", "target", format="safetensors")

@@ -24,7 +24,7 @@ from planners.geometry.mesh import grouped
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
     FormatError,
@@ -62,8 +62,8 @@ WINDOW_BYTES = 32 << 20
 
 @renamed()
 def compare(
-    a: Any,
-    b: Any,
+    a: CheckpointSource | Mapping[str, Any],
+    b: CheckpointSource | Mapping[str, Any],
     *,
     rtol: float = 0.0,
     atol: float = 0.0,

@@ -23,10 +23,11 @@ from reshard.api.options import globs_of
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
+from reshard.mapping import Mapping as StateMapping
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -34,6 +35,7 @@ from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
 from reshard.ranks.spans import Span
 from reshard.storage.base import Storage
+from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FormatWriter
 
@@ -83,11 +85,11 @@ class ConvertReport(WrittenReport, CheckedReport):
 
 @renamed(deadline_s="timeout")
 def convert(
-    source: Any,
-    target: str | os.PathLike[str] | Storage,
+    source: CheckpointSource,
+    target: StoragePath,
     *,
     format: FormatName = "native",
-    mapping: Any = None,
+    mapping: Mapping[str, str] | StateMapping | None = None,
     onto: StateLayout | Topology | None = None,
     select: str | Iterable[str] | None = None,
     dtype: Any = None,

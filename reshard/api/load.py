@@ -21,7 +21,7 @@ from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
-from reshard.checkpoint import Checkpoint, open_among, stored_layout
+from reshard.checkpoint import Checkpoint, CheckpointSource, open_among, stored_layout
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -60,7 +60,7 @@ _log = logging.getLogger("reshard")
 @renamed(deadline_s="timeout")
 def load(
     state_dict: dict[str, Any],
-    path: Any,
+    path: CheckpointSource,
     *,
     strict: bool | Mode | Mapping[str, Mode] = LoadOptions.strict,
     dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
@@ -124,7 +124,7 @@ def load(
 def load_with(
     group: Group,
     state_dict: dict[str, Any],
-    path: Any,
+    path: CheckpointSource,
     options: LoadOptions,
     process_group: dist.ProcessGroup | None = None,
     prefetch: Callable[[ReadPlan], None] | None = None,

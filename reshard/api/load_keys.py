@@ -467,6 +467,11 @@ class Mismatches:
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
         if missing or unexpected:
             fixes.append(wording.allow)
+        if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
+            fixes.append(
+                "shapes are those of full tensors: pass a shard as the DTensor, not as to_local(). The rule Resize of "
+                "reshard.mapping pads or crops"
+            )
         if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         head = f"{match.checkpoint.url} does not match the state to load into:"

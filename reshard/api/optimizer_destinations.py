@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from reshard.api.key_suggestions import named_from_numbers
 from reshard.api.load import saved_in
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
 from reshard.state import NUMBERED, KeyPath
@@ -26,7 +26,7 @@ __all__ = ["optimizer_destinations"]
 
 
 def optimizer_destinations(
-    model: Models, optimizers: Optimizer | Iterable[Optimizer], source: Any, *, prefix: str = "optim"
+    model: Models, optimizers: Optimizer | Iterable[Optimizer], source: CheckpointSource, *, prefix: str = "optim"
 ) -> dict[str, Any]:
     """Allocate an optimizer state dict for the state that `source` contains, without stepping or
     changing the optimizer.

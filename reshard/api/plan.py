@@ -11,7 +11,7 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
@@ -20,7 +20,12 @@ __all__ = ["is_layout_file", "plan", "read_layout_file"]
 
 
 @renamed()
-def plan(source: Any, onto: Any, *, rules: Mapping[str, str] | None = None) -> LoadPlan:
+def plan(
+    source: CheckpointSource | StateLayout,
+    onto: CheckpointSource | StateLayout | Topology,
+    *,
+    rules: Mapping[str, str] | None = None,
+) -> LoadPlan:
     """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 
         plan = reshard.plan("run/step-1000", "fsdp=48,tp=16")

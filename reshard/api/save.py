@@ -63,7 +63,7 @@ from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.progress import current, phase, rest_of_call
 from reshard.state import NUMBERED
 from reshard.storage.base import Storage
-from reshard.storage.opening import open_storage, place_of
+from reshard.storage.opening import StoragePath, open_storage, place_of
 
 __all__ = [
     "SaveReport", "agreed_plan", "async_save", "await_place", "ended_for", "forget_background_save",
@@ -78,7 +78,7 @@ _log = logging.getLogger("reshard")
 @with_options(SaveOptions)
 def save(
     state_dict: Mapping[str, Any],
-    path: Any,
+    path: StoragePath,
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
@@ -171,7 +171,7 @@ class PendingSave:
 @with_options(SaveOptions)
 def async_save(
     state_dict: Mapping[str, Any],
-    path: Any,
+    path: StoragePath,
     *,
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,

@@ -20,7 +20,7 @@ from reshard.api.compare import WINDOW_BYTES, compare_sides, elements_of
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -49,8 +49,8 @@ _SMALL_BYTES = 16 << 10
 @renamed()
 @gc_paused()
 def verify(
-    path: Any,
-    against: Any = None,
+    path: CheckpointSource,
+    against: CheckpointSource | Mapping[str, Any] | None = None,
     deep: bool = True,
     *,
     workers: int = 1,

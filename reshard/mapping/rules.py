@@ -71,6 +71,11 @@ class Rule(ABC):
             object.__setattr__(self, side, tuple(Pattern(text, over) for text in texts))
         self._check_words()
 
+    def __str__(self) -> str:
+        """By its patterns, as in the call."""
+        sides = (", ".join(repr(pattern.text) for pattern in side) for side in (self.sources, self.targets))
+        return f"{type(self).__name__}({' -> '.join(sides)})"
+
     def _check_words(self) -> None:
         """Raises NormalizationError for a word of a target that no source has, or sources that differ in words."""
         words = {word for pattern in self.sources for word in pattern.words}

@@ -7,17 +7,19 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from planners.notebooks import Tabled
-from reshard.errors import NormalizationError, format_names
+from reshard.arguments import named_arguments
+from reshard.errors import NormalizationError, format_names, option_error
 
 __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
 
 
+@named_arguments
 @dataclass(frozen=True)
 class StateDictOptions:
     """Options of the six get and set functions, with the meaning they have in
     `torch.distributed.checkpoint`.
 
-    Raises NormalizationError for `broadcast_from_rank0` without `full_state_dict`.
+    Raises OptionError for `broadcast_from_rank0` without `full_state_dict`, and for values of another type.
     """
 
     full_state_dict: bool = False
@@ -51,9 +53,11 @@ class StateDictOptions:
         for field in fields(self):
             value, wanted = getattr(self, field.name), str if field.name == "dsd_fqn_modifiers" else bool
             if not isinstance(value, wanted):
-                raise NormalizationError(f"option {field.name} must be a {wanted.__name__}, got {value!r}")
+                words = f"option {field.name} must be a {wanted.__name__}, got {value!r}"
+                raise option_error(words, NormalizationError)
         if self.broadcast_from_rank0 and not self.full_state_dict:
-            raise NormalizationError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends full tensors")
+            words = "broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends full tensors"
+            raise option_error(words, NormalizationError)
 
 
 class InChunks(StateDictOptions):
@@ -73,7 +77,8 @@ def as_options(given: Any) -> StateDictOptions:
         return given
     names = [field.name for field in fields(StateDictOptions) if hasattr(given, field.name)]
     if not names:
-        raise NormalizationError(f"options must be a StateDictOptions, got {type(given).__name__}")
+        words = f"options must be a StateDictOptions, got {type(given).__name__}"
+        raise option_error(words, NormalizationError)
     return StateDictOptions(**{name: getattr(given, name) for name in names})
 
 

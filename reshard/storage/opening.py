@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import StorageError, option_error
@@ -10,14 +11,16 @@ from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["is_known", "open_storage", "path_text", "place_of", "what_is_no_path"]
+__all__ = ["StoragePath", "is_known", "open_storage", "path_text", "place_of", "what_is_no_path"]
 
+StoragePath: TypeAlias = str | os.PathLike[str] | Storage
+"""What names a place for files."""
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 _shared_memory = MemoryStorage()
 
 
-def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
+def open_storage(path: StoragePath) -> Storage:
     """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or contacted yet.
 
     Args:
@@ -76,7 +79,7 @@ def what_is_no_path(given: object) -> str:
     return f"{type(given).__name__}{fix and f': {fix}'}"
 
 
-def is_known(path: str | os.PathLike[str] | Storage) -> bool:
+def is_known(path: StoragePath) -> bool:
     """Return True if `open_storage` has a storage for such a path or URL."""
     scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else os.fspath(path).partition("://")
     return not separator or scheme in ("file", "memory", *_OBJECT_STORES)

@@ -270,6 +270,7 @@ class TestKeys:
             "step",
             "saved with shape [5, 7], but the target has [5, 6]",
             "saved as bfloat16, but the target is float32",
+            "  fix: shapes are those of full tensors: pass a shard as the DTensor, not as to_local().",
         ):
             assert part in text
         assert target["model"]["wide"].abs().sum() == 0

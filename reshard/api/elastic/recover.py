@@ -122,9 +122,9 @@ def _none_text(
     """The message that nothing can be loaded, with the reasons."""
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
-        why = "; ".join(passed) or f"{format_count(len(hosts.places), 'host')}, with {steps}"
+        why = "; ".join(passed) or f"found on {format_count(len(hosts.places), 'host')}: {steps}"
         return f"no generation of step {step} in {settings.folder} is complete: {why}"
-    none = "; ".join(passed) or f"{format_count(len(hosts.places), 'host')}, without a usable one"
+    none = "; ".join(passed) or f"none is usable on {format_count(len(hosts.places), 'host')}"
     advice = "" if fallback is not None else ". Pass a checkpoint as fallback=, or start from scratch"
     return f"no generation in {settings.folder} is complete: {none}{advice}"
 

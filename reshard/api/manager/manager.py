@@ -36,6 +36,11 @@ __all__ = ["CheckpointManager", "RestoreReport", "StepReport"]
 
 _log = logging.getLogger("reshard")
 _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
+_OWN = {
+    "base": "full_every=k lets all but one of k saves reuse data",
+    "overwrite": "each step is saved once, in a folder of its own",
+}
+"""Options of saves that the manager decides itself, and how."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +133,7 @@ class CheckpointManager:
     """
 
     @renamed(deadline_s="timeout", whole_every="full_every")
-    @with_options(SaveOptions)
+    @with_options(SaveOptions, *_OWN)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -186,8 +191,8 @@ class CheckpointManager:
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
-        if odd := {"base": "full_every", "overwrite": "a step of its own"}.keys() & options.keys():
-            raise OptionError(f"CheckpointManager decides {sorted(odd)} itself: see full_every and step")
+        for name in _OWN.keys() & options.keys():
+            raise OptionError(f"CheckpointManager does not take {name}=: {_OWN[name]}")
         options_of("CheckpointManager", SaveOptions, options)
         wanted = {
             "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),

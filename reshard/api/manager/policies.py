@@ -144,8 +144,9 @@ def checked_step(step: object) -> int:
         with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
             number = operator.index(step)
     if number < 0:
-        # 60 characters of it, because it may be a state: the two are easily swapped
-        raise OptionError(f"step must be an integer >= 0, as in save(step, state), got {step!r:.60}")
+        # it may be a state: the two are easily swapped
+        shown = repr(step) if isinstance(step, int | float | str | None) else f"a value of type {type(step).__name__}"
+        raise OptionError(f"step must be an integer >= 0, as in save(step, state), got {shown}")
     return number
 
 

@@ -472,7 +472,7 @@ def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
         ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
         ({"workers": 0}, CheckpointError, "workers must be >= 1"),
-        ({"max_shard_bytes": 0}, FormatError, "must be >= 1"),
+        ({"max_shard_bytes": 0}, FormatError, "must be a number >= 1, .* got 0"),
         ({"onto": None, "hints": None, "dtype": "float7"}, FormatError, "unknown dtype"),
     ],
 )

@@ -400,7 +400,7 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
     none = small(run_, ["a", "b"], step=7)
     assert type(none) is CheckpointNotFoundError
     assert "no generation of step 7" in str(none)
-    assert "the 2 hosts have 30, 15" in str(none)
+    assert "found on 2 hosts: 30, 15" in str(none)
     report = small(run_, ["a", "b"], step=30)
     assert report.passed_over == ("generation 1 (step 15) on host 'b' was not used: step 30 was requested",)
     assert small(run_, ["a", "b"]).step == 30

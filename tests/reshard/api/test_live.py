@@ -91,7 +91,7 @@ REFUSED = {
     "another dtype": ("KeyMismatchError", "is float32 before, but float64 after"),
     "a rank in neither side": ("LayoutError", "no source or target tensors on rank 2"),
     "other options": ("LayoutError", "max_inflight_bytes: 4096 on ranks 0-1, 2048 on rank 2"),
-    "an option out of range": ("LayoutError", "max_inflight_bytes"),
+    "an option out of range": ("OptionError", "max_inflight_bytes"),
     "a policy that is not known": ("OptionError", "dtype_policy"),
     "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
     "values that differ": ("KeyMismatchError", "'lr'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,6 +367,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         (-1, r">= 0, as in save\(step, state\), got -1"),
         (True, "got True"),
         ("5", "got '5'"),
+        (state, r"as in save\(step, state\), got a value of type dict$"),  # and no repr of it
     ):
         with pytest.raises(CheckpointError, match=words):
             manager.save(step, state)  # type: ignore[arg-type]
@@ -397,6 +399,12 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     (root / ledger.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
+
+
+def test_the_signature_has_the_options_that_the_manager_takes() -> None:
+    known = signature(reshard.CheckpointManager).parameters
+    assert {"select", "ranks_per_file", "fingerprints"} < known.keys()
+    assert not {"base", "overwrite"} & known.keys()
 
 
 def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metrics_is_told(
@@ -507,7 +515,7 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
 
     for mine in said:
         assert "call CheckpointManager with different options" in mine[0]
-        assert "decides ['base'] itself" in mine[1]
+        assert "does not take base=: full_every=k lets all but one of k saves reuse data" in mine[1]
         assert mine[2] == "CheckpointError: the ranks save different steps, from 2 to 3: nothing was saved"
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")

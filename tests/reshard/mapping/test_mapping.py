@@ -303,7 +303,9 @@ def test_every_error_is_ours() -> None:
         Concat(["a", "b"], "c", parts=(1,))
     with pytest.raises(NormalizationError, match=r"\{e\} must be in"):
         Stack("a", "b", over="e")
-    with pytest.raises(NormalizationError, match="no source defines"):
+    with pytest.raises(
+        NormalizationError, match=r"^Rename\('a' -> 'b\.\{i\}'\): no source defines \{i\} in 'b\.\{i\}'$"
+    ):
         Rename("a", "b.{i}")
 
 
