@@ -344,7 +344,7 @@ V = TypeVar("V")
 class Ownership:
     """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
 
-    No interval is empty, and no two neighbours in local order touch. Owners are numbered row-major over
+    No interval is empty, and no two neighbors in local order touch. Owners are numbered row-major over
     the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
     """
 
@@ -475,7 +475,7 @@ def _cut(own: Ownership, bounds: Ints) -> Ownership:
 
 
 def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> Ownership:
-    """An ownership from rows sorted by owner and local order; neighbours that touch become one."""
+    """An ownership from rows sorted by owner and local order; neighbors that touch become one."""
     if len(starts):
         new = np.ones(len(starts), dtype=bool)
         new[1:] = (starts[1:] != stops[:-1]) | (owner[1:] != owner[:-1])
