@@ -44,7 +44,7 @@ def as_page(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to where those pages and their neighbours are on the site; what is not on it is told by its path."""
+    """Links to where those pages and their neighbors are on the site; what is not on it is told by its path."""
     source = FROM_ROOT.get(page.file.src_uri)
     folder = (ROOT / (source or f"docs/{page.file.src_uri}")).parent
     depth = page.file.src_uri.count("/")

@@ -176,7 +176,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         into parameters. Padding is removed. `.notes` of the result lists what could not be done.
 
         Args:
-            hints: facts that the checkpoint lacks, see `HINTS` in `reshard.formats.canonical`.
+            hints: facts that the checkpoint lacks. The page "Canonical names" lists them.
 
         Raises:
             NormalizationError: a hint is missing or wrong. The message names it and shows what it looks like.

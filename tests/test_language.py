@@ -48,6 +48,7 @@ RETIRED = {
     r"\bhad better\b": "should",
     r"\bin vain\b": "without result",
     r"\banew\b": "again",
+    r"\bprocessor time\b": "CPU time",
 }
 """What is retired, and what to write instead."""
 ALLOWED = {

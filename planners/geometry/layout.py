@@ -22,6 +22,7 @@ from planners.geometry.mesh import (
     Ownership,
     Placement,
     Replicate,
+    axis_names,
     grouped,
     outer_sum,
     ownership,
@@ -35,29 +36,11 @@ __all__ = [
 ]  # fmt: skip
 
 ITEM_SIZES: dict[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "uint16": 2,
-    "int16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,  # two values a byte; torch counts the pair as one element
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-}
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
 """Bytes per element, keyed by torch's name of the dtype without the `torch.` in front."""
 
 
@@ -506,6 +489,12 @@ class TensorLayout:
         layout._set(spec, form)
         return layout
 
+    def named(self, axes: Mapping[tuple[int, int], str]) -> TensorLayout:
+        """Return the same layout on `Mesh.named(axes)`."""
+        form = self.form
+        named = ProductForm.make(form.mesh.named(axes), form.placements) if isinstance(form, ProductForm) else form
+        return TensorLayout.of(self.spec, named)
+
     @classmethod
     def from_boxes(
         cls, spec: TensorSpec, boxes: Mapping[int, Iterable[Box]], world_size: int | None = None
@@ -616,26 +605,6 @@ def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
         raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
 
 
-_STAND_INS = ("replica", "replica_of_mesh")
-"""Axes over the copies of a tensor on several meshes, whose own axes it does not know."""
-
-
-def _with_names(layout: TensorLayout, axes: Mapping[tuple[int, int], str]) -> TensorLayout:
-    """The layout with the names in `axes`, by distance of ranks and size, for axes that have none of their own."""
-    form = layout.form
-    if not isinstance(form, ProductForm) or not set(_STAND_INS) & set(form.mesh.names):
-        return layout
-    mesh = form.mesh
-    names = [
-        axes.get(key, name) if name in _STAND_INS else name
-        for key, name in zip(zip(mesh.strides, mesh.shape), mesh.names)
-    ]
-    if len(set(names)) < len(names):
-        return layout
-    named = Mesh(list(zip(names, mesh.shape)), mesh.ranks.tolist())
-    return TensorLayout.of(layout.spec, ProductForm.make(named, form.placements))
-
-
 class StateLayout(Mapping[str, TensorLayout]):
     """The layouts of all tensors of a state, by FQN. Immutable.
 
@@ -692,30 +661,14 @@ class StateLayout(Mapping[str, TensorLayout]):
         return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
     def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], str]) -> dict[str, str]:
-        """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry.
-
-        An axis `replica`, which stands for ranks outside a tensor's own mesh, has the name that other tensors give to
-        these ranks, if they do.
-        """
+        """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry, with
+        axes as `Mesh.named` names them."""
+        axes = axis_names((layout.mesh for layout in self._tensors.values()), self.world_size)
         texts: dict[object, str] = {}
-        out, axes = {}, self._axes()
-        for fqn in fqns:
-            layout = self._tensors[fqn]
-            key = layout.geometry_key
-            out[fqn] = texts[key] if key in texts else texts.setdefault(key, describe(_with_names(layout, axes)))
-        return out
-
-    def _axes(self) -> dict[tuple[int, int], str]:
-        """The name of each axis of a full mesh, by the distance of its ranks and its size, if there is only one."""
-        meshes = {layout.mesh for layout in self._tensors.values()} - {None}
-        found = {
-            (axis, name)
-            for mesh in meshes
-            if mesh is not None and mesh.size == self.world_size
-            for axis, name in zip(zip(mesh.strides, mesh.shape), mesh.names)
-            if name not in _STAND_INS
-        }
-        return {axis: names[0] for axis, names in grouped(found).items() if len(names) == 1}
+        for layout in (chosen := {fqn: self._tensors[fqn] for fqn in fqns}).values():
+            if layout.geometry_key not in texts:
+                texts[layout.geometry_key] = describe(layout.named(axes))
+        return {fqn: texts[layout.geometry_key] for fqn, layout in chosen.items()}
 
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
         """Return the axes that shard no tensor, each with the names of the tensors that are replicated over it."""

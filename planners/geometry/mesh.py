@@ -16,8 +16,8 @@ from planners.errors import PlanError
 
 __all__ = [
     "BlockShard", "Mesh", "Ownership", "Placement", "Replicate", "SegmentRow", "Segments", "Shard",
-    "StridedShard", "distinct", "grouped", "outer_sum", "overlap", "ownership", "parse_placement", "parse_placements",
-    "ravel", "unravel",
+    "StridedShard", "axis_names", "distinct", "grouped", "outer_sum", "overlap", "ownership", "parse_placement",
+    "parse_placements", "ravel", "unravel",
 ]  # fmt: skip
 
 
@@ -158,6 +158,14 @@ class Mesh:
         turned = self.submesh(*(name for _, name in order))
         return turned if bool((np.diff(turned.ranks) > 0).all()) else self
 
+    def named(self, axes: Mapping[tuple[int, int], str]) -> Mesh:
+        """Return the same mesh with the names in `axes`, by stride and size, for `replica` axes."""
+        keys = zip(self.strides, self.shape)
+        names = [axes.get(key, name) if name in _REPLICAS else name for key, name in zip(keys, self.names)]
+        if names == list(self.names) or len(set(names)) < len(names):
+            return self
+        return Mesh(list(zip(names, self.shape)), self.ranks.tolist())
+
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Mesh)
@@ -179,6 +187,22 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({str(self)!r})"
+
+
+_REPLICAS = ("replica", "replica_of_mesh")
+"""Axes over the copies of a tensor on several meshes, which do not know each other's axes."""
+
+
+def axis_names(meshes: Iterable[Mesh | None], world_size: int) -> dict[tuple[int, int], str]:
+    """The name of each axis of the meshes of all ranks, by stride and size, if there is only one."""
+    found = {
+        (axis, name)
+        for mesh in set(meshes)
+        if mesh is not None and mesh.size == world_size
+        for axis, name in zip(zip(mesh.strides, mesh.shape), mesh.names)
+        if name not in _REPLICAS
+    }
+    return {axis: names[0] for axis, names in grouped(found).items() if len(names) == 1}
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
@@ -344,7 +368,7 @@ V = TypeVar("V")
 class Ownership:
     """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
 
-    No interval is empty, and no two neighbours in local order touch. Owners are numbered row-major over
+    No interval is empty, and no two neighbors in local order touch. Owners are numbered row-major over
     the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
     """
 
@@ -475,7 +499,7 @@ def _cut(own: Ownership, bounds: Ints) -> Ownership:
 
 
 def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> Ownership:
-    """An ownership from rows sorted by owner and local order; neighbours that touch become one."""
+    """An ownership from rows sorted by owner and local order; neighbors that touch become one."""
     if len(starts):
         new = np.ones(len(starts), dtype=bool)
         new[1:] = (starts[1:] != stops[:-1]) | (owner[1:] != owner[:-1])

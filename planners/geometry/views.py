@@ -115,7 +115,7 @@ class ViewGeometry:
 
 
 def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """The same map in fewer patches, in order of their targets: empty ones left out, neighbours that continue one
+    """The same map in fewer patches, in order of their targets: empty ones left out, neighbors that continue one
     another in target and source made one."""
     found = [_named(patch) for patch in patches if not patch.target.is_empty]
     ndim = found[0].target.ndim if found else 0
@@ -509,7 +509,7 @@ def _placed(view: View, by: Sequence[int]) -> list[_Placed]:
 
 
 def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
-    """The view of all these parts: sources that are used numbered in order of first use, neighbours merged."""
+    """The view of all these parts: sources that are used numbered in order of first use, neighbors merged."""
     patches: list[Patch] = []
     fills: list[Fill] = []
     numbers: dict[str, int] = {}

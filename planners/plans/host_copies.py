@@ -3,12 +3,12 @@
 Hosts are put into groups, each as small as it may be (k + 1 hosts, at most 2k + 1), and each group is a ring: what a
 host wrote is also on the next k of its ring.
 
-    ring 0   a -> b -> a          k = 1: nothing is lost unless a and b are, or two of c, d, e that are neighbours
+    ring 0   a -> b -> a          k = 1: nothing is lost unless a and b are, or two of c, d, e that are neighbors
     ring 1   c -> d -> e -> c
 
 So more than k hosts may be lost, if they are in different rings. If copies were spread over all hosts, every pair
 of hosts would share some bytes, and any k + 1 lost hosts would lose something. Hosts with much go together with
-hosts that have little, since each keeps what its neighbours wrote.
+hosts that have little, since each keeps what its neighbors wrote.
 """
 
 from __future__ import annotations

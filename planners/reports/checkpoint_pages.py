@@ -139,7 +139,10 @@ def difference_page(
         ("largest difference", _largest(measures)),
         ("other findings", f"{len(findings):,}"),
     ]
-    worst = sorted(other, key=lambda name: (-measures[name].odd, -measures[name].relative, name))
+    worst = sorted(  # step counts last, which differ by more than any weight
+        other,
+        key=lambda name: (measures[name].elements < 2, -measures[name].odd, -measures[name].relative, name),
+    )
     rows = [[name, *measures[name]] for name in worst[:_MAX_ROWS]]
     alike = not other and not findings
     words = "No difference was found" if alike else "They differ"

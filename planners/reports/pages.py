@@ -113,7 +113,7 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
     """Yield what the tensors of one rank take, at most, on each side."""
     for caption, layout in sides:
         held = layout.rank_bytes()
-        yield f"a rank holds, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
+        yield f"held by a rank, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
 
 
 def _figure(name: str, value: str) -> str:
@@ -126,7 +126,8 @@ def _figure(name: str, value: str) -> str:
 def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
     if not isinstance(plan, Plan):
         raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
-    loads, sides = plan.rank_bytes(), list(plan.sides.items())
+    loads = plan.rank_bytes()
+    sides = [("target" if name == "wanted" else name, layout) for name, layout in plan.sides.items()]
     told = [(f"Bytes that each rank {plan.verb}", loads)]
     figures = [("tensors", f"{len(plan.names):,}")]
     traffic, between = None, ("", "")
@@ -148,7 +149,7 @@ def _busiest(loads: Ints) -> list[tuple[str, str]]:
     mean = float(loads.mean()) if len(loads) else 0.0
     even = f"{int(loads.max()) / mean:.2f} × mean" if mean else "idle"
     return [
-        ("mean rank", format_bytes(mean)),
+        ("mean of all ranks", format_bytes(mean)),
         ("busiest rank", f"{format_bytes(int(loads.max(initial=0)))} (rank {int(loads.argmax()):,}, {even})"),
     ]
 
@@ -428,7 +429,7 @@ def _steps(base: int) -> Iterator[int]:
 
 
 def bars(loads: Ints, label: str) -> str:
-    """Bytes of each rank as a bar; if there are many, the mean of neighbours with the largest of them on top."""
+    """Bytes of each rank as a bar; if there are many, the mean of neighbors with the largest of them on top."""
     world, n = len(loads), min(len(loads), _MAX_BARS)
     edges = [world * i // n for i in range(n + 1)]
     most = max(int(loads.max(initial=0)), 1)
@@ -455,7 +456,11 @@ def bars(loads: Ints, label: str) -> str:
     middle = 0.5 if n == world else 0.0
     for rank in _round_numbers(world, 14):
         body.append(f'<text class="tick" x="{left + (rank + middle) * step:.1f}" y="{base + 11}">{rank:,}</text>')
-    grouped = "" if n == world else f"; each bar is the mean of some {world // n:,} ranks, the largest of them is faint"
+    grouped = (
+        ""
+        if n == world
+        else f"; a bar is the mean of about {world // n:,} ranks, and the faint bar behind it the largest"
+    )
     return (
         f'<figure class="wide" tabindex="0"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
         f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" '

@@ -136,7 +136,7 @@ def compare_sides(
     findings += _own_findings(left, right)
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes, and objects compared; {read} of {total} bytes of values on each side read and "
+        f"names, shapes, dtypes, and objects compared; {read:,} of {total:,} bytes of values on each side read and "
         f"compared{within}"
     )
     if read < total:

@@ -527,9 +527,9 @@ def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}
     together = group.exchange_within(f"files of {here}", b"")
-    neighbours = sorted(place_of[group.ranks[place]] for place in together)
+    neighbors = sorted(place_of[group.ranks[place]] for place in together)
     own = place_of[group.job_rank]
-    places = next(run for run in file_groups(neighbours, ranks_per_file) if own in run)
+    places = next(run for run in file_groups(neighbors, ranks_per_file) if own in run)
     ranks = tuple(ordered[place] for place in places)
 
     def tell(data: bytes) -> list[bytes]:

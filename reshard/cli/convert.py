@@ -100,8 +100,7 @@ def convert(
 
     format = ALSO_CALLED.get(format) or arguments.choice(format, [*WRITTEN, *ALSO_CALLED], "format")
     normalized |= writing_of(format).form is not None
-    source = arguments.newest(source, step)
-    dtype = dtype and arguments.dtype_name(dtype)
+    source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)
     given = arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)

@@ -50,6 +50,10 @@ def explain(
     if form.mesh.size <= _DRAWN_RANKS or shape is not None:
         screen.print()
         screen.print(draw_cuts(tensor, screen.width), markup=False, soft_wrap=True)
+    else:
+        print_text(
+            screen, f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"
+        )
     print_legend(screen, [layout])
 
 

@@ -576,7 +576,7 @@ class _UntoldSplit(Split):
 
 # Names of llama.cpp, as GGUF files have them, for dense models: `blk.0.attn_q.weight`.
 #
-# Llama's and Mistral's rotate neighbours there, so rows of their queries and keys change places;
+# Llama's and Mistral's rotate neighbors there, so rows of their queries and keys change places;
 # others rotate halves of a head as Hugging Face's do. `rope_freqs.weight` is computed from the
 # settings, and no parameter of the model.
 

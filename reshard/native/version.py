@@ -6,4 +6,4 @@ A module by itself, since the command line prints it without importing anything 
 __all__ = ["__version__"]
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -188,7 +188,7 @@ class _FrozenType(type):
 
 
 class Record(metaclass=_FrozenType):
-    """An object of a class that is not known here, as the pickle describes it. It has no behaviour.
+    """An object of a class that is not known here, as the pickle describes it. It has no behavior.
 
     Attributes:
         args: what its class or function was called with.

@@ -533,7 +533,7 @@ class _Transfer:
 
     def run(self, window: Window, out: Array) -> None:
         """Long runs are read straight into their place; short ones are copied from a view, or read with some
-        neighbours."""
+        neighbors."""
         source, view, runs = self.source, self.view, window.runs()
         long = runs.run_bytes >= source.direct_bytes
         if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
@@ -576,7 +576,7 @@ class _Transfer:
         one = Window(window.offset, rest, window.strides, window.itemsize)
         inner = one.stop - one.offset
         step = 1
-        if 0 <= stride - inner <= gap:  # neighbours are close enough to be read together
+        if 0 <= stride - inner <= gap:  # neighbors are close enough to be read together
             step = min(max(self.buffer_bytes // max(stride, 1), 1), max(size - 1, 1))
         for start in range(0, size, step):
             n = min(step, size - start)

@@ -171,7 +171,7 @@ def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
 
 def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequence[Rank], int]]:
     """The ranks that share the parameters of a group: all, or those with the same experts, which are spread over
-    neighbours: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
+    neighbors: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
     shifts = experts_shifts(ranks, g, group)
     return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]
 

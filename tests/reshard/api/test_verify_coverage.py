@@ -140,7 +140,7 @@ def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path:
         assert not reshard.compare(*sides, atol=1e-30).ok
         unread = reshard.compare(*sides, by_fingerprint=True)
         assert unread.ok
-        assert "0 of 13268 bytes of values on each side read" in repr(unread)
+        assert "0 of 13,268 bytes of values on each side read" in repr(unread)
     # what cannot be read is a finding, too
     opened = reshard.open(bad)
     file.write_bytes(data[:40])

@@ -328,7 +328,10 @@ def test_every_short_form_is_drawn(say, words, told) -> None:
 
 
 def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
-    assert "┌" not in say("explain", "S(0) on dp=65").out
+    said = say("explain", "S(0) on dp=65").out
+    assert "┌" not in said
+    assert "not drawn, since it has 65 ranks: draw it with --shape, such as --shape 4096,1024" in said
+    assert say("explain", "tp,dp: S(0),S(0) on dp=2,tp=2").out.startswith("dim 0 sharded over tp, then dp\n")
 
 
 @pytest.mark.parametrize(
