@@ -318,7 +318,7 @@ BAD = [
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= if you pass memory="),
-    ({"every": Every(steps=1), "base": "auto"}, "decides .* itself"),
+    ({"every": Every(steps=1), "base": "auto"}, "does not take base=: full_every"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
     ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),
     ({"every": Every(steps=1), "preemption": "SIGTERM"}, "preemption must be reshard.Preemption"),
