@@ -255,11 +255,11 @@ class Topology:
         if sorted(named) != sorted(free):
             lacking, fixed = sorted(set(free) - set(named)), sorted(set(named) - set(free))
             what = f"axis {lacking[0]!r} is neither named nor fixed by a home" if lacking else f"a home fixes {fixed}"
-            raise PlanError(f"{what}; {free} are free")
+            raise PlanError(f"{what}: name each of {', '.join(free)}")
         if len(groups) != len(rule.placements):
             raise PlanError(
-                f"it has {format_count(len(rule.placements), 'placement')}, but the axes {free} are free: "
-                "give one for each, such as "
+                f"it has {format_count(len(rule.placements), 'placement')}, but needs one for each axis of "
+                f"{', '.join(free)}, such as "
                 f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
             )
         turned = self.mesh.submesh(*named, at=at)

@@ -153,8 +153,13 @@ def test_topologies_that_cannot_be_are_refused(make, message):
             r"the rule for '\*' \(S\(1\)\): .* shards a dim .* \(tensor 'layers.0.norm.weight'\)",
         ),
         ("dp=2,tp=2", {"*": "S(5),R"}, {}, r"\(S\(5\),R\): S\(5\) on .* not have \(tensor '[^()]*'\)$"),
-        ("dp=2,tp=2", {"*": "S(0)"}, {}, r"1 placement, but the axes \['dp', 'tp'\] are free"),
-        ("dp=2,tp=2", {"*": "dp: S(0)"}, {}, "axis 'tp' is neither named nor fixed by a home"),
+        (
+            "dp=2,tp=2",
+            {"*": "S(0)"},
+            {},
+            "1 placement, but needs one for each axis of dp, tp, such as {'\\*': 'S\\(0\\),R'}",
+        ),
+        ("dp=2,tp=2", {"*": "dp: S(0)"}, {}, "axis 'tp' is neither named nor fixed by a home: name each of dp, tp"),
         ("pp=2,dp=2", {"*": "pp,dp: R,S(0)"}, {"*": "pp=1"}, r"a home fixes \['pp'\]"),
     ],
 )
