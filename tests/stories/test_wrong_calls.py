@@ -37,7 +37,7 @@ NO_PATHS: dict[str, Any] = {
 }
 WRONG_OPTIONS: dict[str, dict[str, Any]] = {
     "save": {
-        "select": ["w", 3, [1], []],
+        "select": [3, [1], []],
         "divide_above_bytes": [-1, 0, "x", None],
         "memory_budget_bytes": [0, "x", 1.5],
         "ranks_per_file": [0, "x", 2.0, True],

@@ -163,7 +163,7 @@ def test_what_goes_wrong_is_said():
     assert not dist.is_initialized()
     with pytest.raises(LayoutError, match=r"'w' has shape .* on rank 0, but .* on rank 1"):
         trace_layout(differs, world_size=2)
-    with pytest.raises(LayoutError, match="world_size must be >= 1"):
+    with pytest.raises(LayoutError, match="world_size must be an integer >= 1"):
         trace_layout(differs, world_size=0)
     with pytest.raises(LayoutError, match="between 0 and 1"):
         trace_layout(differs, world_size=2, ranks=[2])
