@@ -327,7 +327,9 @@ def _as_nested(value: Any, live: Any) -> Any:
     ints = {str(key): key for key in live if type(key) is int and key.bit_length() <= 256 and key not in value}
     keys = {key: ints.get(key, key) if type(key) is str and key not in live else key for key in value}
     made = {keys[key]: _as_nested(item, live.get(keys[key])) for key, item in value.items()}
-    return made | {key: copy_containers(x) for key, x in live.items() if key not in made and _is_empty(x)}
+    empty = {key: copy_containers(item) for key, item in live.items() if key not in made and _is_empty(item)}
+    every = made | empty
+    return {key: every[key] for key in live if key in every} | made if empty else made
 
 
 def _kind_at(value: Any, path: KeyPath) -> str:
