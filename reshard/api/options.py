@@ -150,7 +150,8 @@ class SaveOptions:
             raise OptionError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
-        object.__setattr__(self, "select", globs_of(self.select))
+        if self.select is not None:
+            object.__setattr__(self, "select", globs_of(self.select))
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
             raise OptionError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
         if self.select == ():
@@ -159,7 +160,7 @@ class SaveOptions:
     @property
     def globs(self) -> tuple[str, ...] | None:
         """`select`, None for everything."""
-        return globs_of(self.select)
+        return None if self.select is None else tuple(self.select)
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
