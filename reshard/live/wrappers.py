@@ -126,14 +126,14 @@ class ModuleReader:
     def overwritten(self, module: nn.Module) -> Mapping[int, int]:
         """By id, the buffers that this module will overwrite before its next forward pass with those of another rank,
         and that rank: DistributedDataParallel gives all ranks the buffers of the first one of its group."""
-        if not getattr(module, "broadcast_buffers", False) or hasattr(module, "buffer_hook"):
+        inner = self.children(module).get("module")  # a compiled module has the attributes of what it wraps
+        if inner is None or not getattr(module, "broadcast_buffers", False) or hasattr(module, "buffer_hook"):
             return {}
         first = dist.get_global_rank(module.process_group, 0)  # type: ignore[arg-type]
         if first == dist.get_rank():
             return {}
         ignored: Collection[str] = module.parameters_to_ignore  # type: ignore[assignment]
-        buffers = self.children(module)["module"].named_buffers()  # type: ignore[union-attr]
-        return {id(buffer): first for name, buffer in buffers if name not in ignored}
+        return {id(buffer): first for name, buffer in inner.named_buffers() if name not in ignored}
 
     def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
         """Every child under every name that it has."""

@@ -272,7 +272,7 @@ class _Unpickler(pickle.Unpickler):
         if full not in _INERT and (_is_standard(module) or not self._allow(full)):
             raise UnsafeDataError(
                 f"{self._where}: the pickle asks for {full}, which is not on the short list of plain types; nothing of "
-                "of it was run. If you trust the file, load it with its own framework and save plain tensors instead"
+                "it was run. If you trust the file, load it with its own framework and save plain tensors instead"
             )
         if full not in self._types:
             self._types[full] = make_record_type(module, name)
