@@ -585,11 +585,12 @@ def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topolo
     tensors on the last."""
     numbered = (re.search(r"(?:^|\.)([A-Za-z_]\w*)\.(\d+)\.", fqn) for fqn in saved or ())
     found = {name: set(of) for name, of in grouped((m[1], int(m[2])) for m in numbered if m is not None).items()}
-    name = max(found, key=lambda name: len(found[name]), default="")
-    if not name or found[name] != set(range(len(found[name]))):
+    name = next(iter(found), "")
+    if len(found) != 1 or found[name] != set(range(len(found[name]))):
+        several = f", but {', '.join(found)} are all numbered" if len(found) > 1 else ""
         raise PlanError(
-            f"pp={stages} needs a checkpoint whose names number the layers from 0, such as layers.0.wq.weight: "
-            "give rules in a topology file"
+            f"pp={stages} needs a checkpoint whose names number the layers from 0 under one word, such as "
+            f"layers.0.wq.weight{several}: give rules in a topology file"
         )
     first = ("*embed*", "*wte.*", "*wpe.*")
     return pipelined(stage, stages, len(found[name]), first=first, layer=f"*{name}.{{}}.*")

@@ -56,6 +56,7 @@ def to_html(
     source: str = "",
     target: str = "",
     cluster: Cluster | None = None,
+    wrong: Sequence[str] = (),
 ) -> str:
     """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors, traffic
     between ranks, bytes per rank, and a searchable table of tensors.
@@ -68,6 +69,7 @@ def to_html(
         source: name of the source for readers, such as a path or a topology.
         target: name of the target.
         cluster: also show the time that `estimate` returns. Its `ranks_per_host` is used.
+        wrong: what is wrong besides what the proof finds. The page lists it first.
 
     Raises PlanError for a value that is not a plan, or for less than one rank per host.
     """
@@ -83,7 +85,7 @@ def to_html(
         "title": escape(title or story.title),
         "style": STYLE,
         "between": _between(source, target),
-        "verdict": _verdict(plan),
+        "verdict": _verdict(plan, wrong),
         "figures": "".join(_figure(*figure) for figure in figures),
         "tensors": _tensors(story, world),
         "traffic": _traffic(story, ranks_per_host),
@@ -99,13 +101,14 @@ def _between(source: str, target: str) -> str:
     return f'<p class="between">{" ".join(sides)}</p>' if sides else ""
 
 
-def _verdict(plan: LoadPlan | SavePlan | TransferPlan) -> str:
-    """Return what the proof of this plan says."""
+def _verdict(plan: LoadPlan | SavePlan | TransferPlan, wrong: Sequence[str]) -> str:
+    """Return what the proof of this plan says, and what else is wrong."""
     report = verify(plan)
-    if report.ok:
+    findings = [*wrong, *map(str, report.findings)]
+    if not findings:
         return f'<p class="verdict">OK: {escape(report.covers)}.</p>'
-    listed = "".join(f"<li>{escape(str(finding))}</li>" for finding in report.findings[:5])
-    more = f"<li>and {len(report.findings) - 5} more</li>" if len(report.findings) > 5 else ""
+    listed = "".join(f"<li>{escape(finding)}</li>" for finding in findings[:5])
+    more = f"<li>and {len(findings) - 5} more</li>" if len(findings) > 5 else ""
     return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
 
 

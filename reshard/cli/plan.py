@@ -84,6 +84,7 @@ def plan(
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
     unsharded = {} if allow_unsharded_axes or allow_uncut_axes else sides.unsharded_axes
+    useless = list(map(_unsharded_text, unsharded.items()))
     if out is not None:
         from planners.plans.codec import dumps
 
@@ -91,13 +92,12 @@ def plan(
     if html is not None:
         from planners.reports.pages import to_html
 
-        page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster)
+        page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        print_json(_as_json(made, report, list(map(_unsharded_text, unsharded.items())), cluster))
+        print_json(_as_json(made, report, useless, cluster))
     else:
-        wrong = [*map(_unsharded_text, unsharded.items()), *map(str, report.findings[:20])]
-        _print_verdict(report, wrong)
+        _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, limit, cluster, [file for file in (out, html) if file is not None])
         _print_unsharded(sides, source, onto, unsharded)
     if unsharded or not report.ok:

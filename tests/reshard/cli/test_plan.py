@@ -149,6 +149,30 @@ def test_layers_over_the_stages_of_a_pipeline(say, gpt) -> None:
     assert (said.code, "pp=2 needs a checkpoint whose names number the layers" in said.err) == (2, True)
 
 
+def test_layers_that_several_words_number_are_not_guessed(say, tmp_path) -> None:
+    """Those of a Sequential are `model.0.w` and `optim.state.0.w.exp_avg`: a layer must not part from its state."""
+    import torch
+
+    layers = {str(i): {"w": torch.ones(4)} for i in range(4)}
+    reshard.save(
+        {"model": layers, "optim": {"state": {f"{i}.w": {"exp_avg": torch.ones(4)} for i in range(4)}}}, tmp_path
+    )
+
+    said = say("plan", tmp_path, "pp=2")
+
+    assert said.code == 2
+    assert "under one word, such as layers.0.wq.weight, but model, state are all numbered" in said.err
+
+
+def test_a_page_says_that_an_axis_shards_nothing(say, gpt, tmp_path) -> None:
+    said = say("plan", gpt, "fsdp=2,tp=2", "--html", tmp_path / "plan.html")
+
+    assert said.code == 1
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "Not correct:<ul><li>axis &#x27;tp&#x27; shards no tensor" in page
+    assert "OK: every element" not in page
+
+
 def test_an_axis_may_shard_nothing_where_that_was_asked_for(say, checkpoint) -> None:
     for option in ("--allow-unsharded-axes", "--allow-uncut-axes"):
         allowed = say("plan", checkpoint, "tp=2", option)
