@@ -206,7 +206,7 @@ class KeyMatch:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
             return
         live = self.targets.live(key)
-        made = restore_types(_as_nested(value, live), live)
+        made = restore_types(_as_nested(value, live, self.checkpoint.contents.keys_are_text), live)
         if (name := unresolved_class(made)) is not None:
             self.mismatched.append(f"{key}: {needs_class(name)}")
             return
@@ -317,16 +317,16 @@ def _is_empty(nest: Any) -> bool:
     return isinstance(nest, list) and bool(nest) and all(map(_is_empty, nest))
 
 
-def _as_nested(value: Any, live: Any) -> Any:
-    """The saved value with what DCP, for example, does not record, as it is in the live one: dicts that are empty, and
-    that a key is an int."""
+def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
+    """The saved value with what its format does not record, as it is in the live one: dicts that are empty, and, if
+    all keys are recorded as text, which keys are ints."""
     if type(value) is list and isinstance(live, list) and len(value) == len(live):
-        return list(map(_as_nested, value, live))
+        return [_as_nested(item, other, keys_are_text) for item, other in zip(value, live)]
     if type(value) is not dict or not isinstance(live, Mapping):
         return value
-    ints = {str(key): key for key in live if type(key) is int and key.bit_length() <= 256 and key not in value}
-    keys = {key: ints.get(key, key) if type(key) is str and key not in live else key for key in value}
-    made = {keys[key]: _as_nested(item, live.get(keys[key])) for key, item in value.items()}
+    ints = {str(key): key for key in live if keys_are_text and type(key) is int and key.bit_length() <= 256}
+    keys = {key: key if key in live else ints.get(key, key) for key in value}
+    made = {keys[key]: _as_nested(item, live.get(keys[key]), keys_are_text) for key, item in value.items()}
     empty = {key: copy_containers(item) for key, item in live.items() if key not in made and _is_empty(item)}
     every = made | empty
     return {key: every[key] for key in live if key in every} | made if empty else made

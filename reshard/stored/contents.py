@@ -82,6 +82,8 @@ class Contents(State[StoredTensor]):
     """What a reader should know: files that were ignored, objects that could not be represented."""
     subset: tuple[str, ...] | None = None
     """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
+    keys_are_text: bool = False
+    """Whether the format records keys of dicts as text only, so that `"2"` may have been 2."""
     files: tuple[FileSource, ...] = ()
     """The files that were looked at, if it was opened from a folder."""
     checking: Checking = field(default_factory=Checking, compare=False)

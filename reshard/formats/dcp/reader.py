@@ -104,7 +104,10 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
         lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
     )
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
-    return Contents(LazyMapping(tensors), LazyMapping(objects), index.paths, format="dcp", facts=facts, files=named)
+    return Contents(
+        LazyMapping(tensors), LazyMapping(objects), index.paths,
+        format="dcp", facts=facts, keys_are_text=True, files=named,
+    )  # fmt: skip
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:

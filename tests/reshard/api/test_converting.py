@@ -252,6 +252,18 @@ def test_what_torch_does_not_record_is_as_in_the_target(tmp_path: Path) -> None:
         assert_same(target, state)
 
 
+@pytest.mark.parametrize("format", ["native", "torch_save"])
+def test_a_text_key_that_is_recorded_as_text_is_not_taken_for_an_int(format: str, tmp_path: Path) -> None:
+    reshard.save({"plain": {"a": 1, "2": "b"}, "w": torch.ones(2)}, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format)
+    target: dict[str, Any] = {"plain": {"a": 0, 2: ""}, "w": torch.zeros(2)}
+
+    report = reshard.load(target, place(tmp_path, format))
+
+    assert report.dropped == ("plain.2",)
+    assert target["plain"] == {"a": 1, "2": "b"}
+
+
 @pytest.mark.parametrize(("format", "tuples"), [("dcp", True), ("torch_save", False), ("torch_checkpointing", False)])
 def test_containers_of_a_class_become_builtin_and_are_reported(format: str, tuples: bool, tmp_path: Path) -> None:
     state = {
