@@ -68,11 +68,11 @@ def test_ranges_of_bytes_share_out_the_elements(made, cuts):
 
 
 @given(windows(), st.integers(0, 20))
-def test_coalesced_reads_hold_all_runs_and_waste_only_short_gaps(made, gap):
+def test_joined_reads_hold_all_runs_and_waste_only_short_gaps(made, gap):
     _, window, _ = made
-    runs = list(window.runs())
+    runs, joined = list(window.runs()), window.runs().joined(gap)
 
-    reads = list(window.runs().coalesced(gap))
+    reads = [(start, length, window.runs().nbytes // joined.count) for start, length in joined]
 
     assert sum(needed for _, _, needed in reads) == sum(size for _, size in runs)
     left = iter(runs)

@@ -435,9 +435,3 @@ class ByteRuns:
         """Return the same runs sorted by position, or unchanged if no order of the dims sorts them."""
         dims = sorted(zip(self.strides, self.counts), reverse=True)
         return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
-
-    def coalesced(self, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Return the (start, length, needed bytes) of each read of `joined`."""
-        reads = self.joined(max_gap_bytes)
-        for start, length in reads:
-            yield start, length, self.nbytes // reads.count

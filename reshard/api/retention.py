@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -14,7 +15,7 @@ from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, OptionError, StorageError
-from reshard.formats.opening import path_below, steps_at
+from reshard.formats.opening import RunStep, path_below, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
 from reshard.native.reader import detect
@@ -63,8 +64,9 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint at or directly below `folder`, or None. The time at
-    which its save began counts. A folder that does not exist has none, as before the first save of a run.
+    """Return the newest complete checkpoint at or directly below `folder`, or None: the step with the
+    highest number, as `reshard.open` chooses it. If no name has a number, it is the one whose save began
+    last. A folder that does not exist has none, as before the first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated.
@@ -73,12 +75,16 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     newest.
     """
     found = complete(folder)
-    return found[-1][1] if found else None
+    return found[-1].path if found else None
 
 
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
     """Remove all complete checkpoints directly below `folder` except the `keep_last` newest. Return
     the removed paths.
+
+    The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints whose
+    saves began last stay, too: after a return to an earlier step, these are what the run continues from.
+    If some names have step numbers, those without, such as `best`, stay and do not count.
 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
@@ -94,8 +100,9 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
             f"keep_last must be an integer >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
         )
     check_executor(executor, 1, folder)
-    found = [path for _, path, is_below in complete(folder) if is_below]
-    return remove_checkpoints(folder, found[:-keep_last], executor)
+    found = [one for one in complete(folder) if one.is_below]
+    kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
+    return remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,19 @@ def remove_checkpoints(
     return gone
 
 
-def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
-    """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
+@dataclass(frozen=True)
+class _Complete:
+    """A complete checkpoint, and what its age is known by."""
+
+    path: str
+    is_below: bool
+    """False: it is the folder itself."""
+    created_unix_s: float
+    step: RunStep | None
+
+
+def complete(folder: str | os.PathLike[str]) -> list[_Complete]:
+    """The steps of a run that are complete, the oldest first; or, if no name is that of a step, all checkpoints."""
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
@@ -168,5 +186,7 @@ def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
                 if detect(inner, {MANIFEST: inner.size(MANIFEST)}):
                     refuse_newer(inner.read(MANIFEST), f"{inner.url.rstrip('/')}/{MANIFEST}")
             continue
-        found.append((created, path, bool(place)))
-    return sorted(found)
+        found.append(_Complete(path, bool(place), created, step_of(place) if place else None))
+    by_time = sorted(found, key=lambda one: (one.created_unix_s, one.path))
+    steps = [(one.step.age, one) for one in by_time if one.step]
+    return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time

@@ -107,8 +107,8 @@ def save(
             more.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
             is an error, and nothing is written. Other files are never replaced.
-        base: an earlier checkpoint, at `path` or beside it, or "auto" for the newest. Data that it already has is not
-            written again. The new checkpoint is still complete by itself: see docs/incremental.md.
+        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data that it already
+            has is not written again. The new checkpoint is still complete by itself: see docs/incremental.md.
         ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.

@@ -32,7 +32,7 @@ from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
-__all__ = ["look_at", "look_in", "open_contents", "path_below", "steps_at"]
+__all__ = ["RunStep", "look_at", "look_in", "open_contents", "path_below", "step_of", "steps_at"]
 
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
@@ -469,7 +469,7 @@ def steps_seen(look: Look) -> list[RunStep]:
 
 def marks_in(look: Look) -> list[str]:
     """The files at the top that are called as those of a checkpoint, and not as steps."""
-    return sorted(name for name in look("")[1] if _is_mark(name) and not _step_of(name, ""))
+    return sorted(name for name in look("")[1] if _is_mark(name) and not step_of(name))
 
 
 def owned_by(marks: Iterable[str]) -> list[str]:
@@ -517,7 +517,8 @@ def _is_mark(name: str) -> bool:
     return name in _MARKS or (name.endswith(_SUFFIXES) and name != "training_args.bin")
 
 
-def _step_of(name: str, folder: str) -> RunStep | None:
+def step_of(name: str, folder: str = "") -> RunStep | None:
+    """What the name of a checkpoint in the folder of a run says; None if it is not called as a step."""
     match = _STEP.fullmatch(name)
     if match is not None:
         return RunStep(int(match[1]), folder + name)
@@ -526,4 +527,4 @@ def _step_of(name: str, folder: str) -> RunStep | None:
 
 def _steps(folder: str, folders: Iterable[str], files: Iterable[str]) -> list[RunStep]:
     names = [*folders, *(name for name in files if name.endswith(".ckpt"))]
-    return sorted((step for name in names if (step := _step_of(name, folder))), key=lambda step: step.age)
+    return sorted((step for name in names if (step := step_of(name, folder))), key=lambda step: step.age)

@@ -65,6 +65,49 @@ def test_what_only_looks_like_data_of_ours_is_never_removed(tmp_path):
     assert len([path for path in tmp_path.iterdir() if commit.is_generation(path.name)]) == 1
 
 
+def saved(folder, *names):
+    for name in names:
+        reshard.save(STATE, folder / name)
+    return folder
+
+
+def left_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_is_the_same_for_all_that_ask(tmp_path):
+    """The highest number, whatever was saved last. Pruning once deleted step-20 here, which `open` had chosen."""
+    run = saved(tmp_path, "step-3", "step-20", "step-10")
+
+    assert reshard.latest_complete(run) == reshard.open(run).url == str(run / "step-20")
+    assert [step.step for step in reshard.steps(run)] == [3, 10, 20]
+    assert reshard.prune(run, keep_last=1) == [str(run / "step-3")]
+    assert left_in(run) == ["step-10", "step-20"]  # the newest, and the one saved last
+
+
+def test_what_a_run_saves_after_it_returned_to_an_earlier_step_is_not_pruned(tmp_path):
+    run = saved(tmp_path, "step-1", "step-8", "step-9")
+    for step in (2, 3, 4):
+        saved(run, f"step-{step}")
+        reshard.prune(run, keep_last=1)
+        assert left_in(run) == [f"step-{step}", "step-9"]
+
+
+def test_pruning_a_run_leaves_checkpoints_without_a_step(tmp_path):
+    run = saved(tmp_path, "best", "step-1", "step-2", "final")
+
+    assert reshard.latest_complete(run) == str(run / "step-2")
+    assert reshard.prune(run, keep_last=1) == [str(run / "step-1")]
+    assert left_in(run) == ["best", "final", "step-2"]
+
+
+def test_without_any_step_the_time_of_a_save_is_its_age(tmp_path):
+    run = saved(tmp_path, "c", "b", "a")
+
+    assert reshard.latest_complete(run) == str(run / "a")
+    assert reshard.prune(run, keep_last=2) == [str(run / "c")]
+
+
 def test_pruning_removes_what_holds_nothing(tmp_path):
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")

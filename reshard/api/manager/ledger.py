@@ -37,7 +37,7 @@ def step_path(root: str, step: int) -> str:
 
 def whole_steps(root: str) -> list[int]:
     """The steps in storage that are complete, according to names and sizes of files, in order."""
-    names = [path.rpartition("/")[2] for _, path, is_below in complete(root) if is_below]
+    names = [one.path.rpartition("/")[2] for one in complete(root) if one.is_below]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 

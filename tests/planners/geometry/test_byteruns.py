@@ -55,11 +55,11 @@ def test_a_stride_of_zero_repeats_an_element():
 def test_gaps_up_to_the_limit_are_read_as_well():
     runs = Window.row_major(0, (4, 10), 1).crop(Box((0, 0), (4, 7))).runs()
 
-    assert list(runs.coalesced(3)) == [(0, 37, 28)]
-    assert list(runs.coalesced(2)) == [(0, 7, 7), (10, 7, 7), (20, 7, 7), (30, 7, 7)]
-    assert list(ByteRuns(0, 0, (), ()).coalesced(10)) == []
+    assert list(runs.joined(3)) == [(0, 37)]
+    assert list(runs.joined(2)) == [(0, 7), (10, 7), (20, 7), (30, 7)]
+    assert list(ByteRuns(0, 0, (), ()).joined(10)) == []
     backwards = Window.row_major(0, (2, 2), 1).permute((1, 0)).runs()  # 0 2 1 3: a run before the last one's end
-    assert list(backwards.coalesced(8)) == [(0, 3, 2), (1, 3, 2)]
+    assert list(backwards.joined(8)) == [(0, 3), (1, 3)]
 
 
 @pytest.mark.parametrize(
