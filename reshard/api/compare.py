@@ -1,6 +1,7 @@
 """`compare` finds the differences between two checkpoints, or a checkpoint and a state dict.
 
-It processes one tensor at a time, in pieces of bounded size, and needs no model, GPU, or process group.
+It processes one tensor at a time, in pieces of bounded size, and needs no model, GPU, or process group. The ranks that
+share a sharded state each compare what they hold, and put the results together.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from io import BytesIO
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
+from planners.geometry.layout import TensorLayout
 from planners.geometry.mesh import grouped
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
+from reshard.api.transfer_memory import held_parts
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
@@ -31,6 +36,7 @@ from reshard.errors import (
     KeyMismatchError,
     LayoutError,
     StorageError,
+    format_names,
     option_error,
 )
 from reshard.live.copy_streams import to_host
@@ -38,10 +44,19 @@ from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
-from reshard.live.state import PerRank
+from reshard.live.state import LiveTensor, PerRank
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import is_sharded, is_tensor, raw_bytes, spec_of, state_instead_of
+from reshard.live.tensors import (
+    OVERWRITTEN_BY,
+    form_by_all,
+    is_sharded,
+    is_tensor,
+    raw_bytes,
+    spec_of,
+    state_instead_of,
+)
 from reshard.live.tree import flatten
+from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
@@ -52,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "elements_of"]
 
+Sizes = tuple[int, ...]
 _How = tuple[float, float, bool]
 """The relative and the absolute tolerance, and whether differences are measured."""
 
@@ -73,15 +89,21 @@ def compare(
     executor: Executor | None = None,
     progress: bool = False,
     measure: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta = DEADLINE_S,
 ) -> CompareReport:
     """Compare two checkpoints, or a checkpoint and a state dict.
+
+        reshard.load(state, "run/step-1000")
+        assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may differ.
     Values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
     values are equal within `atol + rtol * |b|`.
 
     Args:
-        a, b: a path, an open `Checkpoint`, or a (nested) state dict of full tensors.
+        a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or ShardedTensors the call is
+            collective: each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
         by_fingerprint: compare saved fingerprints instead of values where both sides have them. This is fast, but does
             not find damage since the save. Not with a tolerance.
         labels: names for the two sides in findings; default: their paths.
@@ -89,14 +111,29 @@ def compare(
         executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
+        process_group: the ranks that share the state; default: the default group. With one, the call is collective even
+            if no tensor is sharded, as for pipeline stages: a name counts as missing if no rank has it.
+        timeout: limit for a collective call, in seconds or as a `timedelta`.
 
     Returns a report. It lists every difference, with the first differing element of each tensor in row-major order, and
     everything that cannot be read. `covered` says how many bytes of `a` were read and compared with those of `b`, not
     counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
+    how = (rtol, atol, measure)
     with engine(executor, workers) as hands:
-        return compare_sides(a, b, (rtol, atol, measure), by_fingerprint, labels, hands, progress)
+        if process_group is None and not any(map(_is_sharded, (a, b))):
+            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress)
+        group = Group(process_group, deadline_s=timeout)
+        with group.together("compare"):
+            group.same_options("compare", {"tolerance and measure": how, "labels": labels})
+            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress and not group.rank, group)
+
+
+def _is_sharded(side: Any) -> bool:
+    if isinstance(side, Checkpoint) or not isinstance(side, Mapping):
+        return False
+    return any(map(is_sharded, flatten(side, is_leaf=lambda v: is_tensor(v) or isinstance(v, PerRank)).leaves.values()))
 
 
 @gc_paused()
@@ -108,46 +145,55 @@ def compare_sides(
     labels: tuple[str, str] | None,
     executor: Executor | None,
     progress: bool,
+    group: Group | None = None,
 ) -> CompareReport:
     """See `compare`; `how` has the relative and the absolute tolerance, and whether differences are measured."""
     rtol, atol, is_measured = how
     with gc_paused():
-        left, right = _Side(a), _Side(b)
+        left, right = _Side(a, group), _Side(b, group)
     if labels is not None:
         left.label, right.label = labels
     subject = f"{left.label} and {right.label}"
-    findings = [*_prefix_findings(left, right), *_only_findings(left, right, left.tensors, right.tensors)]
-    common = [name for name in left.tensors if name in right.tensors]
     exact = not rtol and not atol
+    foreign = left.foreign | right.foreign
+    common = [name for name in left.tensors if name in right.tensors and name not in foreign]
     known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
-    total = sum(_nbytes(x) for x in left.tensors.values())
+    mine = _RankFindings({name: text for name, text in known.items() if text is not None})
+    total = sum(left.names.nbytes.values())
     with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
-        step.advance(sum(_nbytes(left.tensors[name]) for name in common if known[name] is not None))
-        unknown = [name for name in common if known[name] is None]
-        found = _differences(left, right, unknown, how, executor, step)
-    for name in common:
-        text = known[name] or ""
-        element = None
-        if name in found:
-            text, element = found[name].text(math.prod(left.tensors[name].shape))
-        findings += [Finding(text, name, None, element)] if text else []
-    read = sum(_nbytes(left.tensors[name]) for name in unknown if not found[name].error)
-    findings += _object_findings(left, right)
-    findings += _own_findings(left, right)
+        step.advance(sum(left.names.nbytes[name] for name in mine.known))
+        mine.boxes = _differences(left, right, [name for name in common if known[name] is None], how, executor, step)
+    mine.sizes = {
+        name: (math.prod(side.shape), side.dtype.itemsize) for name, side in left.tensors.items() if name in known
+    }
+    mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
+    found = _JointFindings.of({0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine))))
+    findings = [*_prefix_findings(left, right)]
+    for kind in ("nbytes", "objects", "own"):
+        findings += _only_findings(left, right, *(getattr(side.names, kind) for side in (left, right)))
+    both = [name for name in left.names.nbytes if name in right.names.nbytes]
+    foreign = {name for side in (left, right) for name in side.names.foreign if name not in found.sizes}
+    findings += [
+        finding
+        for name in both
+        if name not in foreign and (finding := found.of_tensor(name, is_shared=group is not None)) is not None
+    ]
+    findings += found.on_others
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes, and objects compared; {read:,} of {total:,} bytes of values on each side read and "
-        f"compared{within}"
+        f"names, shapes, dtypes, and objects compared; {found.read_bytes:,} of {total:,} bytes of values on each side "
+        f"read and compared{within}"
     )
-    if read < total:
+    if "" in found.known.values():
         covers += ", the rest only by their saved fingerprints"
-    sizes = {name: math.prod(left.tensors[name].shape) for name in common if is_measured}
-    alike = {name for name, text in known.items() if text == ""}
-    sums = {name: found[name] if name in found else _Difference() for name in sizes if name in found or name in alike}
-    measures = {name: one.measure(sizes[name]) for name, one in sums.items() if not one.error}
+    if foreign:
+        covers += (
+            f"; not compared: {format_names(sorted(foreign))}, whose elements another rank will overwrite, as "
+            "DistributedDataParallel does with buffers"
+        )
     return CompareReport(
-        subject, tuple(findings), len(common), Coverage(total, read, read), covers,
-        measures if is_measured else None, (left.label, right.label),
+        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes), covers,
+        found.measures() if is_measured else None, (left.label, right.label),
     )  # fmt: skip
 
 
@@ -181,10 +227,6 @@ class CompareReport(Report):
         return framed(self.to_html(), self.subject)
 
 
-def _nbytes(tensor: Any) -> int:
-    return int(tensor.nbytes)
-
-
 def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bool) -> str | None:
     """Return how a tensor of both sides differs, or "" if it does not, if this is known without reading it; else
     None."""
@@ -203,8 +245,8 @@ class _Difference:
     """How two tensors differ in some boxes."""
 
     count: int = 0
-    first: tuple[tuple[int, ...], Any, Any] | None = None
-    """The first element that differs, and what it is on both sides."""
+    first: tuple[tuple[int, ...], str, str] | None = None
+    """The first element that differs, in row-major order, and what it is on both sides."""
     error: str = ""
     largest: float = 0.0
     squares: float = 0.0
@@ -214,12 +256,18 @@ class _Difference:
     odd: int = 0
 
     def __add__(self, other: _Difference) -> _Difference:
-        """`other` is of boxes behind these."""
+        """`other` is of other boxes."""
+        firsts = [one.first for one in (self, other) if one.first]
         return _Difference(
-            self.count + other.count, self.first or other.first, self.error or other.error,
+            self.count + other.count, min(firsts, default=None), self.error or other.error,
             max(self.largest, other.largest), self.squares + other.squares, self.norm + other.norm,
             self.odd + other.odd,
         )  # fmt: skip
+
+    @property
+    def weight(self) -> tuple[bool, int]:
+        """How bad it is; (False, 0) if there is no difference."""
+        return bool(self.error), self.count
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
         """Return this difference with the distances of one more piece of both sides added."""
@@ -243,10 +291,81 @@ class _Difference:
         """Return the difference in words, "" if there is none, and the first element that differs."""
         if self.error or self.first is None:
             return self.error, None
-        element, *values = self.first
-        x, y = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
-        x, y = map(str, values) if x == y else (x, y)
+        element, x, y = self.first
         return f"{self.count} of {numel} elements differ; the first is {x} and {y}", element
+
+
+def _shown(x: Any, y: Any) -> tuple[str, str]:
+    """Two values, with six digits if that shows how they differ."""
+    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (x, y)]
+    return (str(x), str(y)) if short[0] == short[1] else (short[0], short[1])
+
+
+class _RankFindings(msgspec.Struct):
+    """What one rank found."""
+
+    known: dict[str, str]
+    """How tensors differ, or "" if they do not, where that is known without reading them."""
+    sizes: dict[str, tuple[int, int]] = {}
+    """Of each tensor that was compared: its elements, and the bytes of one."""
+    boxes: list[tuple[str, Sizes, Sizes, _Difference]] = []
+    others: list[tuple[str, str]] = []
+    """Keys of other values, and how these differ."""
+
+
+@dataclass(frozen=True)
+class _JointFindings:
+    """What all ranks found together."""
+
+    known: Mapping[str, str]
+    sizes: Mapping[str, tuple[int, int]]
+    by_box: Mapping[str, Mapping[Box, tuple[int, _Difference]]]
+    """By tensor and box: the rank, and what it found; of ranks with the same box, one where most elements differ."""
+    totals: Mapping[str, _Difference]
+    on_others: Sequence[Finding]
+    """On values that are no tensors."""
+
+    @classmethod
+    def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:
+        """Put together what each rank found."""
+        known = {name: text for one in found.values() for name, text in one.known.items()}
+        sizes = {name: size for one in found.values() for name, size in one.sizes.items()}
+        others = dict.fromkeys(pair for one in found.values() for pair in one.others)
+        boxes: dict[str, dict[Box, tuple[int, _Difference]]] = {name: {} for name in sizes}
+        for rank, one in found.items():
+            for name, offsets, extents, difference in one.boxes:
+                at, box = boxes[name], Box.of(offsets, extents)
+                if box not in at or difference.weight > at[box][1].weight:
+                    at[box] = rank, difference
+        totals = {name: sum((one for _, one in its.values()), _Difference()) for name, its in boxes.items()}
+        return cls(known, sizes, boxes, totals, [Finding(message, key) for key, message in others])
+
+    def of_tensor(self, name: str, *, is_shared: bool) -> Finding | None:
+        """How a tensor that both sides have differs; `is_shared`: the finding names the rank."""
+        if name not in self.sizes:
+            return Finding("was not compared: no rank has it on both sides", name)
+        if name in self.known:
+            return Finding(self.known[name], name) if self.known[name] else None
+        its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
+        text, element = total.text(elements)
+        if text:
+            rank = next(rank for rank, one in its.values() if one.error or (one.count and one.first == total.first))
+            return Finding(text, name, rank if is_shared else None, element)
+        lacking = elements - sum(box.numel for box in its)
+        return (
+            Finding(f"{lacking} of {elements} elements were not compared: no rank has them", name) if lacking else None
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the first side that were read and compared, those of copies once."""
+        read = (name for name, total in self.totals.items() if not total.error)
+        return sum(box.numel * self.sizes[name][1] for name in read for box in self.by_box[name])
+
+    def measures(self) -> dict[str, Measure]:
+        """By how much tensors of equal shape differ."""
+        alike = {name: one for name, one in self.totals.items() if not (one.error or self.known.get(name))}
+        return {name: one.measure(self.sizes[name][0]) for name, one in alike.items()}
 
 
 @dataclass(frozen=True)
@@ -269,25 +388,24 @@ def _differences(
     how: _How,
     executor: Executor | None,
     step: Phase,
-) -> dict[str, _Difference]:
-    """Return the differences by name, of tensors that must be read."""
-    sizes = {name: max(side.tensors[name].dtype.itemsize for side in (left, right)) for name in names}
-    asked = list(shares((name, left.tensors[name].shape, sizes[name]) for name in names))
-    answers: dict[Share, list[_Difference]] = {}
+) -> list[tuple[str, Sizes, Sizes, _Difference]]:
+    """Return the differences of all elements that this process has on both sides, box by box."""
+    asked = shares(
+        (name, box, max(side.tensors[name].dtype.itemsize for side in (left, right)))
+        for name in names
+        for box in _boxes_of(name, left.tensors[name], right.tensors[name])
+    )
+    found: list[tuple[str, Sizes, Sizes, _Difference]] = []
 
-    def on_done(share: Share, found: list[_Difference]) -> None:
-        answers[share] = found
+    def on_done(share: Share, differences: list[_Difference]) -> None:
+        found.extend((name, *box, one) for (name, box), one in zip(share, differences))
         step.advance(sum(box.numel * left.tensors[name].dtype.itemsize for name, box in share))
 
     work = None
     if executor is not None and left.checkpoint is not None and right.checkpoint is not None:
         work = CompareWork(Opening.of(left.checkpoint), Opening.of(right.checkpoint), how)
     run_tasks(work, asked, executor, on_done, here=partial(_compare_share, left, right, how))
-    totals = dict.fromkeys(names, _Difference())
-    for share in asked:
-        for (name, _), found in zip(share, answers[share]):
-            totals[name] += found
-    return totals
+    return found
 
 
 @gc_paused()
@@ -301,38 +419,109 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
     return found
 
 
+@dataclass(frozen=True)
+class _HeldBoxes:
+    """The boxes of a sharded tensor that this rank holds, each with its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Mapping[Box, torch.Tensor]
+
+    @classmethod
+    def of(cls, key: str, value: Any, group: Group) -> _HeldBoxes:
+        """Collective over the ranks that hold it, where they must find out together how it is sharded."""
+        live = LiveTensor(key, value)
+        layout = TensorLayout.of(live.spec, form_by_all(value))
+        parts = held_parts(live, layout, group.job_rank)
+        boxes = {box: local[inner.slices] for local, part in parts for box, inner in part.boxes()}
+        return cls(tuple(live.spec.shape), live.dtype, boxes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def elements(self, box: Box) -> torch.Tensor:
+        """The elements of a box within one of these."""
+        around = next(outer for outer in self.boxes if outer.contains(box))
+        return self.boxes[around][box.relative_to(around).slices]
+
+
+def _boxes_of(name: str, x: Any, y: Any) -> Collection[Box]:
+    """The boxes of a tensor that this process has on both sides."""
+    held = [side.boxes.keys() for side in (x, y) if isinstance(side, _HeldBoxes)]
+    if held and held[0] != held[-1]:
+        raise LayoutError(
+            f"{name!r} is sharded in two ways: compare each state with a checkpoint, or their fingerprints"
+        )
+    return held[0] if held else [Box.full(tuple(x.shape))]
+
+
+class _SideNames(msgspec.Struct):
+    """The names on a side, of any rank."""
+
+    nbytes: dict[str, int]
+    """Bytes of each tensor."""
+    objects: list[str]
+    own: list[str]
+    """Of values of each rank."""
+    foreign: list[str]
+    """Tensors whose elements on this rank do not count: another rank's will overwrite them."""
+
+    def joined(self, group: Group | None) -> _SideNames:
+        """Return the names of all ranks, in the order of ranks. Collective."""
+        each = [self] if group is None else group.exchange(self)
+        tensors = {name: nbytes for one in each for name, nbytes in one.nbytes.items()}
+        kinds = ([name for one in each for name in getattr(one, kind)] for kind in ("objects", "own", "foreign"))
+        return _SideNames(tensors, *(list(dict.fromkeys(names)) for names in kinds))
+
+
 class _Side:
     """Tensors by name, objects, values of each rank by key and rank, and fingerprints of one of the two."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, group: Group | None = None) -> None:
         self.fingerprints: Mapping[str, str] = {}
         self.checkpoint: Checkpoint | None = None
         self.tensors: Mapping[str, Any]
         self.objects: Mapping[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
+        self.foreign: set[str] = set()
         self.is_one_rank_s = False
         if isinstance(source, torch.nn.Module | torch.optim.Optimizer):
             raise option_error(
                 f"compare takes a path, Checkpoint, or state dict, got {state_instead_of(source)}", StorageError
             )
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
-            leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
-            values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
-            sharded = [key for key, value in values.items() if is_sharded(value)]
-            if sharded:
-                raise LayoutError(f"{sharded[0]!r} is sharded: compare full tensors, or checkpoints, or fingerprints")
-            self.label = "the state dict"
-            self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
-            for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:
-                if is_tensor(value):
-                    spec_of(key, value)  # which refuses what has no plain elements
-            self.is_one_rank_s = True
-            self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
-            return
-        self.checkpoint = checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        self.label = checkpoint.url
+            self._take_state(source, group)
+        else:
+            self._take_checkpoint(source if isinstance(source, Checkpoint) else open_checkpoint(source))
+        nbytes = {name: int(tensor.nbytes) for name, tensor in self.tensors.items()}
+        names = _SideNames(nbytes, [*self.objects], [*self.own], [*self.foreign])
+        self.names = names if self.checkpoint is not None else names.joined(group)
+
+    def _take_state(self, source: Mapping[Any, Any], group: Group | None) -> None:
+        leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
+        values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
+        sharded = [key for key, value in values.items() if is_sharded(value)]
+        if sharded and group is None:
+            raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
+        self.label = "the state dict"
+        self.tensors = {
+            k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
+            for k, v in values.items()
+            if is_tensor(v) or isinstance(v, LazyTensor)
+        }
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
+        self.foreign = {k for k, v in self.tensors.items() if getattr(v, OVERWRITTEN_BY, None) is not None}
+        for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:
+            if is_tensor(value):
+                spec_of(key, value)  # which refuses what has no plain elements
+        self.is_one_rank_s = True
+        self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
+
+    def _take_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.label = checkpoint, checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
         self.objects = _values(checkpoint.objects)
@@ -359,9 +548,9 @@ def _as_bytes(value: Any) -> Any:
 
 def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     """Report names that differ only by a prefix, such as `model.`, before they are listed one by one."""
-    if left.tensors.keys() & right.tensors.keys():
+    if left.names.nbytes.keys() & right.names.nbytes.keys():
         return
-    for one, other, of in (left.tensors, right.tensors, ""), *_parts_of_more(left, right):
+    for one, other, of in (left.names.nbytes, right.names.nbytes, ""), *_parts_of_more(left, right):
         (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
         if not of_left or of_left != of_right:
             continue
@@ -378,12 +567,12 @@ def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
 def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str], Collection[str], str]]:
     """The names below each top-level key of one side, such as a model beside an optimizer, and all names of the other
     side, in words."""
-    for name, below in grouped((name.partition(".")[0], name) for name in left.tensors).items():
-        if len(below) == len(right.tensors):
-            yield below, right.tensors, f" in {right.label} and of {name!r} in {left.label}"
-    for name, below in grouped((name.partition(".")[0], name) for name in right.tensors).items():
-        if len(below) == len(left.tensors):
-            yield left.tensors, below, f" in {left.label} and of {name!r} in {right.label}"
+    for name, below in grouped((name.partition(".")[0], name) for name in left.names.nbytes).items():
+        if len(below) == len(right.names.nbytes):
+            yield below, right.names.nbytes, f" in {right.label} and of {name!r} in {left.label}"
+    for name, below in grouped((name.partition(".")[0], name) for name in right.names.nbytes).items():
+        if len(below) == len(left.names.nbytes):
+            yield left.names.nbytes, below, f" in {left.label} and of {name!r} in {right.label}"
 
 
 def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
@@ -400,27 +589,25 @@ def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[
         yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
 
 
-def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    yield from _only_findings(left, right, left.objects, right.objects)
+def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     for key, value in left.objects.items():
         if key in right.objects and not _equal(value, right.objects[key]):
             shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
-            yield Finding(shown, key)
+            yield key, shown
 
 
-def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     """Compare per-rank values. A state dict has those of one rank only."""
-    yield from _only_findings(left, right, left.own, right.own)
     for key in left.own:
         if key not in right.own:
             continue
         x, y = left.own[key], right.own[key]
         ranks = [r for r in x if r in y]
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
-            yield Finding(f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}", key)
+            yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
         for rank in ranks:
             if not _equal(_read(x[rank]), _read(y[rank])):
-                yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)
+                yield key, f"differs between {left.label} and {right.label} on rank {rank}"
 
 
 def _read(value: Any) -> Any:
@@ -456,8 +643,8 @@ def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
-            first = (element, elements_of(x, at).reshape(-1)[0].item(), elements_of(y, at).reshape(-1)[0].item())
-            total += _Difference(first=first)
+            values = _shown(*(elements_of(side, at).reshape(-1)[0].item() for side in (x, y)))
+            total += _Difference(first=(element, *values))
         total += _Difference(count)
         if is_measured:
             total = total.measured(*pieces)
@@ -481,6 +668,8 @@ def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> to
 
 
 def elements_of(tensor: Any, box: Box) -> torch.Tensor:
+    if isinstance(tensor, _HeldBoxes):
+        return tensor.elements(box).detach().resolve_conj().resolve_neg()
     piece: torch.Tensor = (
         tensor[box.slices] if box.ndim else (tensor[...] if isinstance(tensor, LazyTensor) else tensor)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,18 @@ Share = tuple[tuple[str, Box], ...]
 """Boxes of tensors, by name."""
 
 
-def shares(tensors: Iterable[tuple[str, Sequence[int], int]]) -> Iterator[Share]:
-    """All elements of tensors, given by name, shape and bytes of an element, in order: of large ones parts, row-major,
-    of small ones many together."""
+def shares(boxes: Iterable[tuple[str, Box, int]]) -> Iterator[Share]:
+    """All elements of boxes of tensors, given by name, box and bytes of an element, in order: of large ones parts,
+    row-major, of small ones many together."""
     share: list[tuple[str, Box]] = []
     room = SHARE_BYTES
-    for name, shape, itemsize in tensors:
-        for box in windows(tuple(shape), itemsize, SHARE_BYTES):
+    for name, outer, itemsize in boxes:
+        for box in windows(outer.sizes, itemsize, SHARE_BYTES):
             nbytes = box.numel * itemsize
             if share and (nbytes > room or len(share) == _SHARE_TENSORS):
                 yield tuple(share)
                 share, room = [], SHARE_BYTES
-            share.append((name, box))
+            share.append((name, box.shift(outer.offsets)))
             room -= nbytes
     if share:
         yield tuple(share)

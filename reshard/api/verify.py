@@ -350,7 +350,7 @@ def _read_findings(
     also = frozenset(theirs.keys() - prints.keys())
     work = ReadWork(opening, also) if opening is not None else None
     here = partial(_sums_or_errors, checkpoint, {*prints, *theirs})
-    asked = shares((name, tensor.shape, tensor.dtype.itemsize) for name, tensor in checkpoint.items())
+    asked = shares((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in checkpoint.items())
     run_tasks(work, asked, executor, on_done, here=here)
     findings = []
     for name, tensor in checkpoint.items():

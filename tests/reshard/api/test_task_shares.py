@@ -43,7 +43,7 @@ def written(format: str, folder: Path) -> Path:
 
 
 def test_shares_are_all_elements_once() -> None:
-    sizes = [(name, tuple(tensor.shape), tensor.dtype.itemsize) for name, tensor in STATE.items()]
+    sizes = [(name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in STATE.items()]
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in STATE.items()}
     for share in shares.shares(sizes):
         assert sum(box.numel * STATE[name].dtype.itemsize for name, box in share) <= 400
