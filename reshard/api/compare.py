@@ -21,6 +21,7 @@ import torch.distributed as dist
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.mesh import grouped
+from planners.units import format_bytes
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
@@ -136,8 +137,8 @@ def compare_sides(
     findings += _own_findings(left, right)
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes, and objects compared; {read:,} of {total:,} bytes of values on each side read and "
-        f"compared{within}"
+        f"names, shapes, dtypes, and objects compared; {format_bytes(read)} of {format_bytes(total)} of values on each "
+        f"side read and compared{within}"
     )
     if read < total:
         covers += ", the rest only by their saved fingerprints"
