@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.draw_pages import RECORD, headings, pages
 from docs.index_readme import for_index
 
 ROOT = Path(__file__).parents[1]
@@ -117,9 +118,18 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
     assert logged - told == {("INFO", "…")}, "what each phase says"
 
 
-def test_links_of_the_readme_lead_somewhere_on_a_package_index() -> None:
-    text = for_index("[a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)", "https://x.example/blob/v1/")
+def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> None:
+    text = for_index(
+        "<!-- figure of a -->1<!-- end --> [a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)",
+        "https://x.example/blob/v1/",
+        "https://raw.example/v1",
+    )
     assert text == (
-        "[a](https://x.example/blob/v1/docs/a.md#b) ![c](https://x.example/blob/v1/d.png) "
+        "1 [a](https://x.example/blob/v1/docs/a.md#b) ![c](https://raw.example/v1/d.png) "
         "[e](https://f.example/) [g](#h)"
     )
+
+
+def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:
+    """Else take them again: `python -m docs.draw_pages`."""
+    assert RECORD.read_text(encoding="utf-8") == headings(pages(tmp_path))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.reports.cuts import Owners
 from planners.reports.pages import STYLE, cuts, figures_of, placed
-from planners.units import format_bytes
+from planners.units import format_bytes, format_count
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
 
@@ -278,7 +278,7 @@ def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
         most = max([*weights.values(), 1])
         rows = "".join(
             f'<li><span>{escape(kind)}</span><b class="cost"><i style="width:{100 * nbytes / most:.2f}%"></i></b>'
-            f"<span>{format_bytes(nbytes)}, {counts[kind]:,}</span></li>"
+            f"<span>{format_bytes(nbytes)}, {format_count(counts[kind], 'tensor')}</span></li>"
             for kind, nbytes in weights.most_common(12)
         )
         more = f"<li>and {len(weights) - 12:,} more</li>" if len(weights) > 12 else ""

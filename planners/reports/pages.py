@@ -85,7 +85,8 @@ def to_html(
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:
         ranks_per_host = cluster.ranks_per_host
-        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({cluster.rates})"))
+        seconds = format_seconds(estimate(plan, cluster).seconds)
+        figures.append(("estimated time, at least", f"{seconds} ({cluster.rates})"))
     parts = {
         "title": escape(title or story.title),
         "style": STYLE,
