@@ -6,6 +6,7 @@ import ast
 import importlib
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ TEXTS = {
 }
 TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
 """Which has names below `reshard` that are no Python."""
+_INSTALLING = re.compile(r"how_to_install\((.*?)\)")
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
@@ -128,6 +130,21 @@ def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> N
         "1 [a](https://x.example/blob/v1/docs/a.md#b) ![c](https://raw.example/v1/d.png) "
         "[e](https://f.example/) [g](#h)"
     )
+
+
+def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
+    """And no text says to install reshard by a name that is on no package index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = {requirement for extra in project["optional-dependencies"].values() for requirement in extra}
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "reshard").rglob("*.py")]
+    named = {
+        name for text in sources for call in _INSTALLING.findall(text) for name in re.findall(r"[\"'](.*?)[\"']", call)
+    }
+
+    assert len(named) >= 6
+    assert named - {"dask"} <= known
+    others = [page.read_text(encoding="utf-8") for page in [*PAGES, *(ROOT / "tests").rglob("*.py")]]
+    assert [text for text in sources + others if re.search(r"pip install '?reshard(\[|\s)", text)] == []
 
 
 def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:
