@@ -132,6 +132,33 @@ def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> N
     )
 
 
+def test_the_package_is_described_and_its_versions_are_given_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    classified = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    [tested] = re.findall(
+        r"^\| Python \| .* \| 3\.11; in the CI workflow also (3\.\d+) to (3\.\d+) \|$", TEXTS["docs/support.md"], re.M
+    )
+
+    assert project["description"] == first
+    assert f"\nsite_description: {first}\n" in site
+    assert classified == ["3.11", "3.12", "3.13", "3.14"]
+    assert tested == (classified[1], classified[-1])
+    assert [version for version in classified if f'"{version}"' not in workflow] == []
+    searched = re.findall(r"python(3\.\d+)", (ROOT / "Makefile").read_text(encoding="utf-8").split("; do")[0])
+    assert searched == classified
+
+
+def test_the_changelog_has_each_category_of_keep_a_changelog_once() -> None:
+    known = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for release in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        found = re.findall(r"^### (.*)$", release, re.M)
+        assert len(found) == len(set(found))
+        assert set(found) <= known
+
+
 def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
     """And no text says to install reshard by a name that is on no package index."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

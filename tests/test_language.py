@@ -20,7 +20,7 @@ MODULES = sorted(
     str(module.relative_to(ROOT))
     for package in ("planners", "reshard")
     for module in (ROOT / package).rglob("*.py")
-    if "examples" not in module.parts  # a link to examples/
+    if "examples" not in module.parts  # a link to one of examples/
 )
 RETIRED = {
     r"\b(the house|rooms?)\b": "architecture, package, layer",
