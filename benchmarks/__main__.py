@@ -33,7 +33,7 @@ ON_THE_PAGE = (
     "convert",
     "peers",
     "fingerprint",
-    "dcp_face",
+    "drop_in",
     "plan",
     "incremental",
     "live",
