@@ -341,6 +341,7 @@ def plan_transfers(
     arguments and is the same on every rank. Names that only `before` has are dropped.
 
     Args:
+        before, after: the layouts.
         ranks_per_host: ranks 0 to n - 1 are on the first host, and so on; None if hosts do not matter.
         allow_cast: dtypes may differ. Bytes are counted and sent in the dtype of `before`. The cast is left to the
             caller.

@@ -69,6 +69,7 @@ def to_html(
         page = to_html(plan, source="run/step-1000", target="fsdp=3")
 
     Args:
+        plan: a plan of a load, a save, or a transfer.
         title: title of the page. Default: what the plan does.
         ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
         source: name of the source for readers, such as a path or a topology.

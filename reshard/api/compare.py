@@ -82,6 +82,7 @@ def compare(
     values are equal within `atol + rtol * |b|`.
 
     Args:
+        rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
         a, b: a path, an open `Checkpoint`, or a (nested) state dict of full tensors.
         by_fingerprint: compare saved fingerprints instead of values where both sides have them. This is fast, but does
             not find damage since the save. Not with a tolerance.

@@ -109,8 +109,7 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint to another format, other names, or another layout.
 
-        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True,
-        dtype="bfloat16")
+        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
     Each process holds at most 48 MiB of tensors at a time, however large they are. The target is
     published last: an interrupted conversion leaves nothing that opens as a checkpoint. Call

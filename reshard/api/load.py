@@ -85,6 +85,7 @@ def load(
     store, is checked as it arrives. If that check fails, the error says whether targets were already overwritten.
 
     Args:
+        state_dict: what to fill: nested dicts and lists of tensors and plain values, sharded in any way.
         path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
             False or "partial": both are only reported. A mapping of globs to these three words sets the mode by key:

@@ -268,6 +268,8 @@ class PerRank:
         """Return the value for `rank` of `world_size` from the saved values.
 
         Args:
+            key: the key of the value.
+            rank, world_size: of the job that loads.
             saved: values by the rank that saved them. Each is read when it is accessed.
             saved_world_size: number of ranks that saved, including those without such a value; 0 if not known.
 

@@ -383,6 +383,7 @@ class CheckpointManager:
         has no complete step. A damaged step is skipped and listed in `passed_over`.
 
         Args:
+            state: as for `save`. It is filled in place.
             step: load this step only.
             discard_newer: with `step`: the run continues from it. Newer steps are no longer restored, and are removed
                 when the next save is complete.
