@@ -1,8 +1,8 @@
 """`Mapping`: rules that convert names and shapes of a state to others, lazily, and back.
 
     mapping = Mapping([Rename("tok_embeddings.weight", "model.embed_tokens.weight"), ...])
-    mapping.apply(reshard.open(path))        another lazy checkpoint; nothing is read
-    (first | second).inverse()               two stages in sequence, and the way back
+    mapping.apply(reshard.open(path))  # another lazy checkpoint; nothing is read
+    (first | second).inverse()         # two stages in sequence, and the way back
 
 Within a stage, the first rule that matches a name applies. Names that match no rule stay the same.
 """
