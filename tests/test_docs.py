@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import pkgutil
 import re
@@ -172,6 +173,20 @@ def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
     assert named - {"dask"} <= known
     others = [page.read_text(encoding="utf-8") for page in [*PAGES, *(ROOT / "tests").rglob("*.py")]]
     assert [text for text in sources + others if re.search(r"pip install '?reshard(\[|\s)", text)] == []
+
+
+def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
+    """Apart from what is yours, such as your model."""
+    yours = {"accelerator", "data", "engine", "group", "model", "replica_id"}
+    programs = re.findall(r"^```text\n((?:.*\n)*?)```", TEXTS["docs/integrations.md"], re.M)
+    trees = [ast.parse(program) for program in programs if "import " in program]
+    assert len(trees) >= 9
+    for tree in trees:
+        nodes = list(ast.walk(tree))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known = {name.id for name in names if isinstance(name.ctx, ast.Store)} | yours | set(dir(builtins))
+        known |= {(each.asname or each.name).split(".")[0] for node in nodes for each in getattr(node, "names", [])}
+        assert {name.id for name in names} - known == set()
 
 
 def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:

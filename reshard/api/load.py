@@ -95,10 +95,10 @@ def load(
         mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping`.
         dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
         check: True or "before": compare with checksums before writing. "during": compare each block once it is written,
-            which is faster. On damage, the error names the targets with undefined values. False: do not compare.
-        read_once: True or "job": each byte is read once in the job, and ranks that need the same elements send them to
-            each other through the process group. Not with dtype_policy "saved". None or "host": ranks of one host read
-            for each other where that reads less, see docs/reading.md. False or "rank": each rank reads for itself.
+            which is faster; on damage, the error names the undefined targets. False: do not compare.
+        read_once: True or "job": each byte is read once in the job, and sent to other ranks that need it. Not with
+            dtype_policy "saved". None or "host": ranks of one host read for each other where that reads less, see
+            docs/reading.md. False or "rank": each rank reads for itself.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
         alone: this process loads by itself, even in a running job: its own shards of sharded tensors.
         threads: maximum number of copy threads; default: this process's share of the host's cores, up to 8.
@@ -108,9 +108,9 @@ def load(
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
-        LayoutError: a target cannot be filled in place, or ranks pass different options.
-        OptionError: an option has an unknown value, such as strict="strickt".
-        CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
+        LayoutError: a target cannot be filled in place, or ranks pass different options (except mapping, check,
+            threads, memory_budget_bytes, progress).
+        OptionError: an option has an unknown value. All others: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
