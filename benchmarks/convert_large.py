@@ -7,7 +7,7 @@ conversion runs once, in a new process, from a disk onto the same disk, and on t
 page cache of the checkpoint is emptied. The floor of seconds is a plain copy: the checkpoint's files are read, with an
 empty cache, too, and written into one file by a buffer, and on to stable storage. The floor of memory is that of a
 checkpoint of a quarter of the size: what comes to it is flat. torch has no conversion into shards, and the other one
-holds the whole checkpoint in memory, so that it is left out.
+holds the whole checkpoint in memory, so that it is omitted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Of both, and of a raw copy of as many bytes from the same files into the same memory: the seconds until the last rank is
 done, and the CPU time of all ranks together, which depends less on what else the machine does. For columns the
-floor is not the raw copy but what cannot be left out: one read, one hash and one strided copy of each byte. Then the
+floor is not the raw copy but what cannot be omitted: one read, one hash and one strided copy of each byte. Then the
 bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
 kernel does not count, so ours is the larger of what the load reports and what the kernel counted. Where the compiled
 kernel is installed, there is a row with it, of the same rounds. For the same layout there are rows that compare each

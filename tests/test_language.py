@@ -48,7 +48,14 @@ RETIRED = {
     r"\bhad better\b": "should",
     r"\bin vain\b": "without result",
     r"\banew\b": "again",
-    r"\bprocessor time\b": "CPU time",
+    r"\bprocessor (time|seconds|m?s)\b": "CPU time, CPU s",
+    r"\bpassed over\b": "skipped",
+    r"\bleft out\b": "omitted",
+    r"\bbytes a byte\b": "bytes per byte",
+    r"\bmend\b": "fix",
+    r"\bmisspelt\b": "misspelled",
+    r"(?<!\w)(?!\w*_)\w*(initialis|normalis|materialis|serialis|synchronis|recognis|organis)\w+": "American: -ize",
+    r"\b(behaviour|colour|neighbour|favour|centre|catalogue)\w*|\b(labelled|modelled)\b": "American: -or, -er, -og, -l",
 }
 """What is retired, and what to write instead."""
 ALLOWED = {

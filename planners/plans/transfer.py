@@ -599,7 +599,7 @@ class ReadOncePlan:
 def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) -> ReadOncePlan:
     """Share the reading of what several ranks want evenly among them, each element once.
 
-    A tensor of which ranks want regions that overlap without being equal is left out: each rank reads its own.
+    A tensor of which ranks want regions that overlap without being equal is omitted: each rank reads its own.
     Lists the regions of all ranks: meant for some thousands of ranks times tensors with replicas.
     """
     common: dict[str, TensorLayout] = {}

@@ -699,5 +699,5 @@ class SaveReport(WrittenReport):
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
             more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
-            odd.append(f"passed over: {self.passed_over[0]}{more}")
+            odd.append(f"skipped: {self.passed_over[0]}{more}")
         return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

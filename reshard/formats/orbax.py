@@ -252,7 +252,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
             counted.add((*path[:at], "count"))
     for name, path in inside.items():
         if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
-            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
+            result.notes.append(f"{name!r} belongs to no parameter: it is omitted")
     return result
 
 

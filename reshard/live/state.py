@@ -188,7 +188,7 @@ def take_apart(
         whole_at: a predicate of path and container. Containers for which it returns True are one
             value.
         select: globs. Only values with a matching key are kept, with the containers around them.
-        ranks: tensors that those of another of these ranks will overwrite are left out: that rank has them.
+        ranks: tensors that those of another of these ranks will overwrite are omitted: that rank has them.
 
     Raises:
         KeyMismatchError: keys collide.

@@ -34,7 +34,7 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "left out, since safetensors or canonical names have no place for it" in said.out
+    assert "omitted, since safetensors or canonical names have no place for it" in said.out
     assert "step" in said.out
 
 
