@@ -373,8 +373,8 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: 
 
 
 def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, on a logarithmic scale, and in numbers if there is
-    room. A row or column is `each` units, such as 32 hosts."""
+    """Bytes from each row to each column: the darker, the more, on a logarithmic scale, and in numbers if they
+    fit. A row or column is `each` units, such as 32 hosts."""
     rows, columns = sums.shape
     most = max(int(sums.max(initial=0)), 1)
     left, top = 66.0, 40.0

@@ -105,7 +105,7 @@ def newest(path: str, step: int | None = None) -> str:
 
     found = reshard.open(path, step=step).url
     if step is None:
-        note = f"{path} is a run: using {found}, its newest complete checkpoint"
+        note = f"using {found}, the newest complete checkpoint of {path}"
         print_text(console(stderr=True), note)
     return found
 
