@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.reports.cuts import Owners
-from planners.reports.pages import STYLE, cuts, figures_of, placed
+from planners.reports.pages import STYLE, cuts, figures_of, listed, placed
 from planners.units import format_bytes, format_count
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
@@ -110,12 +110,12 @@ def checkpoint_page(shown: Shown) -> str:
         "checkpoint",
         data,
         title=escape(shown.title),
-        verdict=_listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
+        verdict=listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
         figures=figures_of(shown.figures),
         kinds=_kinds(shown.layout, lie),
         steps=_steps(shown.steps),
         files=_files(shown.files),
-        warnings=_listed("Warnings", shown.warnings),
+        warnings=listed("Warnings", shown.warnings),
     )
 
 
@@ -153,7 +153,7 @@ def difference_page(
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
         figures=figures_of(figures),
-        findings=_listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
+        findings=listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
     )
 
 
@@ -177,14 +177,6 @@ def _page(frame: str, data: Any, **parts: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.3g}%" if whole else "of none"
-
-
-def _listed(title: str, texts: Sequence[str]) -> str:
-    if not texts:
-        return ""
-    rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
-    more = f"<li>and {len(texts) - 100:,} more</li>" if len(texts) > 100 else ""
-    return f'<div class="verdict wrong">{escape(title)}:<ul>{rows}{more}</ul></div>'
 
 
 # --- of one checkpoint ---

@@ -111,12 +111,17 @@ def _between(source: str, target: str) -> str:
 def _verdict(plan: LoadPlan | SavePlan | TransferPlan, wrong: Sequence[str]) -> str:
     """Return what the proof of this plan says, and what else is wrong."""
     report = verify(plan)
-    findings = [*wrong, *map(str, report.findings)]
-    if not findings:
-        return f'<p class="verdict">OK: {escape(report.covers)}.</p>'
-    listed = "".join(f"<li>{escape(finding)}</li>" for finding in findings[:5])
-    more = f"<li>and {len(findings) - 5} more</li>" if len(findings) > 5 else ""
-    return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
+    right = f'<p class="verdict">OK: {escape(report.covers)}.</p>'
+    return listed("Not correct", [*wrong, *map(str, report.findings)]) or right
+
+
+def listed(title: str, texts: Sequence[str]) -> str:
+    """What is wrong, as a list, if anything is."""
+    if not texts:
+        return ""
+    rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
+    more = f"<li>and {len(texts) - 100:,} more</li>" if len(texts) > 100 else ""
+    return f'<div class="verdict wrong">{escape(title)}:<ul>{rows}{more}</ul></div>'
 
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
@@ -127,7 +132,7 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
 
 
 def figures_of(figures: Iterable[tuple[str, str]]) -> str:
-    """Figures with their names; text in brackets is smaller."""
+    """Figures by name; text in brackets is smaller."""
     out = []
     for name, value in figures:
         main, _, aside = value.partition(" (")
