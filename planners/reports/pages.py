@@ -32,7 +32,7 @@ _READS = """<h2 id="traffic">What each rank reads of what each rank saved</h2>
 <p>All ranks read from storage; none sends to another. If several ranks hold a copy, the lowest counts as the one that
 saved it."""
 _SENDS = """<h2 id="traffic">What each rank sends to each rank</h2>
-<p>Bytes that a rank copies to itself are included."""
+<p>What a rank copies within its own memory is not counted."""
 _MAX_MATRIX = 64
 _MAX_TENSORS = 8
 _MAX_ROWS = 400
