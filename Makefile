@@ -1,6 +1,6 @@
 # the command line of every target runs in .venv, made on first use
 # the first of these that is new enough
-PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # another torch has an environment beside it: make test TORCH=2.6.0
 VENV := .venv$(addprefix -torch-,$(TORCH))

@@ -33,7 +33,7 @@ ON_THE_PAGE = (
     "convert",
     "peers",
     "fingerprint",
-    "dcp_face",
+    "drop_in",
     "plan",
     "incremental",
     "live",
@@ -110,7 +110,7 @@ def keep(results: Results) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or left out")
+    parser.add_argument("--full", action="store_true", help="all cases; without it some are smaller or omitted")
     parser.add_argument("--quick", action="store_true", help="the default of the page, and for names: smaller cases")
     parser.add_argument("--write", action="store_true", help="store the results, and fill them into the pages")
     parser.add_argument("--again", action="store_true", help="measure nothing: the page of the figures that were kept")

@@ -89,7 +89,7 @@ def load(folder: str, store: FarStore, world: int, names: list[str], rows: int) 
 
 
 def _load(folder: str, store: FarStore, state: dict[str, Any], one: Load) -> tuple[float, float, dict[str, float]]:
-    """Seconds and processor seconds of one load, and this rank's part of what it brought, by place and unit."""
+    """Seconds and CPU seconds of one load, and this rank's part of what it brought, by place and unit."""
     for t in state.values():
         t.to_local().fill_(1)  # the memory is there before the clock starts
     if dist.get_rank() == 0:
@@ -227,7 +227,7 @@ def _rows_of(name: str, ranks: list[dict[str, Any]], wanted: int) -> Iterator[Ro
         what = f"{place}, {name}"
         for unit, one in figures.items():
             yield Row("cold", what, unit, one[f"{place}, ours"], {peer: one[f"{place}, DCP"]}, one[f"{place}, floor"])
-        for unit, kind, each in (("bytes a byte", place, wanted), ("requests", "requests", 1)):
+        for unit, kind, each in (("bytes per byte", place, wanted), ("requests", "requests", 1)):
             ours, theirs, floor = (
                 sum(rank["brought"][f"{place}, {who}"][kind] for rank in ranks) / each
                 for who in ("ours", "DCP", "floor")

@@ -3,9 +3,9 @@
     python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--ranks-per-file 8] [--quick]
 
 The processes are forked, with torch's fake backend (whose collectives do nothing) and tiny states, so what is measured
-is the control plane: seconds until the last rank is done, processor time a rank, what a rank gets from the store and
+is the control plane: seconds until the last rank is done, CPU time a rank, what a rank gets from the store and
 gives it, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
-and load of a process, with nothing cached, stand beside the second ones. The floor of seconds is the processor time of
+and load of a process, with nothing cached, stand beside the second ones. The floor of seconds is the CPU time of
 all ranks shared out to the processors. The peer is torch's own save and load of the same state in as many processes,
 over gloo, up to `--dcp` ranks; what it says there is not in the store, and is not counted.
 """
@@ -210,7 +210,7 @@ def rows(world_size: int, per_machine: int, ranks_per_file: int, tensors: int, w
         dcp = {"DCP": (_seconds(peer),)} if peer else {}
         yield Row("control", f"{name}: {verb}", "s", (_seconds(of),), dcp, floor=(spent / cores,))
         dcp = {"DCP": (sum(row["cpu"] for row in peer) / world_size * 1e3,)} if peer else {}
-        yield Row("control", f"{name}: {verb}, a rank", "processor ms", (spent / world_size * 1e3,), dcp)
+        yield Row("control", f"{name}: {verb}, a rank", "CPU ms", (spent / world_size * 1e3,), dcp)
         got = sum(row.get("bytes in", 0) for row in of) / world_size
         gave = sum(row.get("bytes out", 0) for row in of) / world_size
         asked = sum(row.get(kind, 0) for row in of for kind in ASKED) / world_size

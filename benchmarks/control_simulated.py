@@ -2,7 +2,7 @@
 
     python -m benchmarks.control_simulated [--ranks 1024 131072] [--verbs save load]
 
-131,072 ranks take 100 s of processor time for each verb, and less than 12 GB.
+131,072 ranks take 100 s of CPU time for each verb, and less than 12 GB.
 
 The ranks are simulated, the control plane is not: the same groups, rounds, census and agreements as in `reshard.save`
 and `reshard.load`, in the same order, on a store in memory that counts. Tensors are described, and have no elements;

@@ -3,10 +3,10 @@
     python -m benchmarks.convert [--quick] [--folder /dev/shm] [--repeats 3]
     python -m benchmarks.convert --parts
 
-torch writes the checkpoint with four processes; then both convert it in turn. The seconds and processor time of the
+torch writes the checkpoint with four processes; then both convert it in turn. The seconds and CPU time of the
 call, and by how much the peak of the process's memory lies above its start. The floor is a plain write of as many bytes
 into one file, by a buffer: none of them is read. The cases are rows, whose checksums torch has written already, and
-columns, whose checksums are taken anew. With `--parts`: the processor time of what a conversion is made of.
+columns, whose checksums are taken anew. With `--parts`: the CPU time of what a conversion is made of.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ dcp_to_torch_save(sys.argv[1], sys.argv[2])
 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
 with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-print(json.dumps({{"s": seconds, "processor s": cpu, "MB of memory": (peak - before) / 1e6}}))
+print(json.dumps({{"s": seconds, "CPU s": cpu, "MB of memory": (peak - before) / 1e6}}))
 """
 _READERS = "reshard.formats.table as known, reshard.storage.tar; list(known.formats())"
 _MODULES = {
@@ -90,11 +90,11 @@ def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
         for _ in range(-(-nbytes // len(block))):
             file.write(block)
         os.fsync(file.fileno())
-    return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu, "MB of memory": 0.0}
+    return {"s": time.perf_counter() - start, "CPU s": time.process_time() - cpu, "MB of memory": 0.0}
 
 
 def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
-    """Seconds, processor time and memory for one of `CASES`."""
+    """Seconds, CPU time and memory for one of `CASES`."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     rounds: list[dict[str, dict[str, float]]] = []
     try:
@@ -109,7 +109,7 @@ def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -
             (folder / "out.pt").unlink()
     finally:
         shutil.rmtree(folder)
-    for unit in ("s", "processor s", "MB of memory"):
+    for unit in ("s", "CPU s", "MB of memory"):
         of = {who: tuple(found[who][unit] for found in rounds) for who in rounds[0]}
         floor = () if unit == "MB of memory" else of["floor"]
         name = f"DCP to torch.save, {what}, {nbytes / 1e9:.1f} GB"
@@ -174,7 +174,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--folder", help="where the files go; default: memory, where there is a folder of it")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", action="store_true", help="only what each step costs, in processor time for a GB")
+    parser.add_argument("--parts", action="store_true", help="only what each step costs, in CPU time for a GB")
     options = parser.parse_args()
     folder = options.folder or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     if options.parts:

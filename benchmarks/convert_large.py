@@ -7,7 +7,7 @@ conversion runs once, in a new process, from a disk onto the same disk, and on t
 page cache of the checkpoint is emptied. The floor of seconds is a plain copy: the checkpoint's files are read, with an
 empty cache, too, and written into one file by a buffer, and on to stable storage. The floor of memory is that of a
 checkpoint of a quarter of the size: what comes to it is flat. torch has no conversion into shards, and the other one
-holds the whole checkpoint in memory, so that it is left out.
+holds the whole checkpoint in memory, so that it is omitted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ with open("/proc/self/clear_refs", "w") as reset:  # the peak is that of the cal
 before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
 reshard.convert(sys.argv[1], sys.argv[2], format=sys.argv[3])
 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-print(json.dumps({"s": seconds, "processor s": cpu, "MB of memory": (memory("VmHWM") - before) / 1e6}))
+print(json.dumps({"s": seconds, "CPU s": cpu, "MB of memory": (memory("VmHWM") - before) / 1e6}))
 """
 TARGETS = {"torch.save": ("torch_save", "out.pt"), "Hugging Face shards": ("safetensors", "out")}
 
@@ -78,7 +78,7 @@ def plain_copy(source: Path, target: Path) -> dict[str, float]:
                 while count := data.readinto(block):
                     out.write(block[:count])
         os.fsync(out.fileno())
-    return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu}
+    return {"s": time.perf_counter() - start, "CPU s": time.process_time() - cpu}
 
 
 def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
@@ -100,7 +100,7 @@ def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def rows(gigabytes: float, parent: str | None) -> Iterator[Row]:
-    """Seconds, processor time and memory of each conversion."""
+    """Seconds, CPU time and memory of each conversion."""
     tensors = max(4, round(gigabytes * 1e9 / (SIZE * SIZE * 4)))
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:

@@ -4,7 +4,7 @@
 
 Our format to DCP's, in files of 128 MiB, in memory that looks like a disk; then the source is verified. Each engine has
 a driver of its own, in a new process, and two workers of one thread each, which have done the same with a little
-checkpoint before; and it gets a quarter of the size first. Processor time is that of the driver and of its workers,
+checkpoint before; and it gets a quarter of the size first. CPU time is that of the driver and of its workers,
 without that of Dask's nannies and Ray's daemons. Memory is a process's own, without files that are mapped: the peak
 above what it had at its beginning. What the driver reads are bytes of its calls for files and pipes, and all that goes
 over the machine's loopback meanwhile: the most that it can have been. The simulation gives tasks as long as those that
@@ -144,8 +144,8 @@ def measured(what: str, call: Callable[[], object], executor: Executor | None, i
     risen = {one: said.peak_mb - idle[one].now_mb for one, said in after.items()}
     return {
         f"{what}|s": wall,
-        f"{what}|processor s": sum(busy.values()),
-        f"{what}: the driver|processor s": busy[pid],
+        f"{what}|CPU s": sum(busy.values()),
+        f"{what}: the driver|CPU s": busy[pid],
         f"{what}: the driver reads|MB": read / 1e6,
         f"{what}: memory of the driver|MB": risen[pid],
         f"{what}: memory of who does it|MB": max(mb for one, mb in risen.items() if one != pid or not count),

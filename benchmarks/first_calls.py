@@ -1,7 +1,7 @@
 """The first calls of a process, beside torch's: `python -m benchmarks.first_calls [--quick]`.
 
 A process of its own for each: it imports torch, makes a state of 50 MB (parameters in bfloat16 and both moments of
-each, some hundred tensors), and then imports us, or DCP, and saves or loads once. The processor time and the seconds of
+each, some hundred tensors), and then imports us, or DCP, and saves or loads once. The CPU time and the seconds of
 the import and of the call together, with the bytecode of all modules cached, and of the import alone without any. The
 floor is the second such call of ours in the same process: what lies above it is paid once.
 """
@@ -47,7 +47,7 @@ print(json.dumps([first, second]))
 
 
 def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[list[float], list[float]]:
-    """(seconds, processor seconds) of the first call and of the second one."""
+    """(seconds, CPU seconds) of the first call and of the second one."""
     # one place for all bytecode, whether the environment lets any be written or not: else that of torch, which was
     # there before, might be found, and ours not. An empty place is as after an installation that did not compile
     place = str(path.parent / "bytecode") if bytecode else tempfile.mkdtemp(dir=path.parent)
@@ -62,7 +62,7 @@ def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[li
 
 
 def rows(rounds: int) -> Iterator[Row]:
-    """A row for each call by seconds and by processor time."""
+    """A row for each call by seconds and by CPU time."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         for who in ("ours", "DCP"):
@@ -79,7 +79,7 @@ def rows(rounds: int) -> Iterator[Row]:
                 mine, again = child("ours", call, folder / "ours", bytecode=bytecode)
                 other, _ = child("DCP", call, folder / "DCP", bytecode=bytecode)
                 times.append((mine, other, again))
-            for i, unit in enumerate(("s", "processor s")):
+            for i, unit in enumerate(("s", "CPU s")):
                 found, peer, floor = zip(*((a[i], b[i], c[i]) for a, b, c in times), strict=True)
                 yield Row("first_calls", what, unit, found, {"DCP": peer}, () if call == "import" else floor)
     finally:

@@ -65,7 +65,7 @@ def experts(mega: int) -> tuple[State, Callable[[State], None]]:
 def compare(
     make: Callable[[int], tuple[State, Callable[[State], None]]], mega: int, folder: Path, *, turned: bool
 ) -> tuple[float, ...]:
-    """Bytes written and processor seconds of the second save, whole and on a base, which is first if `turned`."""
+    """Bytes written and CPU seconds of the second save, whole and on a base, which is first if `turned`."""
     state, step = make(mega)
     whole, based = folder / "whole", folder / "based"
     reshard.save(state, whole / "step-1")
@@ -93,7 +93,7 @@ def rows(mega: int, repeats: int) -> Iterator[Row]:
         whole, whole_s, based, based_s = zip(*found, strict=True)
         megabytes = [tuple(n / 1e6 for n in column) for column in (based, whole)]
         yield Row("incremental", what, "MB written", megabytes[0], {"whole": megabytes[1]})
-        yield Row("incremental", what, "processor s", based_s, {"whole": whole_s})
+        yield Row("incremental", what, "CPU s", based_s, {"whole": whole_s})
 
 
 def main() -> int:

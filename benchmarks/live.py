@@ -1,7 +1,7 @@
 """Live resharding beside what one would do without it: `python -m benchmarks.live`.
 
 At 8 gloo processes, at most 4 MiB in flight: against gathering each tensor and slicing it, and against
-`DTensor.redistribute` where it applies; processor time is that of all ranks together, for memory the rank counts that
+`DTensor.redistribute` where it applies; CPU time is that of all ranks together, for memory the rank counts that
 needs most. At scale, by planning alone (`--scale` prints more of it): a trillion parameters from 256 trainers to 128
 inference ranks.
 """
@@ -110,7 +110,7 @@ def torch_redistribute(source: dict[str, DTensor], target: dict[str, DTensor]) -
 
 
 def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
-    """One case on this rank: by way the seconds and processor seconds of each round, and memory in bytes."""
+    """One case on this rank: by way the seconds and CPU seconds of each round, and memory in bytes."""
     before, after = CASES[name]
     source = make(before, count, rows, fill=True)
     target, known = make(after, count, rows, fill=False), make(after, count, rows, fill=True)
@@ -142,7 +142,7 @@ def rows(count: int, size: int, repeats: int, names: list[str]) -> Iterator[Row]
     """Of the cases with these names, with `count` tensors of `size` squared."""
     for name in names:
         ranks = run(case, WORLD, name, count, size, repeats)
-        for i, (unit, over_ranks) in enumerate((("s", max), ("processor s", sum))):
+        for i, (unit, over_ranks) in enumerate((("s", max), ("CPU s", sum))):
             ours, *peers = (
                 (way, tuple(over_ranks(rank["rounds"][way][r][i] for rank in ranks) for r in range(repeats)))
                 for way in ranks[0]["rounds"]
@@ -205,7 +205,7 @@ def ways_of_a_trillion() -> dict[str, Callable[[], Steps]]:
 
 
 def rows_at_scale() -> Iterator[Row]:
-    """Processor time of planning, for all ranks; once."""
+    """CPU time of planning, for all ranks; once."""
     for how, make_steps in ways_of_a_trillion().items():
         begun = time.process_time()
         steps = make_steps()
@@ -216,7 +216,7 @@ def rows_at_scale() -> Iterator[Row]:
             verify(step).raise_if_failed()
         proved = time.process_time()
         for what, took in (("plan", planned - begun), ("rounds", scheduled - planned), ("proof", proved - scheduled)):
-            yield Row("live", f"a trillion parameters, {how}: {what}", "processor s", (took,))
+            yield Row("live", f"a trillion parameters, {how}: {what}", "CPU s", (took,))
 
 
 def print_scale() -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT] [--size 4096] [--unchecked]
 
 Of both, and of a raw copy of as many bytes from the same files into the same memory: the seconds until the last rank is
-done, and the processor time of all ranks together, which depends less on what else the machine does. For columns the
-floor is not the raw copy but what cannot be left out: one read, one hash and one strided copy of each byte. Then the
+done, and the CPU time of all ranks together, which depends less on what else the machine does. For columns the
+floor is not the raw copy but what cannot be omitted: one read, one hash and one strided copy of each byte. Then the
 bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
 kernel does not count, so ours is the larger of what the load reports and what the kernel counted. Where the compiled
 kernel is installed, there is a row with it, of the same rounds. For the same layout there are rows that compare each
@@ -187,7 +187,7 @@ def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, che
             for way in [way for way in one if way not in ("DCP", "floor")]:
                 yield Row("load", f"{name}{way}", unit, one[way], {"DCP": one["DCP"]}, one["floor"])
         ours, theirs = (sum(rank["read"][who] for rank in found) / len(found) for who in ("", "DCP"))
-        yield Row("load", name, "bytes a byte", (ours,), {"DCP": (theirs,)})
+        yield Row("load", name, "bytes per byte", (ours,), {"DCP": (theirs,)})
 
 
 def main() -> int:

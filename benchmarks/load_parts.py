@@ -1,4 +1,4 @@
-"""Where the processor time of a load goes: what each part of it takes, of all ranks together.
+"""Where the CPU time of a load goes: what each part of it takes, of all ranks together.
 
     python -m benchmarks.load_parts [--folder /dev/shm] [--size 4096]
 
@@ -218,7 +218,7 @@ def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
             ours, floor = (of_all(found, contestant, part) for contestant in (0, 1))
             if not any(ours):  # nobody reads for others where each has its own
                 continue
-            yield Row("load_parts", f"{name}: {part}", "processor ms", ours, floor=floor if min(floor) else ())
+            yield Row("load_parts", f"{name}: {part}", "CPU ms", ours, floor=floor if min(floor) else ())
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
     python -m benchmarks.manifest [--ranks 16384] [--layers 126]
 
 One process makes, writes and opens the manifest as the first rank of a save and any rank of a load would, with the
-records of all files, and no data: bytes, processor time, and the memory that decoding takes. There is no peer.
+records of all files, and no data: bytes, CPU time, and the memory that decoding takes. There is no peer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reshard.stored.source import Files
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and the seconds of processor time that it took."""
+    """What it gives, and the seconds of CPU time that it took."""
     begin = time.process_time()
     value = work()
     return value, time.process_time() - begin
@@ -43,7 +43,7 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
 
     layout = models.laid_out(models.with_adam(models.llama(layers)), models.fsdp(ranks))
     plan, took = timed(lambda: plan_writes(layout))
-    yield row("plan of the save", "processor s", took)
+    yield row("plan of the save", "CPU s", took)
     folder = "data-0192f3c1a800-5d2e6f7a8b9c"
     written = {
         rank: Written(FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}"))
@@ -56,7 +56,7 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
     table, tabled = timed(lambda: generation._table(written))
     data, encoded = timed(lambda: encode_manifest(generation.manifest(written, parts, table)))
-    yield row("make manifest and table", "processor s", tabled + encoded)
+    yield row("make manifest and table", "CPU s", tabled + encoded)
     storage.publish(MANIFEST, data)
     names = storage.list()
     yield row("manifest", "MB", len(data) / 1e6)
@@ -66,16 +66,16 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     yield row("memory to open it, at most", "MB", tracemalloc.get_traced_memory()[1] / 1e6)
     tracemalloc.stop()
     manifest, took = timed(lambda: read_manifest(storage))
-    yield row("read and decode the manifest", "processor s", took)
+    yield row("read and decode the manifest", "CPU s", took)
     _, took = timed(lambda: from_json({"reshard": "state_layout", "version": 1, **manifest.layout}))
-    yield row("layout out of it", "processor s", took)
+    yield row("layout out of it", "CPU s", took)
     _, took = timed(lambda: reader.open(Files(storage, names)))
-    yield row("open, all of it", "processor s", took)
+    yield row("open, all of it", "CPU s", took)
     for who, share in (("one rank of all", Share(ranks // 2, ranks)), ("a process alone", reader.ALL)):
         facts = reader.open(Files(storage, names)).facts
         assert isinstance(facts, NativeFacts)
         lengths, took = timed(lambda facts=facts, share=share: len(list(reader._lengths(facts, share))))
-        yield row(f"lengths of {lengths:,} files, {who}", "processor s", took)
+        yield row(f"lengths of {lengths:,} files, {who}", "CPU s", took)
         yield row(f"pages of the table read for that, {who}", "pages", len(facts.files._pages))
 
 

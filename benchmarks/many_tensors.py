@@ -2,7 +2,7 @@
 
 A state of N tensors of four elements (200,000 by default, 20,000 with `--quick`), so that what is measured is the work
 per tensor: saved, opened and loaded by one process, each side in its own format and we in theirs, too; then looked at
-and compared by the command. Processor time, which what else the machine does cannot change much, in one round, since a
+and compared by the command. CPU time, which what else the machine does cannot change much, in one round, since a
 call takes long. The floor is twice the time of half as many tensors: what comes to it is linear.
 """
 
@@ -42,17 +42,17 @@ def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
 
 
 def seconds(what: str, call: Callable[[], object]) -> float:
-    """Processor time of all threads of this process; once, since a call takes long. It is told when it has ended."""
+    """CPU time of all threads of this process; once, since a call takes long. It is told when it has ended."""
     gc.collect()
     start = time.process_time()
     call()
     found = time.process_time() - start
-    print(f"    {what}: {found:.3g} processor s", file=sys.stderr, flush=True)
+    print(f"    {what}: {found:.3g} CPU s", file=sys.stderr, flush=True)
     return found
 
 
 def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
-    """Processor time of a command in a process of its own, and seconds until it has written a line."""
+    """CPU time of a command in a process of its own, and seconds until it has written a line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     with subprocess.Popen([sys.executable, "-m", "reshard", *words], stdout=subprocess.PIPE) as child:
@@ -109,7 +109,7 @@ def rows(count: int) -> Iterator[Row]:
         found, other = of(count, peers=True)
     for name, mine in found.items():
         peers = {"torch": (other[name],)} if name in other else {}
-        unit, floor = ("s", ()) if name == FIRST_LINE else ("processor s", (2 * half[name],))
+        unit, floor = ("s", ()) if name == FIRST_LINE else ("CPU s", (2 * half[name],))
         yield Row("many_tensors", f"{name}, {count:,} tensors", unit, (mine,), peers, floor)
 
 

@@ -1,14 +1,14 @@
 """Hundreds of thousands of tensors of a mixture of experts with Adam: `python -m benchmarks.many_tensors_large`.
 
 The parameters, moments and step counts of a model, about 200,000 tensors in all and a million, taken out of it, put
-back, saved and loaded by one process, and looked at by the command. Processor time in one round, and by how much the
+back, saved and loaded by one process, and looked at by the command. CPU time in one round, and by how much the
 peak of the process's memory lies above its start. What ends is told at once on stderr. The floor is what a tenth (of
 200,000) or a fifth (of a million) as many tensors took, ten or five times: what comes to it is linear. Commands have
 none, since of a few tensors they mostly start. Each number of tensors has a process of its own, two of them at a time.
 
 It takes many minutes, most of them torch's, so it is measured on request: by `python -m benchmarks --write
 many_tensors_large`. Of more than `ALL_OF_TORCH_UP_TO` tensors torch does only what is in `TORCH_AT_ANY_SIZE`, and
-whatever is under way is stopped after `LIMIT_S` seconds of processor time. With `--full` torch does all.
+whatever is under way is stopped after `LIMIT_S` seconds of CPU time. With `--full` torch does all.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def taken(what: str, call: Callable[[], object]) -> Taken:
         signal.signal(signal.SIGPROF, earlier)
     found = Taken(time.process_time() - start, _memory("VmHWM") - before, ended)
     print(
-        f"    {what}: {found.seconds:.3g} processor s, {found.megabytes:.0f} MB{'' if ended else ', stopped'}",
+        f"    {what}: {found.seconds:.3g} CPU s, {found.megabytes:.0f} MB{'' if ended else ', stopped'}",
         file=sys.stderr,
         flush=True,
     )
@@ -169,12 +169,12 @@ def rows_of(found: Measured, fewer: Measured) -> Iterator[Row]:
     for name, one in found.ours.items():
         what, few, other = f"{name}, {found.tensors:,} tensors", fewer.ours.get(name), found.torch.get(name)
         who = "torch" if other is None or other.ended else "torch, stopped"
-        for unit, figure in (("processor s", "seconds"), ("MB of memory", "megabytes")):
+        for unit, figure in (("CPU s", "seconds"), ("MB of memory", "megabytes")):
             peers = {} if other is None else {who: (getattr(other, figure),)}
             floor = () if few is None else (getattr(few, figure) * times,)
             yield Row("many_tensors_large", what, unit, (getattr(one, figure),), peers, floor)
     for name, seconds in found.commands.items():
-        unit = "s" if name == FIRST_LINE else "processor s"
+        unit = "s" if name == FIRST_LINE else "CPU s"
         yield Row("many_tensors_large", f"{name}, {found.tensors:,} tensors", unit, (seconds,))
 
 

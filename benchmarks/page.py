@@ -48,7 +48,7 @@ class Row:
     """Name of the benchmark."""
     what: str
     unit: str
-    """"s", "processor s", or what else is counted, such as "MB"; less is better."""
+    """"s", "CPU s", or what else is counted, such as "MB"; less is better."""
     ours: Rounds
     peers: dict[str, Rounds] = field(default_factory=dict)
     """No rounds: it was not installed."""

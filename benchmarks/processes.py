@@ -60,7 +60,7 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measured(fn: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Like `timed`, with the seconds of processor time of this process, all threads, in between: they hardly depend on
+    """Like `timed`, with the seconds of CPU time of this process, all threads, in between: they hardly depend on
     what else the machine does."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
@@ -71,14 +71,14 @@ def measured(fn: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def over_ranks(ranks: Sequence[Sequence[Mapping[str, Sequence[float]]]]) -> dict[str, dict[str, tuple[float, ...]]]:
-    """By unit and contestant the figures of the rounds: the slowest rank's seconds, and all ranks' processor time.
+    """By unit and contestant the figures of the rounds: the slowest rank's seconds, and all ranks' CPU time.
 
-    `ranks` has for each rank and round (seconds, processor seconds) by contestant.
+    `ranks` has for each rank and round (seconds, CPU seconds) by contestant.
     """
     rounds = list(zip(*ranks, strict=True))
     return {
         unit: {who: tuple(total(rank[who][i] for rank in ranks) for ranks in rounds) for who in rounds[0][0]}
-        for i, (unit, total) in enumerate({"s": max, "processor s": sum}.items())
+        for i, (unit, total) in enumerate({"s": max, "CPU s": sum}.items())
     }
 
 

@@ -3,11 +3,11 @@
     python -m benchmarks.save [--quick] [--folder /dev/shm]
     python -m benchmarks.save --planning
 
-The seconds until the last rank is done and the processor time of all ranks together, of a save with checksums and
+The seconds until the last rank is done and the CPU time of all ranks together, of a save with checksums and
 fingerprints, as is the default, and of one with checksums only, beside the peer's, which writes neither; the floor is a
 raw write of the same bytes by the same processes. Where the compiled kernel is installed, the default has a row with it
 and one without. Then how long the call of `async_save` blocks the slowest rank, which does not wait for what goes on
-behind it, and the processor time of the threads that call; its floor is a copy of as many bytes in memory. With
+behind it, and the CPU time of the threads that call; its floor is a copy of as many bytes in memory. With
 `--planning`: the time in which one rank plans a save, for 8 to 8,192 ranks.
 """
 

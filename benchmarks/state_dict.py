@@ -1,7 +1,7 @@
 """The get and set functions beside torch's own, in one process: `python -m benchmarks.state_dict [--quick]`.
 
 A mixture-of-experts model of about 13,000 parameters and AdamW, on the CPU and with tiny tensors, so that what is
-measured is the work per parameter, in processor time. The floor is twice the time of half the model: what comes to it
+measured is the work per parameter, in CPU time. The floor is twice the time of half the model: what comes to it
 is linear.
 """
 
@@ -73,7 +73,7 @@ def cases(model: nn.Module, optimizer: torch.optim.Optimizer, api: Any) -> dict[
 
 
 def shortest(run: Callable[[], object], repeats: int) -> float:
-    """Processor time of the shortest of some runs, of one thread: what else the machine does can only add to it."""
+    """CPU time of the shortest of some runs, of one thread: what else the machine does can only add to it."""
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -94,7 +94,7 @@ def rows(layers: int, experts: int) -> Iterator[Row]:
             for _ in range(ROUNDS)
         ]
         found, peer, floor = zip(*rounds, strict=True)
-        yield Row("state_dict", name, "processor s", found, {"torch": peer}, floor)
+        yield Row("state_dict", name, "CPU s", found, {"torch": peer}, floor)
 
 
 def main() -> int:

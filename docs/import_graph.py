@@ -147,7 +147,8 @@ class Codebase:
     @classmethod
     def read(cls, root: Path = ROOT, packages: Sequence[str] = TOP_LEVEL) -> Codebase:
         """The codebase below `root`."""
-        paths = sorted(path.relative_to(root) for package in packages for path in (root / package).rglob("*.py"))
+        found = sorted(path.relative_to(root) for package in packages for path in (root / package).rglob("*.py"))
+        paths = [path for path in found if "examples" not in path.parts]  # a link to one of examples/
         names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
         texts = [(root / path).read_text(encoding="utf-8") for path in paths]
         return cls({n: Module(n, p.as_posix(), text) for n, p, text in zip(names, paths, texts, strict=True)})

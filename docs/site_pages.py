@@ -18,6 +18,8 @@ FROM_ROOT = {
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
     "results.md": "benchmarks/RESULTS.md",
+    **{f"tests/{name}.md": f"tests/{name}.md" for name in ("complaints", "edge-cases", "faults", "torchs_tests")},
+    **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
 """Page of the site -> file in the repository."""
 _FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(https?:[^\" >]+)")
@@ -27,10 +29,16 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from the root."""
     for page, source in FROM_ROOT.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=as_code(source, text) if source.endswith(".py") else text))
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
         files.append(File.generated(config, f"{notebook.stem}.md", content=as_page(notebook)))
     return files
+
+
+def as_code(path: str, text: str) -> str:
+    """A program as Markdown."""
+    return f"# {path}\n\n```python\n{text}```\n"
 
 
 def as_page(notebook: Path) -> str:
@@ -44,8 +52,10 @@ def as_page(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to where those pages and their neighbors are on the site; what is not on it is told by its path."""
+    """Links to where those pages and their neighbors are on the site; other links lead to the start."""
     source = FROM_ROOT.get(page.file.src_uri)
+    if source and source.endswith(".py"):
+        return markdown
     folder = (ROOT / (source or f"docs/{page.file.src_uri}")).parent
     depth = page.file.src_uri.count("/")
 

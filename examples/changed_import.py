@@ -1,12 +1,12 @@
 """Training frameworks that import `reshard.dcp` instead of torch's DCP, with no other change.
 
-    torchrun --nproc-per-node 2 examples/changed_import.py lightning --folder ckpt --engine ours --mesh fsdp=2
+    torchrun --nproc-per-node 2 examples/changed_import.py lightning --folder ckpt --engine reshard --mesh fsdp=2
     torchrun --nproc-per-node 2 examples/changed_import.py lightning --folder ckpt --engine torch --mesh tp=2
 
 The framework's own code saves and resumes: torchtitan's `CheckpointManager` with its own optimizers and schedules,
 accelerate's `save_state` and `load_state` for sharded models, Lightning's `Trainer` with its `ModelParallelStrategy`.
-`--engine ours` imports the framework's modules as if this import had been edited in them. Each engine resumes what the
-other saved, in any layout and on any number of processes. Equal digests in the last line mean equal bits.
+`--engine reshard` imports the framework's modules as if this import had been edited in them. Each engine resumes what
+the other saved, in any layout and on any number of processes. Equal digests in the last line mean equal bits.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def run(framework: str, engine: str, folder: Path, mesh: dict[str, int], steps: 
     """Resume from the folder, train `steps` more steps, save, and return what was trained.
 
     A process can use one framework and engine."""
-    if engine == "ours" and not any(isinstance(finder, ChangedImports) for finder in sys.meta_path):
+    if engine == "reshard" and not any(isinstance(finder, ChangedImports) for finder in sys.meta_path):
         if early := sys.modules.keys() & IMPORTERS[framework]:
             raise ImportError(f"{sorted(early)} are imported already: change their imports in a fresh process")
         sys.meta_path.insert(0, ChangedImports(IMPORTERS[framework]))
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--engine", choices=["ours", "torch"], default="ours")
+    parser.add_argument("--engine", choices=["reshard", "torch"], default="reshard")
     parser.add_argument("--mesh", default="fsdp=2", help="fsdp=N or tp=N; torchtitan and accelerate: both, too")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()

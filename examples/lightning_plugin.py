@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--resume", type=Path, help="a checkpoint of ours, or one that Lightning wrote")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this plugin or of Lightning")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--lightning", action="store_true", help="save as Lightning does without the plugin")
     given = parser.parse_args()

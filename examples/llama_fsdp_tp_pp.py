@@ -56,18 +56,18 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
         # -1: under tensor parallelism, a rank has only some of the heads
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, turns), rotate(k, turns)
+        q, k = rotate(q, freqs), rotate(k, freqs)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
-def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     """Rotate neighboring pairs of each head by the angles of their position: [..., time, head_dim]."""
     even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = turns.cos(), turns.sin()
+    cos, sin = freqs.cos(), freqs.sin()
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
@@ -88,8 +88,8 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.attention, self.feed_forward = Attention(config), FeedForward(config)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), turns)
+    def forward(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -103,17 +103,17 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
         self.norm = nn.RMSNorm(config.dim) if stage == stages - 1 else None
         self.output = nn.Linear(config.dim, config.vocab, bias=False) if stage == stages - 1 else None
-        speeds = 10_000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        self.register_buffer("turns", torch.outer(torch.arange(config.context), speeds), persistent=False)
+        inv_freq = 10_000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        self.register_buffer("freqs", torch.outer(torch.arange(config.context), inv_freq), persistent=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turns = self.turns[: x.shape[1]]
+        freqs = self.freqs[: x.shape[1]]
         x = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for block in self.layers.values():
-            x = block(x, turns)
+            x = block(x, freqs)
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
@@ -156,13 +156,13 @@ SEQUENCES = 12
 class Training:
     """One rank of a job, with its parts of the model, the optimizer, and the text."""
 
-    def __init__(self, dp: int, tp: int, seed: int, hear: Callable[[int, float], None] = lambda step, loss: None):
-        """`hear` is called with the number and loss of each step."""
+    def __init__(self, dp: int, tp: int, seed: int, on_step: Callable[[int, float], None] = lambda step, loss: None):
+        """`on_step` is called with the number and loss of each step."""
         torch.manual_seed(seed)
         self.model = build(SMALL, pp=1, dp=dp, tp=tp)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), foreach=False)
-        self.dp, self.place = dp, dist.get_rank() // tp  # ranks along tp get the same sequences
-        self.hear, self.step = hear, 0
+        self.dp, self.dp_rank = dp, dist.get_rank() // tp  # ranks along tp get the same sequences
+        self.on_step, self.step = on_step, 0
         text = read_text()
         self.text, self.held_back = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
 
@@ -172,11 +172,11 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.hear(self.step, self._mean(loss))
+            self.on_step(self.step, self._mean(loss))
             self.step += 1
 
     @torch.no_grad()
-    def judge(self) -> float:
+    def evaluate(self) -> float:
         """The loss on held-out text."""
         return self._mean(self._loss(self.held_back, 0, 4 * SEQUENCES))
 
@@ -207,7 +207,7 @@ class Training:
         starts = torch.randint(
             len(text) - SMALL.context - 1, (sequences,), generator=torch.Generator().manual_seed(seed)
         )
-        rows = [text[int(start) : int(start) + SMALL.context + 1] for start in starts.chunk(self.dp)[self.place]]
+        rows = [text[int(start) : int(start) + SMALL.context + 1] for start in starts.chunk(self.dp)[self.dp_rank]]
         tokens = torch.stack(rows).long()
         return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -239,7 +239,7 @@ def train(folder: str, tp: int, steps: int) -> None:
     if newest := reshard.latest_complete(folder):
         training.resume(newest)
     training.train(steps)
-    report, loss = training.save(f"{folder}/step-{training.step}"), training.judge()
+    report, loss = training.save(f"{folder}/step-{training.step}"), training.evaluate()
     if dist.get_rank() == 0:
         print(f"step {training.step}, loss {loss:.3f}, {report}")
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """A training loop for `torch.distributed.checkpoint` that runs on reshard after changing one import.
 
     torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine torch --mesh fsdp=4
-    torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine ours --mesh fsdp=2,tp=2   # resumes
+    torchrun --nproc-per-node 4 examples/one_import.py --folder ckpt --engine reshard --mesh fsdp=2,tp=2   # resumes
 
 Each engine resumes what the other saved, on any number of processes and in any layout.
 """
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-ENGINES = {"torch": "torch.distributed.checkpoint", "ours": "reshard.dcp"}
+ENGINES = {"torch": "torch.distributed.checkpoint", "reshard": "reshard.dcp"}
 
 
 class App:
@@ -74,7 +74,7 @@ def run(engine: str, folder: Path, mesh: dict[str, int], steps: int) -> App:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--engine", choices=ENGINES, default="ours")
+    parser.add_argument("--engine", choices=ENGINES, default="reshard")
     parser.add_argument("--mesh", default="fsdp=1", help="such as fsdp=2,tp=2")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()

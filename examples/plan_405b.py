@@ -43,7 +43,8 @@ def main(page: str | None = None) -> None:
     cluster = Cluster(storage_read_bytes_per_s=2e9)
     print(estimate(plan, cluster))
     if page is not None:
-        Path(page).write_text(to_html(plan, source="fsdp=2048,tp=8", target="fsdp=768,tp=16", cluster=cluster))
+        text = to_html(plan, source="FSDP 2,048 × TP 8", target="FSDP 768 × TP 16", cluster=cluster)
+        Path(page).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -332,6 +332,7 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
     Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.torch_save.pickles`.
 
     Args:
+        path: a folder, file, URL, or `Storage`.
         step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...). Default: the newest
             complete one.
         check: compare the tensor data that is read with checksums, and raise if it changed. False skips this, to

@@ -15,7 +15,7 @@ __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "format_names", "format_ranks", "option_error", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "how_to_install", "option_error", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
@@ -168,6 +168,11 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
 
 
 # Old names of the public API: each still works, and warns. docs/decisions.md has the table of them.
+
+
+def how_to_install(requirement: str) -> str:
+    """The command that installs an optional package. It does not need reshard to be on a package index."""
+    return f"pip install '{requirement}'"
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -145,11 +145,10 @@ class Page:
         return [one["request"]["url"] for one in seen]
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """What is seen, or all of the page, as a PNG."""
+        """What is seen, or all of the page, in the format of the file's name."""
         options: dict[str, Any] = {"captureBeyondViewport": whole}
         if whole:
             size = self._browser.call("Page.getLayoutMetrics")["cssContentSize"]
             options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        path.write_bytes(
-            base64.b64decode(self._browser.call("Page.captureScreenshot", format="png", **options)["data"])
-        )
+        options["format"] = path.suffix[1:]
+        path.write_bytes(base64.b64decode(self._browser.call("Page.captureScreenshot", **options)["data"]))

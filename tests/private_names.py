@@ -39,7 +39,8 @@ def _is_private(name: str) -> bool:
 def _modules(folders: tuple[str, ...]) -> Iterator[tuple[Path, ast.Module]]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+            if not path.is_symlink():  # to an example
+                yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _names_defined(tree: ast.Module) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs import figures
-from docs.draw_architecture import BOX, PICTURE, draw, drawn, package_imports, roles
+from docs.draw_architecture import CHARACTER, PICTURE, draw, drawn, package_imports, roles
 from docs.import_graph import (
     MAX_FUNCTION_LINES,
     MAX_MODULE_LINES,
@@ -379,9 +379,16 @@ def test_a_picture_says_what_was_drawn(tmp_path: Path) -> None:
 
 
 def test_texts_of_the_picture_fit_their_boxes() -> None:
-    """By a generous width of a letter: three lines below the name at the most, none wider than the box."""
-    found = re.findall(r'<text class="(role|imports)" x="([\d.]+)" y="([\d.]+)">([^<]*)<', draw(CODEBASE, PAGE))
-    assert len(found) > 30
-    assert [text for kind, _, _, text in found if len(text) * (6.6 if kind == "role" else 5.5) > BOX[0] - 20] == []
-    for _, box in re.findall(r'data-package="([\w.]+)"(.*?)</g>', draw(CODEBASE, PAGE), re.S):
-        assert box.count('class="imports"') <= 2
+    """By a generous width of a letter: none is wider than its box, beside the number of lines, or below it."""
+    boxes = re.findall(r'data-package="[\w.]+"(.*?)</g>', draw(CODEBASE, PAGE), re.S)
+    assert len(boxes) > 25
+    for box in boxes:
+        [(x, y, width, height)] = re.findall(r'<rect .*? x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"', box)
+        texts = re.findall(r'<text class="(\w+)" x="(.*?)" y="(.*?)">([^<]*)<', box)
+        count = "".join(re.findall(r">([\d,]+ lines)<", box))
+        assert [kind for kind, *_ in texts][:2] == ["name", "role"]
+        for kind, left, bottom, text in texts:
+            taken = len(text) * (8.5 if kind == "name" else CHARACTER)
+            taken += len(count) * CHARACTER if kind == "name" else 0
+            assert float(left) + taken < float(x) + float(width)
+            assert float(y) < float(bottom) < float(y) + float(height)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from docs.draw_pages import RECORD, headings, pages
 from docs.index_readme import for_index
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +29,7 @@ TEXTS = {
 }
 TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
 """Which has names below `reshard` that are no Python."""
+_INSTALLING = re.compile(r"how_to_install\((.*?)\)")
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
@@ -117,9 +121,74 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
     assert logged - told == {("INFO", "…")}, "what each phase says"
 
 
-def test_links_of_the_readme_lead_somewhere_on_a_package_index() -> None:
-    text = for_index("[a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)", "https://x.example/blob/v1/")
+def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> None:
+    text = for_index(
+        "<!-- figure of a -->1<!-- end --> [a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)",
+        "https://x.example/blob/v1/",
+        "https://raw.example/v1",
+    )
     assert text == (
-        "[a](https://x.example/blob/v1/docs/a.md#b) ![c](https://x.example/blob/v1/d.png) "
+        "1 [a](https://x.example/blob/v1/docs/a.md#b) ![c](https://raw.example/v1/d.png) "
         "[e](https://f.example/) [g](#h)"
     )
+
+
+def test_the_package_is_described_and_its_versions_are_given_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    classified = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    [tested] = re.findall(
+        r"^\| Python \| .* \| 3\.11; in the CI workflow also (3\.\d+) to (3\.\d+) \|$", TEXTS["docs/support.md"], re.M
+    )
+
+    assert project["description"] == first
+    assert f"\nsite_description: {first}\n" in site
+    assert classified == ["3.11", "3.12", "3.13", "3.14"]
+    assert tested == (classified[1], classified[-1])
+    assert [version for version in classified if f'"{version}"' not in workflow] == []
+    searched = re.findall(r"python(3\.\d+)", (ROOT / "Makefile").read_text(encoding="utf-8").split("; do")[0])
+    assert searched == classified
+
+
+def test_the_changelog_has_each_category_of_keep_a_changelog_once() -> None:
+    known = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for release in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        found = re.findall(r"^### (.*)$", release, re.M)
+        assert len(found) == len(set(found))
+        assert set(found) <= known
+
+
+def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
+    """And no text says to install reshard by a name that is on no package index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = {requirement for extra in project["optional-dependencies"].values() for requirement in extra}
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "reshard").rglob("*.py")]
+    named = {
+        name for text in sources for call in _INSTALLING.findall(text) for name in re.findall(r"[\"'](.*?)[\"']", call)
+    }
+
+    assert len(named) >= 6
+    assert named - {"dask"} <= known
+    others = [page.read_text(encoding="utf-8") for page in [*PAGES, *(ROOT / "tests").rglob("*.py")]]
+    assert [text for text in sources + others if re.search(r"pip install '?reshard(\[|\s)", text)] == []
+
+
+def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
+    """Apart from what is yours, such as your model."""
+    yours = {"accelerator", "data", "engine", "group", "model", "replica_id"}
+    programs = re.findall(r"^```text\n((?:.*\n)*?)```", TEXTS["docs/integrations.md"], re.M)
+    trees = [ast.parse(program) for program in programs if "import " in program]
+    assert len(trees) >= 9
+    for tree in trees:
+        nodes = list(ast.walk(tree))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known = {name.id for name in names if isinstance(name.ctx, ast.Store)} | yours | set(dir(builtins))
+        known |= {(each.asname or each.name).split(".")[0] for node in nodes for each in getattr(node, "names", [])}
+        assert {name.id for name in names} - known == set()
+
+
+def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:
+    """Else take them again: `python -m docs.draw_pages`."""
+    assert RECORD.read_text(encoding="utf-8") == headings(pages(tmp_path))

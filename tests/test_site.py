@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import griffe
 import pytest
 
 import reshard
+from docs.reference_extension import _names, _public
 from tests.test_readme import ROOT
 
 
@@ -45,6 +49,46 @@ def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     assert "StorageError" in {str(one.annotation) for one in raises.value}
     assert '{"state": {fqn: {name: value}}, "param_groups"' in returns.value[0].description
     assert "(../incremental.md)" in save.value
+
+
+def code_of(text: str) -> list[str]:
+    """The indented blocks of a text."""
+    blocks = re.findall(r"^\n((?:    .*\n|\n)+)", f"{text}\n", re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def test_code_in_docstrings_is_code_and_fits_the_page(package: griffe.Module) -> None:
+    """A formatter of prose may wrap a line of code, which then is none."""
+    found = []
+    for module in (package, package["elastic"], package["mapping"]):
+        for path, item in _public(module, module.path, _names(module.path)):
+            if item.docstring and not item.is_module:
+                texts = [part.value for part in item.docstring.parse("google") if part.kind.value == "text"]
+                found += [(path, block) for text in texts for block in code_of(text) if block[0] != "{"]  # a form
+
+    assert len(found) > 10
+    for path, block in found:
+        compile(block, path, "exec", ast.PyCF_ONLY_AST)
+        assert [line for line in block.splitlines() if len(line) > 110] == [], path
+
+
+@pytest.mark.parametrize("name", ["reshard", "planners"])
+def test_tables_of_parameters_are_complete(name: str) -> None:
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "reference_extension.py"))
+    package = griffe.load(name, search_paths=[str(ROOT)], extensions=extensions, docstring_parser="google")
+    assert isinstance(package, griffe.Module)
+    missing, tables = {}, 0
+    for path, item in _public(package, name, _names(name)):
+        sections = item.docstring.parse("google") if item.is_function and item.docstring else []
+        listed = [one.name for section in sections if section.kind.value == "parameters" for one in section.value]
+        if listed:
+            tables += 1
+            known = {part.strip().lstrip("*") for one in listed for part in one.split(",")}
+            asked = {one.name.lstrip("*") for one in item.parameters} - {"self", "cls", "options"}
+            missing |= {path: asked - known} if asked - known else {}
+
+    assert missing == {}
+    assert tables > 2
 
 
 def test_the_tutorial_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,10 +308,10 @@ class Window:
         )
 
     def rearrange(self, dims: Sequence[int | None]) -> Window:
-        """Like `permute`, but None makes a new dim of size 1, and dims of size 1 may be left out: the `dims` of a
+        """Like `permute`, but None makes a new dim of size 1, and dims of size 1 may be omitted: the `dims` of a
         `ReadItem`. `window.crop(item.source).rearrange(item.dims)` has the dims of `item.target`.
 
-        Raises PlanError if a dim is named twice, or if one of another size is left out.
+        Raises PlanError if a dim is named twice, or if one of another size is omitted.
         """
         sizes = rearranged(Box.full(self.sizes), tuple(dims)).sizes
         strides = tuple(self.itemsize if d is None else self.strides[d] for d in dims)

@@ -152,7 +152,7 @@ class ProductGeometry:
         return tuple(np.flatnonzero(own.local_sizes) for own in self.dims)
 
     def distinct(self) -> Iterator[tuple[int, ...]]:
-        """The owners of every distinct part, empty ones left out, row-major."""
+        """The owners of every distinct part, empty ones omitted, row-major."""
         return itertools.product(*(owners.tolist() for owners in self.holding))
 
     def holders(self, owners: Iterable[Ints | slice]) -> Ints:

@@ -49,7 +49,7 @@ def parse_layout(text: str) -> ProductForm:
 
 def in_words(layout: TensorLayout | ProductForm) -> str:
     """Return how ranks share a tensor. Axes are named in the order in which they shard it; an axis
-    of one rank is left out.
+    of one rank is omitted.
 
     >>> in_words(parse_layout("R,S(1) on dp=2,tp=2"))
     'replicated over dp; dim 1 sharded over tp'

@@ -155,7 +155,7 @@ class Sweep:
     """Boxes sorted along the dim that they divide most, to quickly find those that overlap a given one."""
 
     def __init__(self, chunks: Iterable[tuple[int, Box]]) -> None:
-        """`chunks` gives (owner, box); empty boxes are left out."""
+        """`chunks` gives (owner, box); empty boxes are omitted."""
         table = [(owner, box) for owner, box in chunks if not box.is_empty]
         self.dim, self.chunks = 0, table
         if not table or not table[0][1].ndim:

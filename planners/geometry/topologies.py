@@ -403,7 +403,7 @@ def fsdp_tp(
     """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first match; all other tensors
     are replicated over it). FSDP2 then shards dim 0 of the result. Globs that match nothing are skipped.
 
-    Axes are rep, dp, cp, and tp, from the outermost. Axes of size 1 are left out, but at least one remains.
+    Axes are rep, dp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
     """
     sizes = {"rep": replicas, "dp": shards, "cp": context_parallel, "tp": tensor_parallel}
     axes = {name: size for name, size in sizes.items() if size != 1 or (name == "dp" and set(sizes.values()) == {1})}

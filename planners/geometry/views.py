@@ -115,7 +115,7 @@ class ViewGeometry:
 
 
 def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """The same map in fewer patches, in order of their targets: empty ones left out, neighbors that continue one
+    """The same map in fewer patches, in order of their targets: empty ones omitted, neighbors that continue one
     another in target and source made one."""
     found = [_named(patch) for patch in patches if not patch.target.is_empty]
     ndim = found[0].target.ndim if found else 0
@@ -136,7 +136,7 @@ def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
 
 
 def _named(patch: Patch) -> Patch:
-    """The same patch, but new dims follow source dims that were left out while there are any: all are of size 1."""
+    """The same patch, but new dims follow source dims that were omitted while there are any: all are of size 1."""
     if None not in patch.dims:
         return patch
     left = (d for d in range(patch.source.ndim) if d not in patch.dims)
@@ -173,7 +173,7 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
 # padded.
 #
 # A view is a set of patches. Each says that a box of the target is a box of a source, with its dims
-# in another order, new dims of size 1 or dims of size 1 left out. A fill says that a box of the
+# in another order, new dims of size 1 or dims of size 1 omitted. A fill says that a box of the
 # target is a constant. Views are built like arrays and nest like functions:
 #
 #     q, k, v = (View.of(spec) for spec in (q_spec, k_spec, v_spec))
@@ -286,7 +286,7 @@ class View:
         """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of size 1 may be left
         out.
 
-        Raises PlanError if a dim is named twice, or if one of another size is left out.
+        Raises PlanError if a dim is named twice, or if one of another size is omitted.
         """
         order = tuple(dims)
         full = rearranged(Box.full(self.shape), order, self.spec.fqn)

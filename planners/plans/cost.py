@@ -147,7 +147,7 @@ class Estimate:
         moved, requests = format_bytes(int(self.rank_bytes.sum())), f"{int(self.rank_requests.sum()):,} requests"
         each = f"{self.over_read:.3f} bytes for each byte needed"
         lines = [
-            f"{format_seconds(self.seconds)} for {moved} {verb} in {requests}, {each}",
+            f"at least {format_seconds(self.seconds)} for {moved} {verb} in {requests}, {each}",
             f"assumed: {self.cluster.rates}",
             f"the slowest host is {self.slowest_host}: {self.straggling:.2f} times the mean time",
             f"a host holds at most {format_bytes(int(self.peak_host_bytes.max(initial=0)))}{room}",

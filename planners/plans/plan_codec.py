@@ -169,7 +169,7 @@ def _transfer_plan(data: Mapping[str, Any]) -> TransferPlan:
 
 
 def _schedule_json(rounds: Schedule) -> dict[str, Any]:
-    """Columns are left out where they are those that `schedule` makes, which is mostly so."""
+    """Columns are omitted where they are those that `schedule` makes, which is mostly so."""
     usual = rounds == schedule(rounds.plan, max_inflight_bytes=rounds.max_inflight_bytes)
     return {
         "plan": _transfer_json(rounds.plan),

@@ -181,6 +181,7 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
     The result is deterministic: every rank computes the same schedule.
 
     Args:
+        plan: what to send.
         max_inflight_bytes: limit for the bytes that a rank sends and receives in one round. If a
             rank waits for the end of each round, this also limits its buffers.
 

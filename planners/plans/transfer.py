@@ -341,6 +341,7 @@ def plan_transfers(
     arguments and is the same on every rank. Names that only `before` has are dropped.
 
     Args:
+        before, after: the layouts.
         ranks_per_host: ranks 0 to n - 1 are on the first host, and so on; None if hosts do not matter.
         allow_cast: dtypes may differ. Bytes are counted and sent in the dtype of `before`. The cast is left to the
             caller.
@@ -598,7 +599,7 @@ class ReadOncePlan:
 def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) -> ReadOncePlan:
     """Share the reading of what several ranks want evenly among them, each element once.
 
-    A tensor of which ranks want regions that overlap without being equal is left out: each rank reads its own.
+    A tensor of which ranks want regions that overlap without being equal is omitted: each rank reads its own.
     Lists the regions of all ranks: meant for some thousands of ranks times tensors with replicas.
     """
     common: dict[str, TensorLayout] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.reports.cuts import Owners
-from planners.reports.pages import STYLE, cuts, placed
-from planners.units import format_bytes
+from planners.reports.pages import STYLE, cuts, figures_of, listed, placed
+from planners.units import format_bytes, format_count
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
 
@@ -110,12 +110,12 @@ def checkpoint_page(shown: Shown) -> str:
         "checkpoint",
         data,
         title=escape(shown.title),
-        verdict=_listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
-        figures=_figures(shown.figures),
+        verdict=listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
+        figures=figures_of(shown.figures),
         kinds=_kinds(shown.layout, lie),
         steps=_steps(shown.steps),
         files=_files(shown.files),
-        warnings=_listed("Warnings", shown.warnings),
+        warnings=listed("Warnings", shown.warnings),
     )
 
 
@@ -152,8 +152,8 @@ def difference_page(
         title=escape(title),
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
-        figures=_figures(figures),
-        findings=_listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
+        figures=figures_of(figures),
+        findings=listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
     )
 
 
@@ -175,25 +175,8 @@ def _page(frame: str, data: Any, **parts: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
-def _figures(figures: Iterable[tuple[str, str]]) -> str:
-    out = []
-    for name, value in figures:
-        main, _, aside = value.partition(" (")
-        small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
-        out.append(f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>")
-    return "".join(out)
-
-
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.3g}%" if whole else "of none"
-
-
-def _listed(title: str, texts: Sequence[str]) -> str:
-    if not texts:
-        return ""
-    rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
-    more = f"<li>and {len(texts) - 100:,} more</li>" if len(texts) > 100 else ""
-    return f'<div class="verdict wrong">{escape(title)}:<ul>{rows}{more}</ul></div>'
 
 
 # --- of one checkpoint ---
@@ -287,7 +270,7 @@ def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
         most = max([*weights.values(), 1])
         rows = "".join(
             f'<li><span>{escape(kind)}</span><b class="cost"><i style="width:{100 * nbytes / most:.2f}%"></i></b>'
-            f"<span>{format_bytes(nbytes)}, {counts[kind]:,}</span></li>"
+            f"<span>{format_bytes(nbytes)}, {format_count(counts[kind], 'tensor')}</span></li>"
             for kind, nbytes in weights.most_common(12)
         )
         more = f"<li>and {len(weights) - 12:,} more</li>" if len(weights) > 12 else ""
@@ -311,7 +294,7 @@ def _steps(steps: Sequence[SavedStep]) -> str:
             f'<div class="cost" role="img" aria-label="{escape(what)}"><i style="width:{new:.2f}%"></i>'
             f'<i class="shared" style="width:{shared:.2f}%"></i></div><small>{escape(what)}</small></td></tr>'
         )
-    left = f"<p>{len(steps) - len(rows):,} earlier ones are left out.</p>" if len(steps) > len(rows) else ""
+    left = f"<p>{len(steps) - len(rows):,} earlier ones are omitted.</p>" if len(steps) > len(rows) else ""
     return (
         '<section aria-labelledby="steps"><h2 id="steps">Checkpoints of the run</h2><p>What each one wrote, and what it'
         ' shares with earlier ones, which is stored once.</p><div class="scroll" tabindex="0"><table>'
@@ -328,7 +311,7 @@ def _files(files: Sequence[SavedFile]) -> str:
         f"<td>{'an earlier save wrote it' if file.earlier else ''}</td></tr>"
         for file in sorted(files, key=lambda file: file.name)[:_MAX_ROWS]
     )
-    left = f"<p>{len(files) - _MAX_ROWS:,} more are left out.</p>" if len(files) > _MAX_ROWS else ""
+    left = f"<p>{len(files) - _MAX_ROWS:,} more are omitted.</p>" if len(files) > _MAX_ROWS else ""
     return (
         '<section aria-labelledby="files"><h2 id="files">Files</h2><div class="scroll" tabindex="0"><table><thead><tr>'
         f"<th>file</th><th>size</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>{left}</section>"
@@ -339,7 +322,7 @@ def _files(files: Sequence[SavedFile]) -> str:
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names with their numbers left out, columns the first number, which is most often that of the layer; a
+    """Rows are names without their numbers, columns the first number, which is most often that of the layer; a
     cell is the worst of its tensors. Rows that differ come first where there are too many."""
     cells: dict[str, dict[int, list[float]]] = {}
     top = 0

@@ -76,7 +76,7 @@ def _line(corners: str, wide: Sequence[int]) -> str:
 
 
 def _kept(count: int, most: int) -> list[int]:
-    """Return which of `count` cells are shown; -1 stands for those left out, before the last."""
+    """Return which of `count` cells are shown; -1 stands for those omitted, before the last."""
     return list(range(count)) if count <= most else [*range(max(most - 2, 1)), -1, count - 1]
 
 

@@ -28,6 +28,11 @@ from planners.units import format_bytes, format_seconds
 __all__ = ["to_html"]
 
 
+_READS = """<h2 id="traffic">What each rank reads of what each rank saved</h2>
+<p>All ranks read from storage; none sends to another. If several ranks hold a copy, the lowest counts as the one that
+saved it."""
+_SENDS = """<h2 id="traffic">What each rank sends to each rank</h2>
+<p>What a rank copies within its own memory is not counted."""
 _MAX_MATRIX = 64
 _MAX_TENSORS = 8
 _MAX_ROWS = 400
@@ -44,8 +49,8 @@ class _Story:
     loads: list[tuple[str, Ints]]
     """Bytes per rank, with what they are."""
     traffic: Iterable[Traffic] | None
-    rows_and_columns: tuple[str, str]
-    """What the rank of a row does, and that of a column."""
+    between: tuple[str, str]
+    """What the rank of a row did, and what that of a column does, as in `("sent by", "received by")`."""
 
 
 def to_html(
@@ -64,6 +69,7 @@ def to_html(
         page = to_html(plan, source="run/step-1000", target="fsdp=3")
 
     Args:
+        plan: a plan of a load, a save, or a transfer.
         title: title of the page. Default: what the plan does.
         ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
         source: name of the source for readers, such as a path or a topology.
@@ -80,13 +86,14 @@ def to_html(
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:
         ranks_per_host = cluster.ranks_per_host
-        figures.append(("estimated time", f"{format_seconds(estimate(plan, cluster).seconds)} ({cluster.rates})"))
+        seconds = format_seconds(estimate(plan, cluster).seconds)
+        figures.append(("estimated time, at least", f"{seconds} ({cluster.rates})"))
     parts = {
         "title": escape(title or story.title),
         "style": STYLE,
         "between": _between(source, target),
         "verdict": _verdict(plan, wrong),
-        "figures": "".join(_figure(*figure) for figure in figures),
+        "figures": figures_of(figures),
         "tensors": _tensors(story, world),
         "traffic": _traffic(story, ranks_per_host),
         "loads": "".join(bars(loads, label) for label, loads in story.loads),
@@ -104,12 +111,17 @@ def _between(source: str, target: str) -> str:
 def _verdict(plan: LoadPlan | SavePlan | TransferPlan, wrong: Sequence[str]) -> str:
     """Return what the proof of this plan says, and what else is wrong."""
     report = verify(plan)
-    findings = [*wrong, *map(str, report.findings)]
-    if not findings:
-        return f'<p class="verdict">OK: {escape(report.covers)}.</p>'
-    listed = "".join(f"<li>{escape(finding)}</li>" for finding in findings[:5])
-    more = f"<li>and {len(findings) - 5} more</li>" if len(findings) > 5 else ""
-    return f'<div class="verdict wrong">Not correct:<ul>{listed}{more}</ul></div>'
+    right = f'<p class="verdict">OK: {escape(report.covers)}.</p>'
+    return listed("Not correct", [*wrong, *map(str, report.findings)]) or right
+
+
+def listed(title: str, texts: Sequence[str]) -> str:
+    """What is wrong, as a list, if anything is."""
+    if not texts:
+        return ""
+    rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
+    more = f"<li>and {len(texts) - 100:,} more</li>" if len(texts) > 100 else ""
+    return f'<div class="verdict wrong">{escape(title)}:<ul>{rows}{more}</ul></div>'
 
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
@@ -119,11 +131,14 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
         yield f"held by a rank, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
 
 
-def _figure(name: str, value: str) -> str:
-    """A figure; text in brackets is smaller."""
-    main, _, aside = value.partition(" (")
-    small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>"
+def figures_of(figures: Iterable[tuple[str, str]]) -> str:
+    """Figures by name; text in brackets is smaller."""
+    out = []
+    for name, value in figures:
+        main, _, aside = value.partition(" (")
+        small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
+        out.append(f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>")
+    return "".join(out)
 
 
 def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
@@ -138,11 +153,11 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
         figures.append(("bytes between ranks", format_bytes(plan.bytes_moved)))
         figures.append(("bytes copied in place", format_bytes(int(plan.local_bytes().sum()))))
         told.insert(0, ("Bytes that each rank sends", plan.sent_bytes()))
-        traffic, between = plan.traffic_blocks(), ("the rank that sends", "the rank that receives")
+        traffic, between = plan.traffic_blocks(), ("sent by", "received by")
     else:
         figures.append(("bytes read" if plan.kind == "load" else "bytes written", format_bytes(plan.total_bytes)))
     if isinstance(plan, LoadPlan) and not (plan.views or plan.explicit):
-        traffic, between = _reads(plan), ("the lowest rank that saved a chunk", "the rank that reads from it")
+        traffic, between = _reads(plan), ("saved by", "read by")
     worlds = " → ".join(f"{layout.world_size:,}" for _, layout in sides)
     title = f"{plan.kind.capitalize()}: {worlds} ranks"
     return _Story(title, [*figures, *_busiest(loads)], sides, told, traffic, between)
@@ -197,9 +212,9 @@ def _tensors(story: _Story, world: int) -> str:
 
 
 def _traffic(story: _Story, ranks_per_host: int) -> str:
-    head = '<section aria-labelledby="traffic"><h2 id="traffic">Traffic between ranks</h2>'
     if story.traffic is None:
         return ""  # a plan without senders, or changed by hand or by views
+    words = _READS if story.between[0] == "saved by" else _SENDS
     worlds = story.sides[0][1].world_size, story.sides[-1][1].world_size
     per, unit = 1, "rank"
     if max(worlds) > _MAX_MATRIX:
@@ -211,9 +226,8 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
     hosts = per // ranks_per_host
     each = f"{hosts} × {hosts} hosts" if hosts > 1 else "one host with another"
     scale = f" Each cell is the sum of {each}, of {ranks_per_host} ranks each." if unit == "host" else ""
-    rows, columns = (f"the host of {who}" if unit == "host" else who for who in story.rows_and_columns)
-    words = f"Rows: {rows}. Columns: {columns}.{scale}"
-    return f"{head}<p>{escape(words)}</p>{matrix(sums, unit, hosts if unit == 'host' else 1)}</section>"
+    grid = matrix(sums, story.between, unit, hosts if unit == "host" else 1)
+    return f'<section aria-labelledby="traffic">{words}{scale}</p>{grid}</section>'
 
 
 def _table(story: _Story) -> str:
@@ -225,32 +239,26 @@ def _table(story: _Story) -> str:
         f'<td data-sort="{nbytes}">{format_bytes(nbytes)}</td>{"".join(f"<td>{escape(p)}</td>" for p in placed)}</tr>'
         for name, count, shape, nbytes, placed in rows[:_MAX_ROWS]
     )
-    note = f"<p>{len(rows) - _MAX_ROWS:,} more rows are left out.</p>" if len(rows) > _MAX_ROWS else ""
+    note = f"<p>{len(rows) - _MAX_ROWS:,} more rows are omitted.</p>" if len(rows) > _MAX_ROWS else ""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
 def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """(pattern, how many, shape, bytes, how each side places them): names that differ in numbers only are one row."""
-    found: dict[tuple[object, ...], list[str]] = {}
-    for fqn in _every(side for _, side in story.sides):
-        pattern = re.sub(r"\d+", "*", fqn)
-        layouts = [side.get(fqn) for _, side in story.sides]
-        places = ((layout.spec.shape, layout.spec.dtype, placed(layout)) if layout else None for layout in layouts)
-        found.setdefault((pattern, *places), []).append(fqn)
-    for key, names in found.items():
-        layouts = [side.get(names[0]) for _, side in story.sides]
-        spec = next(layout.spec for layout in reversed(layouts) if layout is not None)
+    found: dict[tuple[str, ...], list[str]] = {}
+    sides = [side for _, side in story.sides]
+    placements = [side.described(side, placed) for side in sides]
+    specs = {fqn: side[fqn].spec for side in sides for fqn in side}
+    for fqn, spec in specs.items():
+        places = (words.get(fqn, "absent") for words in placements)
         shape = f"{list(spec.shape)} {spec.dtype}"
-        sides = ["absent" if layout is None else placed(layout) for layout in layouts]
-        yield str(key[0]) if len(names) > 1 else names[0], len(names), shape, spec.nbytes * len(names), sides
+        found.setdefault((re.sub(r"\d+", "*", fqn), shape, *places), []).append(fqn)
+    for (pattern, shape, *words), names in found.items():
+        yield pattern if len(names) > 1 else names[0], len(names), shape, specs[names[0]].nbytes * len(names), words
 
 
-def _every(sides: Iterable[StateLayout]) -> Sequence[str]:
-    return list(dict.fromkeys(fqn for side in sides for fqn in side))
-
-
-# The pictures on a plan's page, as SVG text: a tensor's shards, a traffic matrix, bars. Each is of
+# The pictures on a plan's page, as SVG text: a tensor's shards, a matrix of bytes, bars. Each is of
 # bounded size.
 
 
@@ -369,9 +377,9 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: 
 # --- traffic ---
 
 
-def matrix(sums: Ints, unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, on a logarithmic scale. A row or column is `each`
-    units, such as 32 hosts."""
+def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
+    """Bytes from each row to each column: the darker, the more, on a logarithmic scale, and in numbers if they
+    fit. A row or column is `each` units, such as 32 hosts."""
     rows, columns = sums.shape
     most = max(int(sums.max(initial=0)), 1)
     left, top = 66.0, 40.0
@@ -385,11 +393,14 @@ def matrix(sums: Ints, unit: str, each: int) -> str:
     for i, j in np.argwhere(sums > 0).tolist():
         value = int(sums[i, j])
         level = 0.25 + 0.75 * (math.log(value / least) / math.log(most / least) if most > least else 1.0)
-        words = f"{_units(unit, i, each)} to {_units(unit, j, each)}: {format_bytes(value)}"
+        words = f"{between[0]} {_units(unit, i, each)}, {between[1]} {_units(unit, j, each)}: {format_bytes(value)}"
         body.append(
             f'<rect x="{left + j * wide:.1f}" y="{top + i * high:.1f}" width="{wide - gap:.2f}" '
             f'height="{high - gap:.2f}" fill-opacity="{level:.2f}"><title>{words}</title></rect>'
         )
+        if wide > 66 and high > 13:
+            x, y = left + (j + 0.5) * wide, top + (i + 0.5) * high
+            body.append(f'<text class="tick number" x="{x:.1f}" y="{y:.1f}">{format_bytes(value)}</text>')
     middle = 0.5 if each == 1 else 0.0
     for number in _round_numbers(rows * each, int(height // 30)):
         y = top + (number / each + middle) * high
@@ -398,16 +409,15 @@ def matrix(sums: Ints, unit: str, each: int) -> str:
         x = left + (number / each + middle) * wide
         body.append(f'<text class="tick" x="{x:.1f}" y="{top - 10}">{number:,}</text>')
     total = top + height + 6
-    scale = f"{format_bytes(most)} a cell"
+    scale = f'<span class="swatch"></span>{format_bytes(most)}'
     if least < most:
-        scale = f'{format_bytes(least)}<span class="swatch"></span>{scale}; logarithmic'
-    faint = ' class="swatch faint"' if least < most else ' class="swatch"'
+        scale = f'<span class="swatch faint"></span>{format_bytes(least)} (least) to {scale} (most), logarithmic'
     return (
         f'<div class="wide" tabindex="0"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" '
         f'aria-label="bytes from {rows} to {columns} rows and columns of {unit}s">{"".join(body)}'
-        f'<text class="tick" x="{left + width / 2:.1f}" y="12">to {unit}</text>'
-        f'<text class="tick" transform="translate(9 {top + height / 2:.1f}) rotate(-90)">from {unit}</text></svg></div>'
-        f'<p class="legend"><span{faint}></span>{scale}</p>'
+        f'<text class="tick" x="{left + width / 2:.1f}" y="12">{between[1]} {unit}</text>'
+        f'<text class="tick" transform="translate(9 {top + height / 2:.1f}) rotate(-90)">{between[0]} {unit}</text>'
+        f'</svg></div><p class="legend">Bytes in a cell: {scale}. An empty cell: none.</p>'
     )
 
 
@@ -530,12 +540,13 @@ svg { display: block; width: 100%; height: auto; }
 .tick { fill: var(--soft); font-size: 11px; text-anchor: middle; dominant-baseline: central;
   font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
+.tick.number { fill: var(--ink); paint-order: stroke; stroke: var(--card); stroke-width: 3px; pointer-events: none; }
 .bars rect { fill: var(--accent); }
 .bars rect.peak { fill-opacity: .35; }
 .bars line { stroke: var(--line); }
 .legend { display: flex; white-space: nowrap; align-items: center; gap: 8px; font-size: 13px; margin-top: 10px; }
-.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--accent); margin-left: 10px; }
-.swatch.faint { opacity: .25; margin-left: 0; }
+.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--accent); }
+.swatch.faint { opacity: .25; }
 label { color: var(--soft); font-size: 13px; }
 select, input { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--line);
   border-radius: 8px; padding: 7px 10px; max-width: 100%; }
@@ -569,8 +580,8 @@ PAGE = """<!doctype html>
 {{between}}{{verdict}}
 <dl>{{figures}}</dl>
 <section aria-labelledby="layouts"><h2 id="layouts">Layouts of the largest tensors</h2>
-<p>The color of a region shows the lowest rank that holds it. Neighboring ranks have similar colors. A rank has the same
-color on both sides.</p>
+<p>The number and color of a region show the lowest rank that holds it; 0+ means rank 0 and others. Neighboring ranks
+have similar colors. A rank has the same color on both sides.</p>
 {{tensors}}</section>
 {{traffic}}
 <section aria-labelledby="loads"><h2 id="loads">Bytes per rank</h2>{{loads}}</section>

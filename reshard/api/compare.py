@@ -25,6 +25,7 @@ from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.geometry.mesh import grouped
+from planners.units import format_bytes
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -104,6 +105,7 @@ def compare(
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or ShardedTensors the call is
             collective: each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
+        rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
         by_fingerprint: compare saved fingerprints instead of values where both sides have them. This is fast, but does
             not find damage since the save. Not with a tolerance.
         labels: names for the two sides in findings; default: their paths.
@@ -181,8 +183,8 @@ def compare_sides(
     findings += found.on_others
     within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
     covers = (
-        f"names, shapes, dtypes, and objects compared; {found.read_bytes:,} of {total:,} bytes of values on each side "
-        f"read and compared{within}"
+        f"names, shapes, dtypes, and objects compared; {format_bytes(found.read_bytes)} of {format_bytes(total)} of "
+        f"values on each side read and compared{within}"
     )
     if "" in found.known.values():
         covers += ", the rest only by their saved fingerprints"

@@ -74,7 +74,7 @@ class ConvertReport(WrittenReport, CheckedReport):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", left out {format_names(self.left_out)}" if self.left_out else ""
+        odd = f", omitted {format_names(self.left_out)}" if self.left_out else ""
         retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
         odd += f", retyped {format_names(retyped)}" if retyped else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
@@ -109,8 +109,7 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint to another format, other names, or another layout.
 
-        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True,
-        dtype="bfloat16")
+        reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
     Each process holds at most 48 MiB of tensors at a time, however large they are. The target is
     published last: an interrupted conversion leaves nothing that opens as a checkpoint. Call

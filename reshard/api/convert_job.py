@@ -214,7 +214,7 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
             aliases[name] = first
         elif first != name and first in heir:
             aliases[name] = heir[first]
-        else:  # of tied tensors whose keeper is left out, the first takes its place
+        else:  # of tied tensors whose keeper is omitted, the first takes its place
             heir[first] = name
             tensors[name] = state[name].stored
     objects = {key: value for key, value in state.objects.items() if key in kept}

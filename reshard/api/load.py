@@ -80,37 +80,37 @@ def load(
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
-    containers. Before the first write, reshard proves the plan, checks that every byte range exists, and compares all
-    blocks that a rank reads for itself with their checksums. Data that is read for several ranks, or from an object
-    store, is checked as it arrives. If that check fails, the error says whether targets were already overwritten.
+    containers. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies all
+    blocks that a rank reads for itself. Data that is read for several ranks, or from an object store, is verified as it
+    arrives. On damage, the error says whether targets were already overwritten.
 
     Args:
-        path: a folder, file, URL, `Storage`, or an open `Checkpoint`.
+        state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. A mapping of globs to these three words sets the mode by key:
-            the first glob that matches counts, and keys without a match are strict.
+            False or "partial": both are only reported. A mapping of globs to these words sets the mode by key: the
+            first glob that matches counts; other keys are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported.
             "saved": the target is replaced by a tensor of the saved dtype.
         mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping`.
         dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
         check: True or "before": compare with checksums before writing. "during": compare each block once it is written,
-            which is faster. On damage, the error names the targets with undefined values. False: do not compare.
-        read_once: True or "job": each byte is read once in the job, and ranks that need the same elements send them to
-            each other through the process group. Not with dtype_policy "saved". None or "host": ranks of one host read
-            for each other where that reads less, see docs/reading.md. False or "rank": each rank reads for itself.
-        process_group: the ranks that load together. A key is unexpected only if no rank's target has it.
-        alone: this process loads by itself, even in a running job. It reads its own shards of sharded tensors.
-        threads: maximum number of copy threads; default: this process's share of the host's processors, up to 8.
+            which is faster; on damage, the error names the undefined targets. False: do not compare.
+        read_once: True or "job": each byte is read once in the job, and sent to other ranks that need it. Not with
+            dtype_policy "saved". None or "host": ranks of one host read for each other where that reads less, see
+            docs/reading.md. False or "rank": each rank reads for itself.
+        process_group: the ranks that load together. A key is unexpected if no rank's target has it.
+        alone: this process loads by itself, even in a running job: its own shards of sharded tensors.
+        threads: maximum number of copy threads; default: this process's share of the host's cores, up to 8.
         memory_budget_bytes: for staging and data that cannot be mapped; at least 128 KiB; default 32 MiB per thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
-        LayoutError: ranks pass different options (except mapping, check, threads, memory_budget_bytes, progress), or a
-            target cannot be filled in place.
-        OptionError: an option has an unknown value, such as strict="strickt".
-        CorruptCheckpointError, CheckpointNotFoundError, FormatError: see `reshard.open`.
+        LayoutError: a target cannot be filled in place, or ranks pass different options (except mapping, check,
+            threads, memory_budget_bytes, progress).
+        OptionError: an option has an unknown value. All others: see `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):

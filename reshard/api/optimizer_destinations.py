@@ -34,6 +34,7 @@ def optimizer_destinations(
     Pass the result to `load`, then to `set_optimizer_state_dict`.
 
     Args:
+        model, optimizers: as for `get_state_dict`.
         source: the checkpoint, open or as a path.
         prefix: the key that the optimizer's state dict was saved under: "optim" for {"optim": ...},
             "" for none.

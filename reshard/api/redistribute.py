@@ -378,6 +378,7 @@ def redistribute(
     before any byte moves.
 
     Args:
+        source, target: state dicts; None for a side in which this rank takes no part.
         process_group: the ranks that take part. Layouts name them by their ranks in the default
             group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.

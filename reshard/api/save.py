@@ -94,6 +94,7 @@ def save(
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
+        state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
         path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
@@ -698,5 +699,5 @@ class SaveReport(WrittenReport):
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
             more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
-            odd.append(f"passed over: {self.passed_over[0]}{more}")
+            odd.append(f"skipped: {self.passed_over[0]}{more}")
         return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

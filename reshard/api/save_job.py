@@ -387,7 +387,7 @@ _MOST_PASSED_OVER = 8
 
 def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
     """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which `path` holds, else
-    one in a folder beside it. What is wrong with one is no reason not to save: it is passed over.
+    one in a folder beside it. What is wrong with one is no reason not to save: it is skipped.
 
     Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this library.
     """

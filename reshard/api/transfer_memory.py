@@ -235,7 +235,7 @@ def _slots(transfer: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -
 
 
 def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
-    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be left out."""
+    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be omitted."""
     rest = [d for d in range(tensor.ndim) if d not in dims]
     moved = tensor.permute([*(d for d in dims if d is not None), *rest])
     return moved.view([1 if d is None else tensor.shape[d] for d in dims])

@@ -67,6 +67,7 @@ def verify(
     records of `torch.save` (also in DCP files) with the CRC-32 of their zip archives, where the format has them.
 
     Args:
+        deep: read every byte. False: check sizes and metadata only.
         path: a folder, file, URL, `Storage`, or open `Checkpoint`.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.

@@ -18,7 +18,14 @@ import typer
 from planners.errors import PlanError
 from reshard.cli.completion import namings, one_of, tensor_names
 from reshard.cli.show import console, print_text
-from reshard.errors import CheckpointError, CheckpointNotFoundError, KeyMismatchError, ReshardError, did_you_mean
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    KeyMismatchError,
+    ReshardError,
+    did_you_mean,
+    how_to_install,
+)
 
 if TYPE_CHECKING:
     from planners.geometry.layout import StateLayout
@@ -98,7 +105,7 @@ def newest(path: str, step: int | None = None) -> str:
 
     found = reshard.open(path, step=step).url
     if step is None:
-        note = f"{path} is a run: using {found}, its newest complete checkpoint"
+        note = f"using {found}, the newest complete checkpoint of {path}"
         print_text(console(stderr=True), note)
     return found
 
@@ -121,7 +128,8 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
     try:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
     except ImportError as error:
-        raise CheckpointError(f"--on {engine}: {error}: pip install 'reshard[{kind}]'") from error
+        needed = how_to_install("distributed>=2024.1" if kind == "dask" else "ray>=2.30")
+        raise CheckpointError(f"--on {engine}: {error}: {needed}") from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"--on {engine}: no answer: {error}") from error
 

@@ -169,7 +169,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (
-            f"left out, since {report.format} or canonical names have no place for it",
+            f"omitted, since {report.format} or canonical names have no place for it",
             list(report.left_out),
         ),
         ("not renamed by --names", kept),

@@ -245,9 +245,9 @@ def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult
 def _told(tell: Tell, training: Training, report: Any, steps: int) -> RankResult:
     """Gather and compare, train on, and compare again."""
     tell("gathering")
-    digests, judged = _digests(training.state()), training.judge()
+    digests, judged = _digests(training.state()), training.evaluate()
     training.train(steps)
-    return RankResult(report, digests, judged, training.judge(), sum(p.numel() for p in training.model.parameters()))
+    return RankResult(report, digests, judged, training.evaluate(), sum(p.numel() for p in training.model.parameters()))
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:

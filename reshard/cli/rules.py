@@ -75,7 +75,7 @@ def _plain(rule: Rule, topology: Topology) -> Rule:
 
 
 def _globs(dims: Mapping[str, Placement]) -> Iterator[tuple[str, Placement]]:
-    """The shortest globs that match no tensor with another placement; tensors that none can separate are left out."""
+    """The shortest globs that match no tensor with another placement; tensors that none can separate are omitted."""
     kinds: dict[str, set[Placement]] = {}
     for fqn, placement in dims.items():
         kinds.setdefault(_kind(fqn), set()).add(placement)

@@ -301,7 +301,7 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order. Those that touch or overlap are joined; empty ones are left out."""
+    """Return ranges in order. Those that touch or overlap are joined; empty ones are omitted."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start <= out[-1][1]:

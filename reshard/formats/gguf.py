@@ -408,7 +408,7 @@ def _too_many(source: Source, count: int) -> Any:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Callable[[], Any]:
-    """A value; lists are passed over, and read when they are asked for."""
+    """A value; lists are skipped, and read when they are asked for."""
     if kind != _ARRAY:
         value = _scalar(cursor, kind, key)
         return lambda: value

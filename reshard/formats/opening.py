@@ -172,7 +172,7 @@ def _open_step(
     share: native.Share,
     check: bool,
 ) -> tuple[Contents, str]:
-    """The checkpoint of that step, or the newest complete one, which then says what was passed over."""
+    """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
     chosen = [step for step in reversed(run.steps) if wanted in (None, step.step)]
     passed: list[str] = []
     for step in chosen:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
-from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError, how_to_install
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.state import KeyPath, key_of
@@ -140,7 +140,7 @@ class _Root:
             import tensorstore
         except ImportError:
             raise FormatError(
-                f"{self.label}: Orbax checkpoints need tensorstore: pip install 'reshard[orbax]'"
+                f"{self.label}: Orbax checkpoints need tensorstore: {how_to_install('tensorstore>=0.1.60')}"
             ) from None
         base = f"file://{self.storage.root / self.folder}"
         kvstore: Any = (
@@ -252,7 +252,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
             counted.add((*path[:at], "count"))
     for name, path in inside.items():
         if path not in counted and not any(path[i:] in by_path for i in range(1, len(path))):
-            result.notes.append(f"{name!r} belongs to no parameter: it is left out")
+            result.notes.append(f"{name!r} belongs to no parameter: it is omitted")
     return result
 
 

@@ -256,7 +256,7 @@ _WORDS = ("embeddings.word_embeddings.weight",)
 
 
 def tied_names(names: Iterable[str], config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The names that are left out, each with the stored tensor that it is tied to."""
+    """The names that are omitted, each with the stored tensor that it is tied to."""
     known = set(names)
     told = {a: b for a, b in metadata.items() if a != "format" and a not in known and b in known}
     return {**_inferred({*known, *told}, config), **told}

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, how_to_install
 from reshard.formats.format import Format
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
@@ -92,7 +92,9 @@ def _yaml(data: bytes, label: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise FormatError(f"{label}: the manifest is not JSON; to read it as YAML, pip install pyyaml") from None
+        raise FormatError(
+            f"{label}: the manifest is not JSON. To read it as YAML: {how_to_install('pyyaml>=6')}"
+        ) from None
     try:
         return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:

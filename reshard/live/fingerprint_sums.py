@@ -454,7 +454,7 @@ _OF_LANE = [
 
 # The inner loop in C, where `reshard-kernels` is installed: the same sums as numpy's, in integers.
 #
-# It is looked for once. One of another version is left out, and so is all of it with
+# It is looked for once. One of another version is not used, and none is with
 # `RESHARD_KERNELS=0` in the environment. Before its first use it shows that its sums are right
 # where words and numbers are as large as they can be.
 
@@ -491,7 +491,7 @@ def kernel() -> Kernel | None:
         return None
     loop = cast(Kernel, found)
     if not is_right(loop):
-        warnings.warn("reshard_kernels computes wrong sums here and is left out", RuntimeWarning, stacklevel=2)
+        warnings.warn("reshard_kernels computes wrong sums here and is not used", RuntimeWarning, stacklevel=2)
         return None
     return loop
 

@@ -188,7 +188,7 @@ def take_apart(
         whole_at: a predicate of path and container. Containers for which it returns True are one
             value.
         select: globs. Only values with a matching key are kept, with the containers around them.
-        ranks: tensors that those of another of these ranks will overwrite are left out: that rank has them.
+        ranks: tensors that those of another of these ranks will overwrite are omitted: that rank has them.
 
     Raises:
         KeyMismatchError: keys collide.
@@ -268,6 +268,8 @@ class PerRank:
         """Return the value for `rank` of `world_size` from the saved values.
 
         Args:
+            key: the key of the value.
+            rank, world_size: of the job that loads.
             saved: values by the rank that saved them. Each is read when it is accessed.
             saved_world_size: number of ranks that saved, including those without such a value; 0 if not known.
 

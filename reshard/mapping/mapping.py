@@ -1,8 +1,8 @@
 """`Mapping`: rules that convert names and shapes of a state to others, lazily, and back.
 
     mapping = Mapping([Rename("tok_embeddings.weight", "model.embed_tokens.weight"), ...])
-    mapping.apply(reshard.open(path))        another lazy checkpoint; nothing is read
-    (first | second).inverse()               two stages in sequence, and the way back
+    mapping.apply(reshard.open(path))  # another lazy checkpoint; nothing is read
+    (first | second).inverse()         # two stages in sequence, and the way back
 
 Within a stage, the first rule that matches a name applies. Names that match no rule stay the same.
 """
@@ -76,7 +76,7 @@ class Mapping:
         return made
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the new names of each name that a rule matches. Numbered targets (of `Unstack`) are left out."""
+        """Return the new names of each name that a rule matches. Numbered targets (of `Unstack`) are omitted."""
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
@@ -104,7 +104,7 @@ class Mapping:
 
 
 def between(source: Mapping, target: Mapping) -> Mapping:
-    """From what `source` makes of some names to what `target` makes of them; stages that both begin with are left out.
+    """From what `source` makes of some names to what `target` makes of them; stages that both begin with are omitted.
 
     Raises NormalizationError, naming the rule, where a stage of `source` cannot be undone.
     """

@@ -143,9 +143,8 @@ class Drop(Rule):
 
 @dataclass(frozen=True, init=False)
 class Concat(Rule):
-    """Concatenates tensors along `dim`; with `groups`, group by group.
-
-        groups=1: [q q q q k k v v]        groups=2: [q q k v  q q k v]      (query groups, as Megatron fuses them)
+    """Concatenates tensors along `dim`; with `groups`, group by group: `[q q q q k k v v]` with one group, and
+    `[q q k v  q q k v]` with two, as Megatron fuses query groups.
 
     `parts` are their relative sizes, such as (4, 1, 1). Only the inverse needs them.
     """

@@ -50,7 +50,7 @@ _log = logging.getLogger("reshard")
 @dataclass(frozen=True)
 class Base:
     """An earlier checkpoint, in a storage that the new one is in, too. Whatever is wrong with it is noted and then
-    passed over: a save may do without a base."""
+    skipped: a save may do without a base."""
 
     storage: Storage
     there: str

@@ -41,7 +41,7 @@ OWN_TENSOR_BYTES = 1 << 20
 
 
 def check_globs(select: Iterable[str], census: GlobalState) -> None:
-    """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!` left out is not there."""
+    """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!` omitted is not there."""
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not glob.startswith("!") and not any(fnmatch.fnmatchcase(key, glob) for key in keys):

@@ -47,6 +47,7 @@ def get_model_state_dict(
     unless the options move or gather them.
 
     Args:
+        options: a `StateDictOptions`.
         model: a module with any nesting of parallelisms, or a list of modules (the pipeline stages
             of this rank).
         submodules: return only what belongs to these modules.

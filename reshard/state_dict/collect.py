@@ -134,6 +134,8 @@ def iter_full(
     the shards of that tensor).
 
     Args:
+        model: a module, or a list of modules.
+        options: a `StateDictOptions`.
         to_rank: yield on this rank (of the default group) only. On other ranks the iterator is empty,
             but you must still run it to its end. A name that this rank does not hold (another
             pipeline stage's) is yielded by the lowest rank that holds it.

@@ -169,7 +169,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             # all names of a tied tensor get the same new one
             new = made.get(slot.identity)
             if new is None:
-                new = made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
+                new = made[slot.identity] = as_parameter(materialized(value, slot.value), slot.value)
             assign_tensor(slot.owner, slot.attr, new)
     write_all(targets, apart(targets, values), are_plain)
     for slot, _, is_plain in writes.direct:
@@ -323,7 +323,7 @@ class _ModelMatch:
         if slot.value.is_meta and not is_meta(value):
             new = self.made.get(slot.identity)
             if new is None:
-                new = self.made[slot.identity] = as_parameter(materialised(value, slot.value), slot.value)
+                new = self.made[slot.identity] = as_parameter(materialized(value, slot.value), slot.value)
             return new
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
@@ -497,7 +497,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     return _clone(whole, device if value.dim() else whole.device)
 
 
-def materialised(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+def materialized(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """A new tensor with the elements of `value` for the place of `model`, which is on the meta
     device: of its dtype and sharding, on the device of `value`."""
     local = value.to_local() if is_dtensor(value) else value

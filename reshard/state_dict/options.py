@@ -109,7 +109,7 @@ class OptimizerReport:
     """Names in the dict that are not parameters of these optimizers."""
     foreign: tuple[str, ...] = ()
     """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was
-    left out."""
+    omitted."""
     outside: tuple[str, ...] = ()
     """Parameters of the optimizers that the model does not have, as
     "outside_model.<optimizer>.<group>.<position>"."""

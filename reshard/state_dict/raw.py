@@ -62,6 +62,7 @@ def normalize(
     several of these. Everything else is kept unchanged.
 
     Args:
+        raw: the state dict.
         names: the canonical names, if you know them (`fqn_map(model)` works). They decide whether a
             segment `module` belongs to a wrapper, which the text of a name cannot.
         order: canonical parameter names by integer id, for optimizers that were saved by ids. This

@@ -1,4 +1,4 @@
-"""Object stores (S3, Google Cloud, Azure) through obstore, optional: `pip install reshard[object-stores]`."""
+"""Object stores (S3, Google Cloud, Azure) through obstore, an optional package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, how_to_install
 from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def open_objects(url: str) -> ObjectStorage:
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise StorageError(f"{url} needs obstore: pip install 'reshard[object-stores]'") from error
+        raise StorageError(f"{url} needs obstore: {how_to_install('obstore>=0.6')}") from error
     try:
         store = from_url(url, retry_config=RETRY)
     except Exception as error:

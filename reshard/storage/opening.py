@@ -25,7 +25,7 @@ def open_storage(path: StoragePath) -> Storage:
 
     Args:
         path: a local folder, "file:///folder", "memory://folder" (of this process), or a bucket and folder:
-            "s3://bucket/folder", "gs://...", "az://...", which need the extra `reshard[object-stores]`.
+            "s3://bucket/folder", "gs://...", "az://...", which need the package obstore.
 
     Raises:
         OptionError: no path.

@@ -329,7 +329,7 @@ class FormatWriter(ABC):
     left_out: tuple[str, ...]
     """Keys that the format cannot hold, or that have no canonical name."""
     refused: dict[str, str]
-    """Objects that cannot be written, by key, and why: they must be left out on purpose."""
+    """Objects that cannot be written, by key, and why: they must be omitted on purpose."""
     retyped: dict[str, tuple[str, str]]
     """Containers of classes that the format does not record, by key: the class, and the one in its place."""
 

@@ -138,7 +138,7 @@ def swap_engines(folder: str) -> list[bool]:
     """Saved under FSDP by one engine and loaded under tensor parallelism by the other: whether all values are equal."""
     program = example("one_import", "torch")
     found = []
-    for first, second in (("torch", "ours"), ("ours", "torch")):
+    for first, second in (("torch", "reshard"), ("reshard", "torch")):
         place = Path(folder) / first
         saved = program.run(first, place, {"fsdp": 2}, 2)
         loaded = program.run(second, place, {"tp": 2}, 0)
@@ -197,7 +197,7 @@ def test_a_framework_with_one_changed_import_goes_on_from_torch_s_saves_and_back
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # as torchrun says it, so that Lightning starts no processes of its own
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    jobs = {"torch": [(a, "fsdp", 2), (b, "tp", 0)], "ours": [(b, "fsdp", 2), (a, "tp", 0)]}
+    jobs = {"torch": [(a, "fsdp", 2), (b, "tp", 0)], "reshard": [(b, "fsdp", 2), (a, "tp", 0)]}
 
     with ThreadPoolExecutor() as pool:
         ends = pool.map(lambda engine: gloo.run(with_changed_import, 2, framework, engine, jobs[engine]), jobs)

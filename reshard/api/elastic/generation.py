@@ -653,7 +653,7 @@ class TierRestoreReport(HostsReport):
         """One line."""
         what = "the fallback" if self.number is None else f"generation {self.number}, step {self.step}"
         odd = [f"{format_names(self.from_fallback)} from the fallback"] if self.from_fallback else []
-        odd += [f"{len(self.passed_over)} passed over"] if self.passed_over else []
+        odd += [f"{len(self.passed_over)} skipped"] if self.passed_over else []
         return f"TierRestoreReport({', '.join([what, *odd])})"
 
 
@@ -672,7 +672,7 @@ class GatherReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
+        odd = f", {len(self.passed_over)} skipped" if self.passed_over else ""
         return (
             f"GatherReport(generation {self.number}, step {self.step}: {format_count(self.files, 'file')}, "
             f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"

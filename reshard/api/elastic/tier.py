@@ -83,9 +83,8 @@ class Tier:
     memory it survives the processes; on a local disk it also survives a restart of the host.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
-        tier.save(state, step=100)        # collective, each few steps
-        report = tier.restore(state)      # collective, after a loss: with other hosts, ranks and
-        layouts
+        tier.save(state, step=100)    # on all ranks, every few steps
+        report = tier.restore(state)  # on all ranks, after a loss; hosts, ranks, and layouts may differ
 
     Each host has its own folder below `folder`. It holds at most two generations: the last complete
     one, and the next one while it is written. If hosts come back with different generations, each
@@ -149,6 +148,7 @@ class Tier:
         previous generation.
 
         Args:
+            state_dict: as for `reshard.save`.
             step: your number for this state; `restore` reports it.
             check_replicas: as in `reshard.save`.
             fingerprints: store a fingerprint of each tensor. Without them, `restore` cannot fill
@@ -184,6 +184,7 @@ class Tier:
         its error on all ranks, unless they have called its `result()`.
 
         Args:
+            state_dict, step, check_replicas, fingerprints: as for `save`.
             bytes_per_s: limit for the average bandwidth that each rank uses to send and receive.
         """
         group = self._group()
@@ -232,6 +233,7 @@ class Tier:
         lists it. Everything else, including errors, is as in `reshard.load`.
 
         Args:
+            state_dict: as for `reshard.load`.
             fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are
                 read from it if it has the same values by fingerprint. Otherwise an older generation
                 or the complete fallback is loaded, whichever is newer.

@@ -85,7 +85,7 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.passed_over)} passed over" if self.passed_over else ""
+        odd = f", {len(self.passed_over)} skipped" if self.passed_over else ""
         return (
             f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
             f"{self.load.unchecked and f', {self.load.unchecked}'})"
@@ -383,6 +383,7 @@ class CheckpointManager:
         has no complete step. A damaged step is skipped and listed in `passed_over`.
 
         Args:
+            state: as for `save`. It is filled in place.
             step: load this step only.
             discard_newer: with `step`: the run continues from it. Newer steps are no longer restored, and are removed
                 when the next save is complete.
@@ -431,7 +432,7 @@ class CheckpointManager:
             passed.append(found if one is None else f"step {one}: {found}")
             if self._claim is not None:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
-                _log.log(level, "%s: passed over %s", self.root, passed[-1])
+                _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"

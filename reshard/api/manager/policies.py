@@ -52,6 +52,7 @@ class Every:
         """Return why the step is due; empty if it is not.
 
         Args:
+            step: number of the step.
             before: the step of the previous call.
             waited_s: seconds since the last step that was due.
         """

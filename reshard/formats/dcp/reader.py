@@ -17,7 +17,7 @@ import torch
 from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
-from reshard.errors import CorruptCheckpointError, FormatError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, how_to_install
 from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
@@ -364,7 +364,9 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise FormatError("these items are compressed with zstd. To read them: pip install 'reshard[zstd]'") from None
+        raise FormatError(
+            f"these items are compressed with zstd. To read them: {how_to_install('zstandard>=0.22')}"
+        ) from None
     try:
         reader = zstandard.ZstdDecompressor().decompressobj()
         pieces, size = [], 0

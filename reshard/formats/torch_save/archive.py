@@ -311,7 +311,7 @@ def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int
     """For each record of the archives in `files` whose bytes have another CRC-32 than was written with them a text,
     its first byte, and one past the last; 0 and 0 where that is not known.
 
-    Files that do not begin as zip archives are passed over.
+    Files that do not begin as zip archives are skipped.
     """
     for source in filter(is_archive, files):
         found = archives(source)

@@ -89,7 +89,8 @@ def test_a_page_draws_who_holds_what():
 
     for rank in range(4):
         assert f"<title>rank {rank}</title>" in text
-    assert "rank 3 to rank 2" in text
+    assert "<title>saved by rank 3, read by rank 2: 96 B</title>" in text
+    assert text.count('<text class="tick number"') == 8
 
 
 def test_a_page_of_thousands_of_ranks_is_bounded():
@@ -104,7 +105,7 @@ def test_a_page_of_thousands_of_ranks_is_bounded():
     Page(text)
     assert len(text) < 2_000_000
     assert "Each cell is the sum of 32 × 32 hosts, of 8 ranks each" in text
-    assert "more rows are left out" in text
+    assert "more rows are omitted" in text
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 4, 5), (2, 1, 1, 7)])
@@ -149,7 +150,9 @@ def test_the_matrix_has_a_row_for_each_rank_that_saved_and_a_column_for_each_tha
     per = 1 if max(before, after) <= 64 else 8 * -(-max(before, after) // 512)
     rows, columns = -(-before // per), -(-after // per)
     assert f"bytes from {rows} to {columns} rows and columns of {'rank' if per == 1 else 'host'}s" in text
-    assert ("the host of the rank that reads" in text) == ("to host</text>" in text) == (per > 1)
+    unit = "host" if per > 1 else "rank"
+    assert f">saved by {unit}</text>" in text
+    assert f">read by {unit}</text>" in text
     ticks = [int(n.replace(",", "")) for n in re.findall(r'<text class="tick"[^>]*>([\d,]+)</text>', text)]
     assert all(tick < 10 or tick % 5 == 0 or tick % 2 == 0 for tick in ticks)
     assert max(ticks) < max(before, after)

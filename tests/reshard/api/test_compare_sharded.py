@@ -49,5 +49,5 @@ def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -
     state = {"mean": mark_overwritten(torch.ones(3), 1), "w": torch.ones(2)}
     report = reshard.compare(tmp_path / "c", state)
     assert report.ok
-    assert "8 of 20 bytes" in report.covers
+    assert "8 B of 20 B" in report.covers
     assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in report.covers

@@ -98,7 +98,7 @@ with distributed.Client(address) as client:
 @contextmanager
 def dask(workers: int) -> Iterator[tuple[Any, Any]]:
     """A cluster of processes and its client."""
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'reshard[dask]'")
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install -e '.[dask]'")
     with (
         distributed.LocalCluster(
             n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
@@ -184,7 +184,7 @@ class Present:
 
 def test_dask_does_again_what_failed_before(tmp_path: Path) -> None:
     """Dask knows the answer to an equal call as long as somebody keeps that of the first, as an error's frames do."""
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'reshard[dask]'")
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install -e '.[dask]'")
     done: list[int] = []
     with (
         distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None, silence_logs=50) as cluster,
@@ -208,7 +208,7 @@ def test_processes_write_to_an_object_store(tmp_path: Path, s3: S3Server) -> Non
 
 
 def test_ray_with_a_node_that_leaves(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    ray = pytest.importorskip("ray", reason="Ray is not in the extra `test`, being large: pip install 'reshard[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not in the extra `test`, being large: pip install -e '.[ray]'")
     from ray.cluster_utils import Cluster
 
     from reshard.integrations.ray import RayExecutor

@@ -121,7 +121,7 @@ def test_what_another_checkpoint_was_compared_with_is_covered(tmp_path: Path) ->
     assert reshard.compare(native, native).covered == Coverage(NBYTES, NBYTES, NBYTES)
     unread = reshard.compare(native, native, by_fingerprint=True)
     assert unread.covered == Coverage(NBYTES, 0, 0)
-    assert "names, shapes, dtypes, and objects compared; 0 of " in unread.verdict
+    assert "names, shapes, dtypes, and objects compared; 0 B of " in unread.verdict
     assert "the rest only by their saved fingerprints" in unread.verdict
     assert "complete and undamaged" in said(str(native), "--against", str(native))
     shallow = said(str(native), "--against", str(native), "--shallow")
@@ -140,7 +140,7 @@ def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path:
         assert not reshard.compare(*sides, atol=1e-30).ok
         unread = reshard.compare(*sides, by_fingerprint=True)
         assert unread.ok
-        assert "0 of 13,268 bytes of values on each side read" in repr(unread)
+        assert "0 B of 13.0 KiB of values on each side read" in repr(unread)
     # what cannot be read is a finding, too
     opened = reshard.open(bad)
     file.write_bytes(data[:40])

@@ -34,7 +34,7 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "left out, since safetensors or canonical names have no place for it" in said.out
+    assert "omitted, since safetensors or canonical names have no place for it" in said.out
     assert "step" in said.out
 
 
@@ -263,6 +263,6 @@ def test_of_a_run_the_newest_complete_checkpoint_is_used_and_named(say, checkpoi
     run, newest = tmp_path / "run", str(tmp_path / "run/step-2")
     for words in (["convert", run, tmp_path / "to"], ["verify", run], ["diff", run, checkpoint], ["normalize", run]):
         said = say(*words)
-        assert (said.code, said.err) == (0, f"{run} is a run: using {newest}, its newest complete checkpoint\n")
+        assert (said.code, said.err) == (0, f"using {newest}, the newest complete checkpoint of {run}\n")
     assert f"using {newest}" in say("plan", run, "fsdp=2").err
     assert f"{newest}, the newest complete checkpoint\n" in say("inspect", run).out

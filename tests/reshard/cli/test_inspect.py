@@ -244,8 +244,8 @@ def test_every_command_that_reads_one_checkpoint_takes_a_step(say, tmp_path: Pat
         command, *others = words
         old, new = (say(command, tmp_path, *others, *step, "--json") for step in (["--step", "1"], []))
         assert (old.code, old.err) == (0, ""), words
-        assert new.err == ("" if command == "inspect" else f"{tmp_path} is a run: using {tmp_path}/step-2, its newest "
-                           "complete checkpoint\n") or command == "convert"  # fmt: skip
+        assert new.err == ("" if command == "inspect" else f"using {tmp_path}/step-2, the newest complete checkpoint "
+                           f"of {tmp_path}\n") or command == "convert"  # fmt: skip
         if command != "plan":
             assert "step-1" in old.out
     assert list(reshard.open(tmp_path / "out")) == ["model.w1"]

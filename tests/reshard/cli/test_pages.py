@@ -14,6 +14,7 @@ import torch
 import reshard
 from planners import StateLayout, TensorLayout, TensorSpec
 from planners.reports.checkpoint_pages import Measure, Shown, checkpoint_page, difference_page
+from planners.units import format_bytes
 from reshard.errors import CheckpointError
 from tests.browser import Browser, Page, needs_browser
 
@@ -236,6 +237,15 @@ def test_a_checkpoint_is_seen_and_moved_in_by_keys(
     page.ask("(search.value = 'onerror', search.oninput())")
     assert "onerror" in page.ask("tree.textContent")
     assert_sound(page, width)
+
+
+@needs_browser
+def test_sizes_on_the_page_are_those_of_the_command(browser: Browser, saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(reshard.open(saved).to_html(), encoding="utf-8")
+    page = browser.open(file)
+    sizes = [0, 1, 1023, 1024, 1025, 39_168, 39_270, 1 << 20, (1 << 20) + (1 << 19) + (1 << 17), 5 << 40, 3 << 50]
+    assert [page.ask(f"size({nbytes})") for nbytes in sizes] == [format_bytes(nbytes) for nbytes in sizes]
 
 
 @needs_browser

@@ -104,7 +104,7 @@ def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
 
 def test_quantized_tensors_are_what_the_gguf_package_makes_of_them(tmp_path: Path) -> None:
     """Bit by bit; types that it knows and we do not are listed and refused."""
-    package = pytest.importorskip("gguf", reason="the extra reshard[test] is not installed")
+    package = pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
     sizes = {kind.value: of for kind, of in package.GGML_QUANT_SIZES.items()}
     assert {code: (b.numel, b.nbytes) for code, b in BLOCKS.items()} == {c: tuple(sizes[c]) for c in BLOCKS}
     state = {block.name: (code, (4, 3 * block.numel), blocks(code, 12)) for code, block in BLOCKS.items()}
@@ -129,7 +129,7 @@ def test_quantized_tensors_are_what_the_gguf_package_makes_of_them(tmp_path: Pat
 
 
 def test_what_the_gguf_package_writes(tmp_path: Path) -> None:
-    package = pytest.importorskip("gguf", reason="the extra reshard[test] is not installed")
+    package = pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
     writer = package.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_block_count(2)
     writer.add_token_list(["<s>", "a", "ü"])
@@ -234,8 +234,8 @@ def test_fuzzed_files_give_clear_errors_only(tmp_path: Path) -> None:
 
 def test_names_of_llama_cpp(tmp_path: Path) -> None:
     """A Llama under llama.cpp's names is, to transformers, the model that it was, and comes back by its own names."""
-    transformers = pytest.importorskip("transformers", reason="the extra reshard[test] is not installed")
-    pytest.importorskip("gguf", reason="the extra reshard[test] is not installed")
+    transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
+    pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=40, tie_word_embeddings=False)
     model = transformers.LlamaForCausalLM(config)

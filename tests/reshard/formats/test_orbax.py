@@ -12,7 +12,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.mapping import Mapping, Reshape, Transpose
 from tests.samples import sample
 
-pytest.importorskip("tensorstore", reason="the extra reshard[orbax] is not installed")
+pytest.importorskip("tensorstore", reason="not installed: pip install -e '.[orbax]'")
 
 KERNEL = torch.arange(60.0).reshape(10, 6)
 

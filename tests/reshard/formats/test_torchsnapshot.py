@@ -19,7 +19,7 @@ from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
 from tests.samples import sample
 
-yaml = pytest.importorskip("yaml", reason="the extra reshard[test] is not installed")
+yaml = pytest.importorskip("yaml", reason="not installed: pip install -e '.[test]'")
 
 
 def saved(rank: int = 0) -> Any:

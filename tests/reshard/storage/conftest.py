@@ -16,7 +16,7 @@ from tests.reshard.storage.s3_server import FlakyProxy, S3Server, serving
 def _serving() -> Iterator[tuple[S3Server, FlakyProxy]]:
     missing = [name for name in ("obstore", "moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}: pip install 'reshard[object-stores,test]'")
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[object-stores,test]'")
     with serving() as both:
         yield both
 

@@ -210,7 +210,7 @@ def test_urls_of_other_stores_are_understood(s3: S3Server, monkeypatch: pytest.M
         open_storage("s3://")
 
 
-def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_obstore_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(StorageError, match=r"s3://bucket/x needs obstore: pip install 'reshard\[object-stores\]'"):
+    with pytest.raises(StorageError, match=r"s3://bucket/x needs obstore: pip install 'obstore>=0.6'"):
         open_storage("s3://bucket/x")

@@ -1,9 +1,9 @@
 """The face of DCP against DCP itself: the calls of one program, with the planner objects that it passes, both sides.
 
-    python -m benchmarks.dcp_face [--quick] [--folder /dev/shm]
+    python -m benchmarks.drop_in [--quick] [--folder /dev/shm]
 
 Every rank holds the state of a training job: parameters cut along dim 0, two moments of each, counters and plain
-values, in a nest. Prints the processor seconds of all ranks together and the seconds until the last rank is done: of a
+values, in a nest. Prints the CPU seconds of all ranks together and the seconds until the last rank is done: of a
 save and a load with torch's `DefaultSavePlanner` and `DefaultLoadPlanner`, of a save whose plan torch has cached, and
 of saves in the background by a thread and by a process, until the call returns and until all is written.
 """
@@ -44,7 +44,7 @@ CASES = {
 }
 
 Measured = dict[str, list[tuple[float, float]]]
-"""(seconds, processor seconds) of each round, by call."""
+"""(seconds, CPU seconds) of each round, by call."""
 
 
 def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
     return {"model": {name: tensor() for name in names}, "optim": {"state": moments, "param_groups": groups}, "n": seed}
 
 
-def processor_seconds() -> float:
+def cpu_seconds() -> float:
     """Of this process and of its live children, which save for it."""
     total, tick = time.process_time(), os.sysconf("SC_CLK_TCK")
     for path in glob.glob("/proc/self/task/*/children"):
@@ -76,9 +76,9 @@ def processor_seconds() -> float:
 def timed(out: Measured, name: str, work: Callable[[], Any]) -> Any:
     """Run `work` on all ranks together, and note its times."""
     dist.barrier()
-    begin, used = time.perf_counter(), processor_seconds()
+    begin, used = time.perf_counter(), cpu_seconds()
     value = work()
-    out.setdefault(name, []).append((time.perf_counter() - begin, processor_seconds() - used))
+    out.setdefault(name, []).append((time.perf_counter() - begin, cpu_seconds() - used))
     dist.barrier()
     return value
 
@@ -145,7 +145,7 @@ class _Job:
 
 
 def rows(names: list[str], folder: str) -> Iterator[Row]:
-    """The rows of these cases: a call by processor time and by seconds."""
+    """The rows of these cases: a call by CPU time and by seconds."""
     for name in names:
         world, count, size, columns = CASES[name]
         here = tempfile.mkdtemp(dir=folder)
@@ -156,7 +156,7 @@ def rows(names: list[str], folder: str) -> Iterator[Row]:
         for what in found[0]["ours"]:
             ranks = [[{who: rank[who][what][i] for who in rank} for i in range(ROUNDS)] for rank in found]
             for unit, one in over_ranks(ranks).items():
-                yield Row("dcp_face", f"{name}, {what}", unit, one["ours"], {"torch": one["torch"]})
+                yield Row("drop_in", f"{name}, {what}", unit, one["ours"], {"torch": one["torch"]})
 
 
 def main() -> int:

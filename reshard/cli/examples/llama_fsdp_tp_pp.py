@@ -1,0 +1,1 @@
+../../../examples/llama_fsdp_tp_pp.py
