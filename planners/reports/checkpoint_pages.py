@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.reports.cuts import Owners
-from planners.reports.pages import STYLE, cuts, placed
+from planners.reports.pages import STYLE, cuts, figures_of, placed
 from planners.units import format_bytes
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
@@ -111,7 +111,7 @@ def checkpoint_page(shown: Shown) -> str:
         data,
         title=escape(shown.title),
         verdict=_listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
-        figures=_figures(shown.figures),
+        figures=figures_of(shown.figures),
         kinds=_kinds(shown.layout, lie),
         steps=_steps(shown.steps),
         files=_files(shown.files),
@@ -152,7 +152,7 @@ def difference_page(
         title=escape(title),
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
-        figures=_figures(figures),
+        figures=figures_of(figures),
         findings=_listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
     )
 
@@ -173,15 +173,6 @@ def _page(frame: str, data: Any, **parts: str) -> str:
     parts |= {"style": STYLE + folder.joinpath("look.css").read_text(encoding="utf-8"), "data": text}
     page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
-
-
-def _figures(figures: Iterable[tuple[str, str]]) -> str:
-    out = []
-    for name, value in figures:
-        main, _, aside = value.partition(" (")
-        small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
-        out.append(f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>")
-    return "".join(out)
 
 
 def _share(part: int, whole: int) -> str:

@@ -86,7 +86,7 @@ def to_html(
         "style": STYLE,
         "between": _between(source, target),
         "verdict": _verdict(plan, wrong),
-        "figures": "".join(_figure(*figure) for figure in figures),
+        "figures": figures_of(figures),
         "tensors": _tensors(story, world),
         "traffic": _traffic(story, ranks_per_host),
         "loads": "".join(bars(loads, label) for label, loads in story.loads),
@@ -119,11 +119,14 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
         yield f"held by a rank, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
 
 
-def _figure(name: str, value: str) -> str:
-    """A figure; text in brackets is smaller."""
-    main, _, aside = value.partition(" (")
-    small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>"
+def figures_of(figures: Iterable[tuple[str, str]]) -> str:
+    """Figures by name; text in brackets is smaller."""
+    out = []
+    for name, value in figures:
+        main, _, aside = value.partition(" (")
+        small = f"<small>{escape(aside[:-1])}</small>" if aside else ""
+        out.append(f"<div><dt>{escape(name)}</dt><dd>{escape(main)}{small}</dd></div>")
+    return "".join(out)
 
 
 def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
