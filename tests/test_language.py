@@ -51,9 +51,7 @@ RETIRED = {
     r"\bprocessor time\b": "CPU time",
 }
 """What is retired, and what to write instead."""
-ALLOWED = {
-    ("reshard/cli/inspect.py", "cuts"): "an old key of --json, which stays for two releases",
-}
+ALLOWED = {}
 """Uses of retired words that stay, with the reason."""
 
 

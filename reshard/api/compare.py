@@ -246,7 +246,7 @@ class _Difference:
         element, *values = self.first
         x, y = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
         x, y = map(str, values) if x == y else (x, y)
-        return f"{self.count} of {numel} elements differ; the first is {x} and {y}", element
+        return f"{self.count} of {numel} elements differ; at the first, {x} on the left and {y} on the right", element
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,10 @@ class _Side:
             values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
             sharded = [key for key, value in values.items() if is_sharded(value)]
             if sharded:
-                raise LayoutError(f"{sharded[0]!r} is sharded: compare full tensors, or checkpoints, or fingerprints")
+                raise LayoutError(
+                    f"{sharded[0]!r} is sharded, and no rank has all of it. Compare reshard.fingerprint(state), on all "
+                    "ranks, with reshard.fingerprint(path); or save the state, and compare the checkpoints"
+                )
             self.label = "the state dict"
             self.tensors = {k: v for k, v in values.items() if is_tensor(v) or isinstance(v, LazyTensor)}
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -428,7 +428,9 @@ class Mismatches:
         )
         missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
-        idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
+        idle: list[str] = []
+        if isinstance(options.strict, Mapping):
+            idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
                 _log.warning("no key matches %s of strict=, which has no effect", format_names(idle))

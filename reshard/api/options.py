@@ -42,13 +42,13 @@ class Wording:
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
     allow: str = (
-        "mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing or unexpected, strict=False "
-        "all keys. Missing keys keep their values"
+        "mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing or unexpected, "
+        "strict=False all keys. Missing keys keep their values"
     )
-    ignore: str = 'strict="subset" ignores what only the checkpoint has; mapping= renames keys'
-    """Where no key is missing."""
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
     """Raised where something is mismatched."""
+    ignore: str = 'strict="subset" ignores what only the checkpoint has; mapping= renames keys'
+    """Advice where no key is missing."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Group:
     it does not wait. Once a phase has failed, every later verb raises that same failure.
 
     Args:
-        process_group: default: the default group if torch.distributed is initialised, else this process alone.
+        process_group: default: the default group if torch.distributed is initialized, else this process alone.
         alone: this process by itself, even if torch.distributed is initialized: it does not ask or wait for others.
         deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
 
@@ -91,7 +91,7 @@ class Group:
 
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
-            one process of a job that has not been initialised: all of them would act at once, each for itself; a
+            one process of a job that has not been initialized: all of them would act at once, each for itself; a
             timeout that is none, or a group for a process alone, which all members then raise.
     """
 

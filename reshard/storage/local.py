@@ -386,7 +386,7 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
         return not_found(name, url)
     why = _FIXES.get(error.errno or 0, error.strerror or str(error))
     if verb == "create" and error.errno in _NOT_WRITABLE:
-        explained = StorageError(f"cannot write to {url}: {why}. Mend that, or use another folder")
+        explained = StorageError(f"cannot write to {url}: {why}. Fix that, or use another folder")
     else:
         explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
     explained.errno = error.errno
