@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = [
-    "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError",
+    "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "ReshardError",
     "did_you_mean",
 ]  # fmt: skip
 
@@ -23,7 +24,11 @@ class BoxLike(Protocol):
         """Extent in each dim."""
 
 
-class PlanError(ValueError):
+class ReshardError(Exception):
+    """Base class of all exceptions of reshard and of the planners."""
+
+
+class PlanError(ReshardError, ValueError):
     """A layout or plan is invalid. The message says what was expected, what was found, and where.
 
     Attributes:
@@ -64,5 +69,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, list(known), n=1)
+    names = list(known)
+    near = get_close_matches(word, names, n=1)
+    if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
+        near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from inspect import Parameter, signature
 from types import FunctionType, MethodType
@@ -69,11 +69,10 @@ def named_arguments(kind: type[R]) -> type[R]:
 def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
     """Raises TypeError if the error came from the call: a better one than Python's."""
     known = signature(it).parameters
-    if not any(each.kind == each.VAR_KEYWORD for each in known.values()):
-        for name in given.keys() - known.keys():
-            raise TypeError(
-                f"{what}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
-            ) from None
+    is_open = any(each.kind == each.VAR_KEYWORD for each in known.values())
+    for name in given.keys() - known.keys():
+        if name in _OF_OTHERS or not is_open:
+            raise _unexpected(what, name, known) from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
@@ -102,8 +101,28 @@ def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
     the one that was meant."""
     known = [each.name for each in fields(options)]
     for name in given.keys() - set(known):
-        raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+        raise _unexpected(verb, name, known)
     return options(**given)
+
+
+_OF_OTHERS = {
+    "checkpoint_id": "the path is the second argument",
+    "no_dist": "write alone=True",
+    "planner": "strict=, dtype_policy=, mapping=, and select= replace planners; reshard.dcp takes DCP's planners",
+    "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
+    "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
+    "step": "pass the folder of the step, or reshard.open(path, step=...)",
+    "max_to_keep": "write Keep(last=...)",
+    "save_interval_steps": "write every=Every(steps=...)",
+    "map_location": "tensors are filled on the device on which they are",
+    "weights_only": "leave it out: no code from a checkpoint runs",
+}
+"""Arguments of the same calls in torch and Orbax, and what to write here."""
+
+
+def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
+    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, known)
+    return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def _half(verb: str, given: Any) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from planners.errors import did_you_mean as did_you_mean
+from planners.errors import ReshardError as ReshardError, did_you_mean as did_you_mean
 
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
@@ -18,10 +18,6 @@ __all__ = [
     "UnsafeDataError", "format_names", "format_ranks", "how_to_install", "option_error", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
-
-
-class ReshardError(Exception):
-    """Base class of all exceptions of reshard."""
 
 
 class CheckpointError(ReshardError):

@@ -58,9 +58,7 @@ RETIRED = {
     r"\b(behaviour|colour|neighbour|favour|centre|catalogue)\w*|\b(labelled|modelled)\b": "American: -or, -er, -og, -l",
 }
 """What is retired, and what to write instead."""
-ALLOWED = {
-    ("reshard/cli/inspect.py", "cuts"): "an old key of --json, which stays for two releases",
-}
+ALLOWED = {}
 """Uses of retired words that stay, with the reason."""
 
 

@@ -85,12 +85,16 @@ _ShardingAxis = tuple[str, int, Placement]
 
 
 def _plain(layout: TensorLayout | ProductForm) -> Form:
-    """The form without strided shards of the dims that every axis divides evenly: there, both are the same."""
-    if not isinstance(layout, TensorLayout) or not isinstance(layout.form, ProductForm):
-        return layout.form if isinstance(layout, TensorLayout) else layout
+    """The form without strided shards of the dims where plain ones give every rank the same."""
+    if not isinstance(layout, TensorLayout):
+        return layout
     form, shape = layout.form, layout.spec.shape
-    parts = {dim: math.prod(form.mesh.shape[axis] for axis in _axes_of(form, dim)) for dim in range(len(shape))}
-    return in_sharding_order(form, {dim for dim, count in parts.items() if shape[dim] % count == 0})
+    for dim in {p.dim for p in layout.placements or () if isinstance(p, StridedShard)}:
+        assert isinstance(form, ProductForm)
+        plain = in_sharding_order(form, {dim})
+        if all(plain.parts(shape, rank) == form.parts(shape, rank) for rank in form.ranks()):
+            form = plain
+    return form
 
 
 def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:

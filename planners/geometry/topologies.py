@@ -378,7 +378,7 @@ with more after `weight` (optimizer states) are sharded the same way. All other 
 
 def ddp(world_size: int) -> Topology:
     """Every tensor is replicated on every rank."""
-    return Topology(Mesh({"dp": world_size}), (Rule.parse("*", "R", optional=True),))
+    return Topology(Mesh({"ddp": world_size}), (Rule.parse("*", "R", optional=True),))
 
 
 def fsdp(shards: int, *, context_parallel: int = 1) -> Topology:
@@ -403,17 +403,17 @@ def fsdp_tp(
     """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first match; all other tensors
     are replicated over it). FSDP2 then shards dim 0 of the result. Globs that match nothing are skipped.
 
-    Axes are rep, dp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
+    Axes are replica, fsdp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
     """
-    sizes = {"rep": replicas, "dp": shards, "cp": context_parallel, "tp": tensor_parallel}
-    axes = {name: size for name, size in sizes.items() if size != 1 or (name == "dp" and set(sizes.values()) == {1})}
-    cutting = "*".join(name for name in ("dp", "cp") if name in axes)
-    first = [("rep", "R")] if "rep" in axes else []
-    dp = [(cutting, "S(0)")] if cutting else []
+    sizes = {"replica": replicas, "fsdp": shards, "cp": context_parallel, "tp": tensor_parallel}
+    axes = {name: size for name, size in sizes.items() if size != 1 or (name == "fsdp" and set(sizes.values()) == {1})}
+    cutting = "*".join(name for name in ("fsdp", "cp") if name in axes)
+    first = [("replica", "R")] if "replica" in axes else []
+    fsdp = [(cutting, "S(0)")] if cutting else []
 
     def rule(pattern: str, tp_dim: int | None) -> Rule:
         tp = [("tp", "R" if tp_dim is None else f"S({tp_dim})")] if "tp" in axes else []
-        order = [*first, *tp, *dp] if tp_dim == 0 else [*first, *dp, *tp]
+        order = [*first, *tp, *fsdp] if tp_dim == 0 else [*first, *fsdp, *tp]
         text = f"{','.join(name for name, _ in order)}: {','.join(placement for _, placement in order)}"
         return Rule.parse(pattern, text, optional=True)
 
@@ -542,22 +542,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     if preset is None:
         raise PlanError(f"no predefined topology has {' with '.join(numbers)}: write {WORDS}")
     stage = preset(*(size for name in sorted(numbers) for size in numbers[name]))
-    said = next((name for name in ("fsdp", "ddp") if name in numbers), "dp")
-    stage = _renamed(stage, "dp", said)
     return stage if stages is None else _pipeline(stage, stages[0], saved)
-
-
-def _renamed(topology: Topology, axis: str, name: str) -> Topology:
-    """The topology with another name for an axis."""
-
-    def of(old: str) -> str:
-        return name if old == axis else old
-
-    rules = [
-        Rule(rule.pattern, rule.placements, rule.axes and tuple(tuple(map(of, g)) for g in rule.axes), rule.optional)
-        for rule in topology.rules
-    ]
-    return Topology(Mesh([(of(old), size) for old, size in topology.mesh.axes]), tuple(rules))
 
 
 def _recorded_axes(saved: StateLayout) -> list[str]:

@@ -40,7 +40,7 @@ def format_plan(
             break
         items = plan.rank_items(rank)
         if items:
-            lines.append(f"  items of rank {rank}:")
+            lines.append(f"  items of rank {rank}: a tensor, its box <- the same elements in a stored chunk")
         lines += [f"    {_line(item)}" for item in items[:left]]
         if left is not None:
             if len(items) > left:

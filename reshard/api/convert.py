@@ -67,11 +67,6 @@ class ConvertReport(WrittenReport, CheckedReport):
     warnings: tuple[str, ...]
     """Warnings about the source."""
 
-    @property
-    def seconds(self) -> float:  # type: ignore[override]  # as the first release had it
-        """Duration of the call on this rank. `phases` has its parts."""
-        return self.phases.seconds
-
     def __repr__(self) -> str:
         """One line."""
         odd = f", omitted {format_names(self.left_out)}" if self.left_out else ""

@@ -565,7 +565,7 @@ class LoadReport(FilledReport, CheckedReport):
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
         head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
         kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
-        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        odd = self._first_of_each(*kinds)
         if self.retyped:
             odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"

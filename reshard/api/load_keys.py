@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import xxhash
 from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, KeyMismatchError, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_names, format_ranks
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.state import LiveTensor, Targets
 from reshard.live.tensors import tensor_class
@@ -35,6 +36,8 @@ from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
+
+_log = logging.getLogger("reshard")
 
 
 # Which keys of a target and of a checkpoint belong together.
@@ -247,7 +250,13 @@ def match_keys(
     """
     unknown = [key for key in mapping if key not in targets.paths]
     if unknown:
-        raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which the target does not have")
+        key, name = unknown[0], mapping[unknown[0]]
+        meant = did_you_mean(key, targets.paths) or "."
+        turned = f". Write it the other way round: {{{name!r}: {key!r}}}" if name in targets.paths else ""
+        raise KeyMismatchError(
+            f"the mapping names {key!r}, which the state to load into does not have{meant} "
+            f"mapping= goes from keys of the state to names in the checkpoint{turned}"
+        )
     match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
     match.match_tensors()
     if match.tensor_classes:
@@ -419,9 +428,13 @@ class Mismatches:
         )
         missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
+        idle: list[str] = []
+        if isinstance(options.strict, Mapping):
+            idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
+            if idle and group.rank == 0:
+                _log.warning("no key matches %s of strict=, which has no effect", format_names(idle))
             return truth
-        idle = [f"no key matches strict={glob!r}" for glob in options.idle_globs([*match.names, *self.missing])]
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
         if self.alike:
@@ -437,17 +450,18 @@ class Mismatches:
         group: Group,
         wording: Wording,
     ) -> str:
-        lines, what = [], []
+        lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         kinds = _kinds(match)
-        where, fixes = _on_ranks(missing, group), idle
+        where, fixes = _on_ranks(missing, group), []
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
             what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
-            fixes += [moved.fix] if wording == Wording() else []
+            if wording == Wording():
+                fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
         by_number = wording == Wording() and are_by_number(where, known)
         if by_number:
             fixes.append(
@@ -467,8 +481,11 @@ class Mismatches:
             match.targets.paths,
         )
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
-        if missing or unexpected:
+        if where:
             fixes.append(wording.allow)
+        elif unexpected and moved is None:
+            fixes.append(wording.ignore)
+        needed, fixes = ["\n  or:  ".join(fixes)] * bool(fixes), []
         if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
             fixes.append(
                 "shapes are those of full tensors: pass a shard as the DTensor, not as to_local(). The rule Resize of "
@@ -477,7 +494,7 @@ class Mismatches:
         if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in fixes), *lines])
+        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in (*needed, *fixes)), *lines])
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

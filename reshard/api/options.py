@@ -42,10 +42,13 @@ class Wording:
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
     allow: str = (
-        "strict=False or strict={'some.*': 'partial'} allows missing and unexpected keys; mapping= renames keys"
+        "mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing or unexpected, "
+        "strict=False all keys. Missing keys keep their values"
     )
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
     """Raised where something is mismatched."""
+    ignore: str = 'strict="subset" ignores what only the checkpoint has; mapping= renames keys'
+    """Advice where no key is missing."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,12 @@ class LoadOptions:
             for glob, mode in self.strict.items():
                 _check_choice(f"strict[{glob!r}]", mode, get_args(Mode))
         elif not isinstance(self.strict, bool):
-            _check_choice("strict", self.strict, get_args(Mode), ", True, False, or a dict from globs to these words")
+            _check_choice(
+                "strict",
+                self.strict,
+                get_args(Mode),
+                ", True, False (like 'partial'), or a dict from globs to these words",
+            )
 
     def mode_of(self, key: str) -> Mode:
         """Return how strict the load is about a key: by the first glob that fits it."""
@@ -105,7 +113,7 @@ class LoadOptions:
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
     if value not in known:
-        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        meant = did_you_mean(value, known) if isinstance(value, str) and not value.startswith("no") else ""
         raise OptionError(f"{what} must be one of {', '.join(map(repr, known))}{others}; got {value!r}{meant}")
 
 

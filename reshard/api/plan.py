@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
-__all__ = ["is_layout_file", "plan", "read_layout_file"]
+__all__ = ["is_layout_file", "names_topology", "plan", "read_layout_file", "unsharded_text"]
 
 
 @renamed()
@@ -25,6 +26,7 @@ def plan(
     onto: CheckpointSource | StateLayout | Topology,
     *,
     rules: Mapping[str, str] | None = None,
+    allow_unsharded_axes: bool = False,
 ) -> LoadPlan:
     """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 
@@ -36,19 +38,27 @@ def plan(
         onto: the same, or a `Topology` for all tensors of the source, or one in words as on the command line:
             "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the axes that the source records, such as "dp=2,tp=2".
         rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4", rules={"*": "S(0)"})`.
+        allow_unsharded_axes: do not warn of an axis that shards no tensor because no rule matches its name.
 
     Raises:
         LayoutMismatchError: `onto` has tensors that the source lacks, or that have other shapes or dtypes there.
         PlanError: the words name no topology. The message suggests the closest one.
         OptionError: `source` or `onto` has none of these types, or there are rules without a topology.
     """
+    if rules and not (isinstance(rules, Mapping) and all(isinstance(text, str) for text in rules.values())):
+        raise option_error(
+            "rules must be a dict of text, such as {'*.wo.weight': 'S(0),S(1)', '*': 'S(0),R'}", LayoutError
+        )
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
         what = f"{source!r}" if isinstance(source, str) else what_is_no_path(source)
         raise option_error(f"source must be a path, Checkpoint, or StateLayout, got {what}", LayoutError)
     wanted = _side(onto, rules, saved)
     if isinstance(wanted, Topology):
-        wanted = wanted.layout(saved.specs)
+        topology, wanted = wanted, wanted.layout(saved.specs)
+        for axis, fqns in {} if allow_unsharded_axes else topology.unsharded_axes(wanted).items():
+            words = "Pass rules= that match, or allow_unsharded_axes=True"
+            warnings.warn(f"{unsharded_text(axis, fqns)}. {words}", stacklevel=3)
     elif rules:
         words = f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}"
         raise option_error(words, LayoutError)
@@ -58,15 +68,26 @@ def plan(
     return plan_reads(saved, wanted)
 
 
+def unsharded_text(axis: str, fqns: Sequence[str]) -> str:
+    """What an axis that shards no tensor does with these."""
+    shown = ", ".join(fqns[:3]) + (f", and {len(fqns) - 3} more" if len(fqns) > 3 else "")
+    return f"axis {axis!r} shards no tensor: all ranks along it hold all of {shown}"
+
+
 def _side(given: Any, rules: Mapping[str, str] | None, saved: StateLayout | None = None) -> Any:
     """A layout or topology, where a path or words stand for one."""
-    if isinstance(given, str) and looks_like_a_topology(given) and not Path(given).exists():
+    if isinstance(given, str) and names_topology(given):
         return topology_of(given, rules, saved)
     if isinstance(given, str | os.PathLike) and is_layout_file(given):
         return read_layout_file(given, rules)
     if isinstance(given, str | os.PathLike | Storage):
         given = open_checkpoint(given)
     return given.layout if isinstance(given, Checkpoint) else given
+
+
+def names_topology(text: str) -> bool:
+    """Return True for a topology in words, and no file of that name."""
+    return looks_like_a_topology(text) and not Path(text).exists()
 
 
 def is_layout_file(path: str | os.PathLike[str]) -> bool:

@@ -32,7 +32,7 @@ from reshard.api.transfer_matching import (
 )
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed
-from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError, format_names
+from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError
 from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
@@ -77,8 +77,7 @@ class TransferReport(FilledReport):
 
     def __repr__(self) -> str:
         """One line: what was moved, and the first names of what was not."""
-        kinds = ("missing", "unexpected", "cast")
-        odd = [f"{kind} {format_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        odd = self._first_of_each("missing", "unexpected", "cast")
         rounds = format_count(self.rounds, "round")
         moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {rounds}"
         return f"TransferReport({', '.join([moved, *odd])})"

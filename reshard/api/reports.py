@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from planners.notebooks import Tabled
 from reshard.arguments import renamed
-from reshard.errors import StorageError
+from reshard.errors import StorageError, format_names
 from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
 from reshard.ranks.spans import Span
@@ -35,6 +35,14 @@ class TimedReport(Tabled):
     def seconds(self) -> Mapping[str, float]:
         """Seconds per phase on this rank."""
         return self.phases.by_phase()
+
+    def _first_of_each(self, *fields: str) -> list[str]:
+        """`"missing 5 ('a', 'b', 'c', ...)"` of each of these fields that has any."""
+        return [f"{name} {format_names(its)}" for name in fields if (its := getattr(self, name))]
+
+    def __str__(self) -> str:
+        """The report, and a line with the seconds of its phases."""
+        return f"{self!r}\n{self.phases}"
 
     @renamed(deadline_s="timeout")
     def timeline(

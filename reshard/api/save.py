@@ -42,7 +42,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, options_of, renamed, with_options
-from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError, format_names
+from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -164,7 +164,7 @@ class PendingSave:
 
     def __repr__(self) -> str:
         """One line; a failure is raised by `result`."""
-        ended = self._future.exception() or self._future.result() if self.done() else "in progress"
+        ended = self._future.exception() or repr(self._future.result()) if self.done() else "in progress"
         return f"PendingSave({ended})"
 
 
@@ -540,9 +540,9 @@ def agreed_plan(
             numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
             if numbered is not None:
                 _log.warning(
-                    "optimizer state is saved by parameter number (%r): only a model with the same parameters in the "
-                    "same order can load it. Save reshard.get_optimizer_state_dict(model, optimizer) instead, which "
-                    "has names",
+                    "reshard.save: the optimizer state is saved by parameter number (%r): only a model with the "
+                    "same parameters in the same order can load it. Save reshard.get_optimizer_state_dict(model, "
+                    "optimizer) instead, which has names",
                     numbered,
                 )
             kept = keep_plan(holdings, group, options, census, plan, met.pool)
@@ -694,7 +694,7 @@ class SaveReport(WrittenReport):
         """One line, with the first names of what is tied or each rank's own."""
         counts = f"{format_count(self.tensors, 'tensor')}, {format_count(self.objects, 'object')}"
         head = f"{counts}, {format_bytes(self.total_bytes)} in {self.path!r}"
-        odd = [f"{what} {format_names(getattr(self, what))}" for what in ("aliases", "per_rank") if getattr(self, what)]
+        odd = self._first_of_each("aliases", "per_rank")
         odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:

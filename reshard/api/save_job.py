@@ -90,9 +90,9 @@ def planned_writes(
     report = verify(plan)
     if not report.ok:
         raise LayoutError(
-            f"the tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: {report}. "
-            "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a "
-            "process_group of them all"
+            "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
+            f"of them all. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
+            f"{report.findings[0]} (finding 1 of {len(report.findings)})"
         )
     return census, plan
 
@@ -131,6 +131,11 @@ def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[En
     for spec, parts, number, source, box in items:
         fqn = spec.fqn
         if fqn not in views:
+            if fqn not in own and fqn not in state.tensors:
+                raise LayoutError(
+                    f"tensor {fqn!r} is sharded over ranks that include rank {rank}, which does not have it: pass it "
+                    "on all ranks of its mesh, under the same key"
+                )
             tensor = LiveTensor(fqn, own[fqn]) if fqn in own else state.tensors[fqn]
             views[fqn] = _parts(tensor, parts, rank)
         part = views[fqn][number]

@@ -358,11 +358,11 @@ def _read_findings(
         if name in wrong:
             findings.append(Finding(wrong[name], name))
             continue
-        said = {"was saved": prints.get(name), f"is that of {getattr(other, 'url', '')}": theirs.get(name)}
+        said = {"the one that was saved": prints.get(name), f"that of {getattr(other, 'url', '')}": theirs.get(name)}
         for who, wanted in said.items():
             if wanted is None:
                 continue
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:
-                findings.append(Finding(f"its fingerprint is {digest}, but {wanted} {who}", name))
+                findings.append(Finding(f"its values changed: their fingerprint is not {who}", name))
     return findings

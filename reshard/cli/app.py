@@ -31,7 +31,7 @@ EXIT_NO = 1
 EXIT_USAGE = 2
 """The command line is wrong; nothing was read."""
 EXIT_ERROR = 3
-"""The command failed; one line on stderr gives the reason and the fix."""
+"""The command failed; stderr gives the reason and the fix."""
 
 _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 
@@ -39,7 +39,7 @@ CHECKPOINT is a folder, file, or URL in any known format. The folder of a run me
 complete checkpoint; to choose another one, give its own folder.
 
 Exit codes: 0 for success or yes; 1 for no (damage, differences, a failed proof); 2 for wrong
-usage; 3 for an error, with one line on stderr; 130 when interrupted. Add --traceback to any
+usage; 3 for an error, with the reason and the fix on stderr; 130 when interrupted. Add --traceback to any
 command to see where an error comes from."""
 
 
@@ -110,15 +110,13 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
+            if word == "--html" and re.fullmatch(r"[^-:=][^:=]*\.(pdf|png|svg|txt|md|json)", following):
+                raise UsageError(f"--html writes a page: end its name in .html, or write --html={following}")
             if word == "--html" and not following.lower().endswith((".html", ".htm")):
                 args[at] = f"--html=reshard-{self.name}.html"
             if word == "--step" and not any("--step" in param.opts for param in self.params):
                 raise UsageError(f"{self.name} has no --step: give the folder of a step, such as run/step-100")
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = in_words_of_the_command_line(error.message)
-            raise
+        return super().parse_args(ctx, args)
 
 
 class _Program(TyperGroup):
@@ -192,16 +190,21 @@ def _main(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit. Known errors become one line on stderr."""
+    """Run the command line and exit. Known errors become a message on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in given
     try:
-        app(args=[word for word in given if word != "--traceback"], prog_name="reshard")
+        sys.exit(
+            app(args=[word for word in given if word != "--traceback"], prog_name="reshard", standalone_mode=False)
+        )
     except Exception as error:
         if traceback or not _is_known(error):
             raise
-        _tell(in_words_of_the_command_line(str(error)))
-        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR)
+        message, help_of = str(error), getattr(error, "ctx", None)
+        if help_of is not None:
+            message = f"{error.format_message().rstrip('.')}. See {help_of.command_path} --help"  # type: ignore[attr-defined]
+        _tell(in_words_of_the_command_line(message))
+        sys.exit(EXIT_USAGE if help_of or isinstance(error, UsageError) else EXIT_ERROR)
 
 
 def _tell(message: str) -> None:
@@ -216,10 +219,9 @@ def _tell(message: str) -> None:
 
 def _is_known(error: Exception) -> bool:
     """Return True if the message of the error is enough; anything else is a bug, and shows its traceback."""
-    from planners.errors import PlanError
     from reshard.errors import ReshardError
 
-    return isinstance(error, ReshardError | PlanError | OSError)
+    return isinstance(error, ReshardError | OSError) or hasattr(error, "ctx")  # typer's errors of usage have one
 
 
 _PLAIN = {

@@ -168,14 +168,16 @@ class Sides(NamedTuple):
 
     saved: StateLayout
     wanted: StateLayout
-    made: StateLayout | None = None
-    """The one of the two that a topology made."""
-    topology: Topology | None = None
+    topology: Topology | None
+    """What made one of the two from the tensors of the other."""
+    is_onto: bool
+    """Whether it made `wanted`."""
 
     @property
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
         """Axes for which the topology has a rule that shards, and along which it shards none of these tensors."""
-        return {} if self.topology is None or self.made is None else self.topology.unsharded_axes(self.made)
+        made = self.wanted if self.is_onto else self.saved
+        return {} if self.topology is None else self.topology.unsharded_axes(made)
 
 
 def both_sides(
@@ -195,30 +197,27 @@ def both_sides(
     rules, or if one cannot be read.
     """
     from planners.geometry.layout import StateLayout
+    from reshard.api.plan import names_topology
 
     texts = (source, onto)
     steps = (step, None)
     opened = [
-        None if _is_topology(text) else side(text, rules, normalized, hints, select, its_step)
+        None if names_topology(text) else side(text, rules, normalized, hints, select, its_step)
         for text, its_step in zip(texts, steps)
     ]
     saved = next((layout for layout in opened if isinstance(layout, StateLayout)), None)
-    first, second = (_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened))
-    if isinstance(first, StateLayout) and isinstance(second, StateLayout):
-        if rules:
-            raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
-        return Sides(first, second)
-    if isinstance(first, StateLayout):
-        assert not isinstance(second, StateLayout)
-        made = _laid_out(second, first, rules)
-        return Sides(first, made, made, second)
-    if isinstance(second, StateLayout):
-        made = _laid_out(first, second, rules)
-        return Sides(made, second, made, first)
-    raise UsageError(
-        f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
-        "layout file"
-    )
+    sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
+    known = [side for side in sides if isinstance(side, StateLayout)]
+    if not known:
+        raise UsageError(
+            f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
+            "layout file"
+        )
+    topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
+    if topology is None and rules:
+        raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
+    first, second = (side if isinstance(side, StateLayout) else _laid_out(side, known[0], rules) for side in sides)
+    return Sides(first, second, topology, topology is sides[1])
 
 
 def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) -> StateLayout:
@@ -239,13 +238,13 @@ def side(
 ) -> StateLayout | Topology:
     """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
     for a topology that cannot be read."""
-    if _is_topology(text):
-        return _topology(text, rules, None)
     import reshard
     from planners.geometry.layout import StateLayout
     from planners.geometry.topologies import WORDS
-    from reshard.api.plan import is_layout_file, read_layout_file
+    from reshard.api.plan import is_layout_file, names_topology, read_layout_file
 
+    if names_topology(text):
+        return _topology(text, rules, None)
     if is_layout_file(text):
         return read_layout_file(text, rules)
     try:
@@ -259,12 +258,6 @@ def side(
 
     kept = chosen(list(layout), select, text)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
-
-
-def _is_topology(text: str) -> bool:
-    from planners.geometry.topologies import looks_like_a_topology
-
-    return looks_like_a_topology(text) and not Path(text).exists()
 
 
 def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) -> Topology:
@@ -478,7 +471,10 @@ def _as_json(example: str) -> str:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else."""
+    """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else, also for a
+    number below a million without a unit, which is rarely meant."""
+    if re.fullmatch(r"\d{1,6}", text):
+        raise UsageError(f"{text!r} has no unit: write {text}GB, or {text}B for bytes")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:

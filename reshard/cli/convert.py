@@ -145,12 +145,14 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         print_json(
             {
                 **{name: getattr(report, name) for name in report.__dataclass_fields__},
+                "phases": report.seconds,
                 "names_kept": kept,
             }
         )
         return
     screen = console()
-    time = f"{report.seconds:.1f} s, {size(report.total_bytes / max(report.seconds, 1e-9))}/s"
+    seconds = report.phases.seconds
+    time = f"{seconds:.1f} s, {size(report.total_bytes / max(seconds, 1e-9))}/s"
     tensors, objects = counted(report.tensors, "tensor"), counted(report.objects, "object")
     print_text(
         screen,

@@ -150,7 +150,7 @@ def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None
         print_text(console(), _unread_note(covered))
     if report.findings:
         print_text(console(), _summary(report), style="red")
-    print_report(report, right=_verdict(covered, is_within), limit=limit)
+    print_report(report, right=_verdict(covered, is_within), limit=limit, more="--limit or --json")
 
 
 def _summary(report: Report) -> str:

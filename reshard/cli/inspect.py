@@ -212,15 +212,22 @@ def _print(
     show.print_totals(screen, "dtypes", nbytes, {name: (layout[name].spec.dtype,) for name in names})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
     leaves: dict[Any, show.PrintedLeaf] = {}
-    paths = checkpoint.contents.paths
+    paths = {name: (name,) for name in (*words, *checkpoint.aliases, *objects)} | dict(checkpoint.contents.paths)
     for name, text in words.items():
         spec = layout[name].spec
         text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
-        leaves[_parts(paths.get(name, (name,)))] = show.PrintedLeaf(text, spec.nbytes)
+        leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
+    lists: dict[Any, list[Any]] = {}
     for name in objects:
-        leaves[_parts(paths.get(name, (name,)))] = show.PrintedLeaf(f"= {show.short(checkpoint.objects[name])}")
+        *above, last = path = paths[name]
+        if type(last) is int:
+            lists.setdefault(tuple(above), []).append(checkpoint.objects[name])
+        else:
+            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(checkpoint.objects[name])}")
+    for path, its in lists.items():
+        leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():
-        leaves[_parts(paths.get(name, (name,)))] = show.PrintedLeaf(f"tied to {holder}")
+        leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, checkpoint.warnings)
     show.print_legend(screen, forms.values())
     for problem in problems:
@@ -229,7 +236,7 @@ def _print(
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
     """`mesh` and `placements` if they were saved; else `shards`, the sizes along each dim whose product the chunks are;
-    else `chunks`. `cuts` is the old name of `shards`."""
+    else `chunks`."""
     from planners.geometry.layout_text import chunk_sizes
 
     if (mesh := layout.mesh) is not None:
@@ -241,8 +248,7 @@ def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
             "placements": [str(placement) for placement in layout.placements or ()],
         }
     if (sizes_of := chunk_sizes(layout)) is not None:
-        shards = [{"dim": dim, "sizes": list(sizes)} for dim, sizes in sizes_of]
-        return {"shards": shards, "cuts": shards}
+        return {"shards": [{"dim": dim, "sizes": sizes} for dim, sizes in sizes_of]}
     return {"chunks": [{"offsets": list(box.offsets), "sizes": list(box.sizes)} for _, box in layout.chunks()]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,10 +68,11 @@ def plan(
 
     ONTO can have the axes that inspect prints, such as dp=2,tp=2: they shard each tensor as recorded in CHECKPOINT.
 
-    Exits with 1 if the proof fails, or if the rules of a topology shard over an axis, but match no tensor.
+    Exits with 1 if the proof fails, or if no rule of a topology for one of its axes matches a tensor.
     """
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
+    from reshard.api.plan import unsharded_text
 
     hints, cluster = (
         arguments.read_hints(hint, used=normalized),
@@ -83,8 +83,8 @@ def plan(
     )
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
-    unsharded = {} if allow_unsharded_axes or allow_uncut_axes else sides.unsharded_axes
-    useless = list(map(_unsharded_text, unsharded.items()))
+    texts = [unsharded_text(*item) for item in sides.unsharded_axes.items()]
+    useless = [] if allow_unsharded_axes or allow_uncut_axes else texts
     if out is not None:
         from planners.plans.codec import dumps
 
@@ -99,8 +99,8 @@ def plan(
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, limit, cluster, [file for file in (out, html) if file is not None])
-        _print_unsharded(sides, source, onto, unsharded)
-    if unsharded or not report.ok:
+        _print_unsharded(sides, source, onto, [] if useless else texts)
+    if useless or not report.ok:
         raise typer.Exit(1)
 
 
@@ -120,11 +120,9 @@ def _seconds(made: LoadPlan, cluster: Cluster) -> float:
 
 
 def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None) -> dict[str, Any]:
-    axes = {axis: list(fqns) for axis, fqns in made.wanted.unsharded_axes().items()}
     return {
         "ok": report.ok and not unsharded,
-        "unsharded_axes": axes,
-        "uncut_axes": axes,  # its old name
+        "unsharded_axes": made.wanted.unsharded_axes(),
         "tensors": len(made.wanted),
         "saved_world_size": made.saved.world_size,
         "world_size": made.world_size,
@@ -137,24 +135,16 @@ def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Clus
     }
 
 
-def _unsharded_text(item: tuple[str, tuple[str, ...]]) -> str:
-    axis, fqns = item
-    shown = ", ".join(fqns[:3]) + (f", and {len(fqns) - 3} more" if len(fqns) > 3 else "")
-    return f"axis {axis!r} shards no tensor: all ranks along it hold all of {shown}"
-
-
-def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[str, tuple[str, ...]]) -> None:
-    """Axes that shard nothing: a note where that was asked for, and else what to do."""
+def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:
+    """What to do about axes that shard nothing, or notes where that is allowed."""
     from reshard.cli.rules import as_options, example_rules, recorded_rules
 
     screen = console()
-    for item in sides.wanted.unsharded_axes().items():
-        if item[0] not in unsharded:
-            print_text(screen, _unsharded_text(item), "note")
-    for item in unsharded.items():
-        axis, fqns = item
+    for text in notes:
+        print_text(screen, text, "note")
+    for axis, fqns in () if notes else sides.unsharded_axes.items():
         assert sides.topology is not None
-        other = sides.saved if sides.made is sides.wanted else sides.wanted
+        other = sides.saved if sides.is_onto else sides.wanted
         print_text(screen, f"\nNo rule for {axis!r} matches the names of these tensors.")
         if rules := recorded_rules(sides.topology, other, axis):
             print_text(
@@ -167,9 +157,10 @@ def _print_unsharded(sides: Sides, source: str, onto: str, unsharded: Mapping[st
                 f"The checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
                 f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example with one rule:",
             )
-        words = (source, sides.topology.mesh) if sides.made is sides.wanted else (sides.topology.mesh, onto)
-        lines = [f"reshard plan {' '.join(map(str, words))}", *as_options(rules)] if rules else []
-        screen.print("  " + " \\\n    ".join(lines), markup=False, soft_wrap=True)
+        words = (source, sides.topology.mesh) if sides.is_onto else (sides.topology.mesh, onto)
+        lines = [f"  reshard plan {' '.join(map(str, words))}", *as_options(rules)]
+        if rules:
+            screen.print(" \\\n    ".join(lines), markup=False, soft_wrap=True)
         print_text(screen, f"To replicate all tensors over {axis!r}, add --allow-unsharded-axes.")
 
 

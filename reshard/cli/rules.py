@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from planners.errors import PlanError
@@ -49,11 +50,11 @@ def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tup
         return []  # it acts with others as one
     kept = [_plain(rule, topology) for rule in topology.rules if rule.pattern == "*" or not rule.optional]
     made = [*(_rule(topology, pattern, placement, axis) for pattern, placement in rows), *kept]
-    try:
-        layout = Topology(topology.mesh, tuple(made), topology.homes, topology.even).layout(saved.specs)
-    except PlanError:
-        return []
-    return [] if axis in layout.unsharded_axes() else made
+    for its in (made, made[: -len(kept)]):  # without the last ones where they are left with no tensor
+        with suppress(PlanError):
+            layout = Topology(topology.mesh, tuple(its), topology.homes, topology.even).layout(saved.specs)
+            return [] if axis in layout.unsharded_axes() else its
+    return []
 
 
 def _rule(topology: Topology, pattern: str, placement: Placement, axis: str) -> Rule:

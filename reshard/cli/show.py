@@ -55,9 +55,17 @@ def print_tree(
 
 
 def print_text(screen: Console, text: str, head: str = "", style: str = "") -> None:
-    """A line that `head` begins, in a style of its own. Terminals wrap it between words; elsewhere it is one line."""
+    """A line that `head` begins, in a style of its own. Terminals wrap it between words, below its beginning; elsewhere
+    it is one line."""
+    from rich.table import Column, Table
     from rich.text import Text
 
+    indent = len(head) + 2 if head else len(text) - len(text.lstrip())
+    if screen.is_terminal and 0 < indent < screen.width // 3:
+        grid = Table.grid(Column(width=indent), Column())
+        grid.add_row(Text(head, style), Text(text.lstrip(), "" if head else style))
+        screen.print(grid)
+        return
     shown = Text.assemble((head, style), "  " * bool(head), text) if head else Text(text, style)
     screen.print(shown, soft_wrap=not screen.is_terminal)
 
@@ -130,16 +138,17 @@ def short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def print_report(report: Report, *, right: str, limit: int = 50) -> None:
+def print_report(report: Report, *, right: str, limit: int = 20, more: str = "--json") -> None:
     """The verdict, or at most `limit` findings."""
     screen = console()
-    print_text(screen, f"{report.subject}: {counted(report.tensors, 'tensor')}")
+    wrong = f", {counted(len(report.findings), 'finding')}" if report.findings else ""
+    print_text(screen, f"{report.subject}: {counted(report.tensors, 'tensor')}{wrong}")
     if report.ok:
         print_text(screen, right, style="green")
     for finding in report.findings[:limit]:
         print_text(screen, str(finding), "·", "red")
     if len(report.findings) > limit:
-        print_text(screen, f"and {len(report.findings) - limit} more: see --limit or --json", "·", "red")
+        print_text(screen, f"and {len(report.findings) - limit} more: see {more}", "·", "red")
 
 
 def report_as_json(report: Report) -> dict[str, Any]:

@@ -398,14 +398,20 @@ def _named(
 ) -> dict[str, Value]:
     """States of one parameter that are ShardedTensors, or the same on every rank."""
     out: dict[str, Value] = {}
+    for first, state, value, values in _states(key, states):
+        if is_sharded_tensor(value):
+            out[state] = join_sharded(f"{name}.{state}", values, files)
+        else:
+            out[state] = stored_or_plain(f"{name}.{state}", value, files[first], first)
+    return out
+
+
+def _states(key: Any, states: Mapping[int, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any, dict[int, Any]]]:
+    """The states of one parameter: the first rank that has it, the state's name, its value there, and that of each
+    rank."""
     first = next(rank for rank in sorted(states) if key in states[rank])
     for state, value in states[first][key].items():
-        if is_sharded_tensor(value):
-            values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-            out[str(state)] = join_sharded(f"{name}.{state}", values, files)
-        else:
-            out[str(state)] = stored_or_plain(f"{name}.{state}", value, files[first], first)
-    return out
+        yield first, str(state), value, {rank: of.get(key, {}).get(state) for rank, of in states.items()}
 
 
 def _flat_of(
@@ -449,16 +455,14 @@ def _cut_flats(
     inside: dict[int, list[str]] = {}
     for key, layout in zip(keys, layouts):
         inside[key] = list(layout.params)
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
+        for first, state, value, values in _states(key, states):
             if isinstance(value, TensorRef) and len(value.size) == 1:
-                whole = _row(f"{key}.{state}", {rank: of.get(key, {}).get(state) for rank, of in states.items()}, files)
-                for name, part in layout.cut(whole).items():
-                    saved.state.setdefault(name, {})[str(state)] = part
+                for name, part in layout.cut(_row(f"{key}.{state}", values, files)).items():
+                    saved.state.setdefault(name, {})[state] = part
                 continue
-            same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
+            same = stored_or_plain(state, value, files[first])
             for name in layout.params:
-                saved.state.setdefault(name, {})[str(state)] = same
+                saved.state.setdefault(name, {})[state] = same
     for group in groups:
         names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
         saved.groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
@@ -496,19 +500,14 @@ def _by_pieces(
     shapes = _shapes(hints)
     saved = StoredOptimizer(groups=named.groups)
     for name, holder in named.state.items():
-        key = holder[""]
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
+        for first, state, value, values in _states(holder[""], states):
+            its = saved.state.setdefault(name, {})
             if isinstance(value, TensorRef) and len(value.size) == 1:
                 if name not in shapes:
                     _ask_shapes(hints, name)
-                values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-                saved.state.setdefault(name, {})[str(state)] = _pieces(
-                    f"{name}.{state}", shapes[name], values, files, hints
-                )
+                its[state] = _pieces(f"{name}.{state}", shapes[name], values, files, hints)
             else:
-                same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
-                saved.state.setdefault(name, {})[str(state)] = same
+                its[state] = stored_or_plain(state, value, files[first])
     return saved
 
 

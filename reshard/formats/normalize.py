@@ -44,9 +44,9 @@ def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: 
             own, contents = _claimed(contents)
         normalizer = normalize_generic if own is None or own.normalizer is None else own.normalizer()
         return _tie(normalizer(contents, given, what), given).rename()
-    except ReshardError:
-        raise
-    except (PlanError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ReshardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ReshardError) and not isinstance(error, PlanError):
+            raise
         # a value of another type than its format has at this place
         raise CorruptCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"

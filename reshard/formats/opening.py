@@ -342,8 +342,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
-        f"Known formats are {known}; "
-        "docs/formats.md says which files each of them has"
+        f"Known formats are {known}. A folder "
+        "must have the files that the framework wrote, under their own names"
     )
 
 

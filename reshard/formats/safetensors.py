@@ -26,7 +26,7 @@ from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
     "FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open",
-    "open_files", "tied_names",
+    "open_files", "read_index", "tied_names",
 ]  # fmt: skip
 
 
@@ -93,32 +93,38 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
     return (f"there is no {first}{more}: its writer had nothing for it, or it was lost",)
 
 
-def _open_indexed(files: Files, index: str) -> Contents:
-    storage, names = files.storage, files.listed
-    label = f"{storage.url}/{index}"
+def read_index(files: Files, index: str) -> tuple[dict[str, str], list[str]]:
+    """The file of each tensor, as an index of Hugging Face has it, and all files.
+
+    Raises CorruptCheckpointError for what is no index, or if files are missing.
+    """
+    storage = files.storage
     try:
         data = json.loads(storage.read(index))
         weight_map = {str(key): str(file) for key, file in data["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{label}: no index of safetensors files: {type(error).__name__}: {error}"
+            f"{storage.url}/{index}: no index of files: {type(error).__name__}: {error}"
         ) from None
-    folder = index.rpartition("/")[0]
     named = sorted(set(weight_map.values()))
-    missing = [file for file in named if file not in names]
+    missing = [file for file in named if file not in files.listed]
     if missing:
         key = next(k for k, file in weight_map.items() if file == missing[0])
         raise CorruptCheckpointError(
             f"{storage.url}: {len(missing)} of {len(named)} files that {index} names are missing: "
             f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
         )
+    return weight_map, named
+
+
+def _open_indexed(files: Files, index: str) -> Contents:
+    label = f"{files.storage.url}/{index}"
+    weight_map, named = read_index(files, index)
     contents = open_files(files, named)
     for key, file in weight_map.items():
         if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
             where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
-            raise CorruptCheckpointError(
-                f"{label}: it says that {file} holds {key!r}, but {where}; the index is wrong{folder}"
-            )
+            raise CorruptCheckpointError(f"{label}: it says that {file} holds {key!r}, but {where}; the index is wrong")
     extra = [key for key in contents.tensors if key not in weight_map]
     if extra:
         raise CorruptCheckpointError(

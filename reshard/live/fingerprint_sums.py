@@ -388,8 +388,11 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
 def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
     """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the
     tile), float64."""
-    numbers = products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
-    return torch.from_numpy(to_limbs(numbers)).to(device)
+    return torch.from_numpy(to_limbs(_products(key, axes, tile))).to(device)
+
+
+def _products(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
+    return products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
 
 
 def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
@@ -542,12 +545,12 @@ def table(key: Key, axes: tuple[Axis, ...], tile: Tile) -> npt.NDArray[np.int32]
     must be one."""
     loop = kernel()
     assert loop is not None
-    return loop.table(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)]))
+    return loop.table(_products(key, axes, tile))
 
 
 @lru_cache(maxsize=64)
 def _row_numbers(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
-    return np.ascontiguousarray(products([axis.numbers(key, *span) for axis, span in zip(axes, tile)]))
+    return np.ascontiguousarray(_products(key, axes, tile))
 
 
 def is_right(kernel: Kernel) -> bool:

@@ -33,6 +33,11 @@ class Mapping:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules)
+        if odd := [rule for rule in given if not isinstance(rule, Rule)]:
+            raise NormalizationError(
+                f"a Mapping consists of rules, as in Mapping([Rename('a', 'b')]), but contains {odd[0]!r:.60}. A dict "
+                "of names needs no Mapping: load(state, path, mapping={'key of the state': 'name in the checkpoint'})"
+            )
         self.stages: tuple[tuple[Rule, ...], ...] = (given,) if given else ()
 
     @classmethod

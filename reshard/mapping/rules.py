@@ -78,6 +78,11 @@ class Rule(ABC):
 
     def _check_words(self) -> None:
         """Raises NormalizationError for a word of a target that no source has, or sources that differ in words."""
+        if "*" in str(self):
+            raise NormalizationError(
+                f"{self}: rules have placeholders in place of *: {{x}} for one segment of a name, {{x+}} for several, "
+                "as in Rename('model.{x+}', 'net.{x+}')"
+            )
         words = {word for pattern in self.sources for word in pattern.words}
         for pattern in self.targets:
             unknown = set(pattern.words) - words - {pattern.number}
@@ -225,9 +230,8 @@ class Stack(Rule):
         return [stack(views[0].spec.fqn, views, self.dim)]
 
     def inverse(self) -> Rule:
-        number = self.sources[0].number
-        assert number is not None
-        return Unstack(self.targets[0].text, self.sources[0].text, number, self.dim, self.fill)
+        assert self.over is not None
+        return Unstack(self.targets[0].text, self.sources[0].text, self.over, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)
@@ -250,9 +254,8 @@ class Unstack(Rule):
         return list(view.unstack([str(i) for i in range(view.shape[self.dim])], self.dim))
 
     def inverse(self) -> Rule:
-        number = self.targets[0].number
-        assert number is not None
-        return Stack(self.targets[0].text, self.sources[0].text, number, self.dim, self.fill)
+        assert self.over is not None
+        return Stack(self.targets[0].text, self.sources[0].text, self.over, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)

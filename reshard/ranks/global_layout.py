@@ -151,9 +151,11 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
         if other != spec:
+            fix = "pass the DTensor itself, and no shard, as DTensor.to_local() returns it"
             raise LayoutError(
                 f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
-                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}"
+                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}. Of a sharded tensor, {fix}. If each rank "
+                "has its own value, pass reshard.PerRank(value)"
             )
     if all(not possible for _, possible, _ in rows):
         return TensorLayout.of(spec, job.copies(rows))

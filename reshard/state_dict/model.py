@@ -312,7 +312,7 @@ class _ModelMatch:
             reshaped=tuple(self.reshaped),
             cast=tuple(self.casts),
             untouched=tuple(dict.fromkeys(slot.name for slot in untouched)),
-            uninitialised=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
+            uninitialized=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
         )
 
     def _placed(self, value: Any, slot: StateEntry | None) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from planners.notebooks import Tabled
-from reshard.arguments import named_arguments
+from reshard.arguments import named_arguments, renamed
 from reshard.errors import NormalizationError, format_names, option_error
 
 __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
@@ -138,6 +138,7 @@ def _first_of_each(report: Any) -> str:
     return ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))]) or "all was set"
 
 
+@renamed(uninitialised="uninitialized")
 @dataclass(frozen=True, repr=False)
 class SetReport(Tabled):
     """What `set_model_state_dict` or `set_state_dict` found and did.
@@ -159,7 +160,7 @@ class SetReport(Tabled):
     untouched: tuple[str, ...] = ()
     """Parameters and buffers, including those outside state dicts, that were not written. They
     still have the values that the model's constructor or `to_empty` gave them."""
-    uninitialised: tuple[str, ...] = ()
+    uninitialized: tuple[str, ...] = ()
     """Names of `untouched` that are still on the meta device, without values."""
     optimizer: OptimizerReport | None = None
     """The optimizer's report; `set_state_dict` only."""

@@ -73,6 +73,10 @@ def normalize(
         NormalizationError: two names become the same, an id is not in `order`, or there are ids and
             no `order`.
     """
+    if not isinstance(raw, Mapping):
+        raise NormalizationError(
+            f"normalize takes a state dict, got {type(raw).__name__}. For a checkpoint: reshard.open(path).normalized()"
+        )
     work = _Normalizing(frozenset(names) if names is not None else None, order)
     out = Normalized(work.tree(raw, "the state dict"))
     doubtful = sorted({name for name in work.seen if "module" in name.split(".") and names is None})

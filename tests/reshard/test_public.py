@@ -31,6 +31,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )  # fmt: skip
+from reshard.mapping import Rename
 from reshard.storage.memory import MemoryStorage
 
 NET = nn.Linear(4, 2)
@@ -276,6 +277,80 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
     words = rf"{verb}\(\) got an unexpected keyword argument '{next(iter(given))}'"
     with pytest.raises(TypeError, match=words + f": did you mean '{meant}'"):
         getattr(reshard, verb)(*["a", "b"][: {"compare": 2, "plan": 2, "StateDictOptions": 0}.get(verb, 1)], **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: reshard.load({}, checkpoint_id="c"), r"load\(\) .* 'checkpoint_id': the path is the second argument$"),
+        (lambda: reshard.save({}, checkpoint_id="c"), r"save\(\) .* 'checkpoint_id': the path is the second argument$"),
+        (lambda: reshard.async_save({}, "c", no_dist=True), r"async_save\(\) .* 'no_dist': write alone=True$"),
+        (lambda: reshard.load({}, "c", no_dist=True), r"load\(\) .* 'no_dist': write alone=True$"),
+        (
+            lambda: reshard.save({}, "c", planner=None),
+            r"'planner': strict=, .* replace planners; reshard.dcp takes DCP's",
+        ),
+        (lambda: reshard.load({}, storage_reader=3), r"'storage_reader': the second argument is a path or URL; "),
+        (lambda: reshard.save({}, storage_writer=3), r"'storage_writer': the second argument is a path or URL; "),
+        (lambda: reshard.load({}, "c", map_location="cpu"), r"'map_location': tensors are filled on the device"),
+        (
+            lambda: reshard.load({}, "c", step=1),
+            r"'step': pass the folder of the step, or reshard.open\(path, step=...\)",
+        ),
+        (lambda: reshard.Keep(max_to_keep=3), r"Keep\(\) .* 'max_to_keep': write Keep\(last=...\)"),
+        (lambda: reshard.Every(save_interval_steps=3), r"'save_interval_steps': write every=Every\(steps=...\)"),
+        (lambda: reshard.Keep(lats=3), r"Keep\(\) .* 'lats': did you mean 'last'"),
+        (lambda: reshard.open("c", weights_only=True), r"'weights_only': leave it out: no code from a checkpoint runs"),
+    ],
+)
+def test_arguments_of_torch_are_told_those_of_reshard(call: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        call()
+
+
+def test_what_was_given_in_place_of_what_is_taken(tmp_path) -> None:
+    data: Any = torch.utils.data.TensorDataset(torch.ones(3))
+    given: Any = {"a": "b"}
+    for call, told in (
+        (lambda: reshard.ElasticSampler(data), r"samples, ElasticSampler\(len\(dataset\)\), not a TensorDataset$"),
+        (
+            lambda: reshard.Mapping(given),
+            r"consists of rules, .*, but contains 'a'. A dict of names needs no Mapping: ",
+        ),
+        (
+            lambda: Rename("model.*", "net.*"),
+            r"^Rename\('model.\*' -> 'net.\*'\): rules have placeholders in place of \*: ",
+        ),
+        (
+            lambda: reshard.normalize(tmp_path),
+            r"takes a state dict, got PosixPath. For a checkpoint: reshard.open\(path\)",
+        ),
+        (lambda: reshard.Preemption(signals=15), r"signals must be a list, such as \[signal.SIGTERM\], got 15"),
+        (lambda: reshard.plan(tmp_path, "dp=2", rules=[("*", "S(0)")]), "rules must be a dict of text, such as"),
+        (lambda: reshard.plan(tmp_path, "dp=2", rules={"*": data}), "rules must be a dict of text, such as"),
+    ):
+        with pytest.raises(ReshardError, match=told):
+            call()
+
+
+def test_every_error_of_a_verb_is_a_reshard_error(tmp_path) -> None:
+    reshard.save({"w": torch.ones(4)}, tmp_path / "c")
+    for call in (
+        lambda: reshard.plan(tmp_path / "c", "fspd=3"),
+        lambda: reshard.plan(tmp_path / "c", "dp=4", rules={"*": "S(5)"}),
+        lambda: reshard.plan(tmp_path / "c", planners.fsdp(2).layout([planners.TensorSpec("v", (2,), "float32")])),
+    ):
+        with pytest.raises(ReshardError) as caught:
+            call()
+        assert isinstance(caught.value, planners.PlanError)
+
+
+def test_a_report_prints_its_phases_on_a_line_of_its_own(tmp_path) -> None:
+    saved = reshard.save({"w": torch.ones(4)}, tmp_path / "c")
+
+    head, phases = str(saved).splitlines()
+    assert head == repr(saved)
+    assert [part.split()[0] for part in phases.split(", ")][:1] == [next(iter(saved.seconds)).split()[0]]
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,12 @@ def test_full_saves_were_whole(tmp_path: Path) -> None:
         reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1), whole_every=2).close()
 
 
+def test_a_report_was_spelled_uninitialised() -> None:
+    report = reshard.SetReport(uninitialized=("w",))
+    with pytest.warns(DeprecationWarning, match=r"SetReport.uninitialised is now called uninitialized;"):
+        assert report.uninitialised == ("w",)  # type: ignore[attr-defined]
+
+
 def test_unsharded_axes_were_uncut() -> None:
     topology = planners.Topology.parse("dp=2,tp=2", {"*.w": "S(0),S(1)", "*": "S(0),R"})
     layout = topology.layout([planners.TensorSpec("b", (4,), "float32"), planners.TensorSpec("a.w", (4, 4), "float32")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CorruptCheckpointError, KeyMismatchError, StorageError
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, StorageError
 
 
 def _trained() -> tuple[Any, torch.optim.Optimizer]:
@@ -38,7 +38,7 @@ def test_an_optimizer_that_was_not_saved_takes_one_line(tmp_path: Path) -> None:
         reshard.load({"model": names, "optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "c")
     head, fix, title, *rows = str(caught.value).splitlines()
     assert head == f"{tmp_path / 'c'} does not match the state to load into:"
-    assert fix.startswith("  fix: strict=False")
+    assert fix.startswith("  fix: mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing")
     assert title == "  25 missing from the checkpoint:"
     assert rows == ["    optim.*   (25, such as 'optim.state.0.weight.step')"]
 
@@ -88,6 +88,73 @@ def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, capl
         reshard.save({"optim": optimizer.state_dict()}, tmp_path / "by-number")
     assert "saved by parameter number ('optim.state.0.step')" in caplog.text
     assert "Save reshard.get_optimizer_state_dict(model, optimizer) instead" in caplog.text
+
+
+def test_the_model_alone_from_a_full_checkpoint_needs_subset_and_not_a_load_that_hides_missing_weights(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = _trained()
+    names, states = reshard.get_state_dict(model, optimizer)
+    reshard.save({"model": names, "optim": states}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": names}, tmp_path / "c")
+    assert [line for line in str(caught.value).splitlines() if "strict" in line] == [
+        '  fix: strict="subset" ignores what only the checkpoint has; mapping= renames keys'
+    ]
+    assert reshard.load({"model": names}, tmp_path / "c", strict="subset").missing == ()
+
+
+def test_one_of_two_fixes_is_enough_and_each_works(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    names, states = reshard.get_state_dict(model, optimizer)
+    reshard.save({"model": names, "optim": states}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load(names, tmp_path / "c")
+    lines = [line for line in str(caught.value).splitlines() if line.startswith(("  fix:", "  or:"))]
+    assert lines == ["  fix: call load({'model': state}, path, strict=\"subset\"), or rename keys with mapping="]
+    reshard.load({"model": names}, tmp_path / "c", strict="subset")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": names, "optim": {}}, tmp_path / "c")
+    lines = [line[:50] for line in str(caught.value).splitlines() if line.startswith(("  fix:", "  or:"))]
+    assert lines == [
+        "  fix: the optimizer has no state yet: load into r",
+        '  or:  strict="subset" ignores what only the check',
+    ]
+
+
+def test_a_glob_of_strict_that_matches_nothing(tmp_path: Path, caplog: Any) -> None:
+    reshard.save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    target = {"model": {"w": torch.zeros(2)}}
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.load(target, tmp_path / "c", strict={"model.*": "partial"})
+        assert not caplog.records
+        reshard.load(target, tmp_path / "c", strict={"modl.*": "partial", "*": "subset"})
+    assert caplog.messages == ["no key matches 1 ('modl.*') of strict=, which has no effect"]
+
+
+def test_a_mapping_the_wrong_way_round(tmp_path: Path) -> None:
+    reshard.save({"net.w": torch.ones(2)}, tmp_path / "c")
+    target = {"model": {"w": torch.zeros(2)}}
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load(target, tmp_path / "c", mapping={"net.w": "model.w"})
+    assert str(caught.value) == (
+        "the mapping names 'net.w', which the state to load into does not have. mapping= goes from keys of the state "
+        "to names in the checkpoint. Write it the other way round: {'model.w': 'net.w'}"
+    )
+    reshard.load(target, tmp_path / "c", mapping={"model.w": "net.w"})
+    assert target["model"]["w"].tolist() == [1, 1]
+
+
+def test_no_word_of_strict_is_suggested_for_its_opposite(tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as caught:
+        reshard.load({}, tmp_path, strict="nonstrict")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "strict must be one of 'strict', 'subset', 'partial', True, False (like 'partial'), or a dict from globs to "
+        "these words; got 'nonstrict'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,12 @@ class FoundGenerations:
                 incarnations.setdefault(kept, Incarnation(kept.save_id, kept.number, {}))
         return cls(incarnations, hosts, made)
 
-    def order(self, among: Collection[GenerationFolder] | None = None) -> GenerationOrder:
-        """Order the generations that count somewhere, or those in `among`."""
+    def order(self, among: Collection[GenerationFolder] | None = None, step: int | None = None) -> GenerationOrder:
+        """Order the generations that count somewhere, or those in `among`, or those of a step."""
         lines: dict[str, list[GenerationFolder]] = {}
         for kept in sorted(self.made if among is None else among, reverse=True):
+            if step not in (None, kept.step):
+                continue
             lines.setdefault(self.incarnations[kept].id, []).append(kept)
         newest_first: list[GenerationFolder] = []
         while lines:

@@ -193,7 +193,7 @@ def _candidates(
     found, chosen = None, None
     if rows is not None:
         found = FoundGenerations.of(zip(hosts.names, rows))
-        order = found.order([kept for kept in found.made if step in (None, kept.step)])
+        order = found.order(step=step)
         ranked = [
             _Candidate(kept, hosts.names.index(found.hosts[kept][0]), found.left_behind(kept, newer, step))
             for number, kept in enumerate(order.newest_first)
@@ -427,7 +427,7 @@ def gather(
     check_executor(executor, 1, out)
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
-    order = found.order([kept for kept in found.made if step in (None, kept.step)])
+    order = found.order(step=step)
     if not order.newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
         what = "no complete generation" if step is None else f"no complete generation of step {step}"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reshard.arguments import named_arguments
 from reshard.errors import OptionError, did_you_mean, format_names
 
 __all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
@@ -20,6 +21,7 @@ def _is_count(value: object, least: int = 1) -> bool:
     return type(value) is int and value >= least
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Every:
     """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last save; with both,
@@ -61,9 +63,11 @@ class Every:
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Keep:
-    """Which steps to retain: a step stays if any of the rules keeps it. `Keep()` retains all steps.
+    """Which steps to retain: a step stays if any of the rules keeps it. The newest step always stays. `Keep()` retains
+    all steps.
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss")
 
@@ -71,7 +75,7 @@ class Keep:
     """
 
     last: int | None = None
-    """Keep this number of the newest steps; None: all."""
+    """Keep this number of the newest steps. None: one beside `every` or `best`; all without these."""
     every: int | None = None
     """Keep multiples of this number permanently."""
     best: int = 0
@@ -104,12 +108,13 @@ class Keep:
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """Return the steps that stay, given all steps and their metrics."""
         steps = sorted(metrics)
-        if self.last is None:
+        if self.last is None and not (self.every or self.best):
             return set(steps)
         for_ever = [step for step in steps if self.every is not None and step % self.every == 0]
-        return {*steps[-self.last :], *for_ever, *self.ranked(metrics)[: self.best]}
+        return {*steps[-(self.last or 1) :], *for_ever, *self.ranked(metrics)[: self.best]}
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Preemption:
     """What may request a save at the next step: a signal, a file that appears, or a function. If any rank receives a
@@ -128,6 +133,8 @@ class Preemption:
     def __post_init__(self) -> None:
         if self.asks is not None and not callable(self.asks):
             raise OptionError(f"Preemption: asks must be a function, got {self.asks!r}")
+        if not isinstance(self.signals, Collection):
+            raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r}")
         for number in self.signals:
             if number not in signal.valid_signals():
                 raise OptionError(f"Preemption: {number!r} is not a signal")

@@ -46,6 +46,10 @@ class ElasticSampler(Sampler[int]):
         seed: int = 0,
         tail: Literal["keep", "drop", "repeat"] = "keep",
     ) -> None:
+        if not isinstance(size, int):
+            raise LayoutError(
+                f"ElasticSampler takes the number of samples, ElasticSampler(len(dataset)), not a {type(size).__name__}"
+            )
         in_job = dist.is_initialized()
         self.part = part if part is not None else dist.get_rank() if in_job else 0
         self.parts = parts if parts is not None else dist.get_world_size() if in_job else 1

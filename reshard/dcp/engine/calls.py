@@ -343,28 +343,24 @@ def storage_by_position(call: Function) -> Function:
 
 def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> StorageWriter:
     """Return the writer for `checkpoint_id`. Raises NowhereError if neither is given."""
-    if writer is not None:
-        if checkpoint_id is not None:
-            writer.reset(checkpoint_id)
-        return writer
-    if not checkpoint_id:
-        raise NowhereError("`checkpoint_id` must be specified if there is no storage_writer: pass the path to save to")
-    found: StorageWriter = _of_fsspec(checkpoint_id, "FsspecWriter") or FileSystemWriter(checkpoint_id)
+    found: StorageWriter = _storage_for(checkpoint_id, writer, "Writer", FileSystemWriter)
     return found
 
 
 def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> StorageReader:
     """Return the reader for `checkpoint_id`. Raises NowhereError if neither is given."""
-    if reader is not None:
-        if checkpoint_id is not None:
-            reader.reset(checkpoint_id)
-        return reader
-    if not checkpoint_id:
-        raise NowhereError(
-            "`checkpoint_id` must be specified if there is no storage_reader: pass the path to load from"
-        )
-    found: StorageReader = _of_fsspec(checkpoint_id, "FsspecReader") or FileSystemReader(checkpoint_id)
+    found: StorageReader = _storage_for(checkpoint_id, reader, "Reader", FileSystemReader)
     return found
+
+
+def _storage_for(checkpoint_id: Id | None, given: Any, kind: str, of_files: Any) -> Any:
+    if given is not None:
+        if checkpoint_id is not None:
+            given.reset(checkpoint_id)
+        return given
+    if not checkpoint_id:
+        raise NowhereError(f"`checkpoint_id` must be specified if there is no storage_{kind.lower()}: pass a path")
+    return _of_fsspec(checkpoint_id, f"Fsspec{kind}") or of_files(checkpoint_id)
 
 
 class NowhereError(CheckpointError, RuntimeError):

@@ -293,9 +293,7 @@ class Items:
 
     def object(self, key: str, item: Item | None) -> Any:
         """A non-tensor item, as plain data. Raises CorruptCheckpointError or UnsafeDataError."""
-        if item is None:
-            raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
-        source, start, length = self._payload(item, _MOST_BYTES)
+        source, start, length = self._object(key, item)
         try:
             if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
                 return TorchArchive(source, start, length).object()
@@ -305,11 +303,14 @@ class Items:
 
     def file(self, key: str, item: Item | None) -> TorchFile:
         """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises CorruptCheckpointError."""
-        if item is None:
-            raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
-        source, start, length = self._payload(item, _MOST_BYTES)
+        source, start, length = self._object(key, item)
         archive = TorchArchive(source, start, length)
         return TorchFile(source, archive.value(), archive.place)
+
+    def _object(self, key: str, item: Item | None) -> tuple[Source, int, int]:
+        if item is None:
+            raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
+        return self._payload(item, _MOST_BYTES)
 
     def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
         """The bytes of an item, with transforms undone; damage if these are more than `most_bytes`."""

@@ -16,8 +16,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
-from reshard.formats.torch_save.writer import ArchivesWriter, nest_of, paths_in_order, refused_objects
-from reshard.live.tree import builtin_kinds
+from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
 from reshard.state import IntKey, KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
@@ -32,15 +31,12 @@ _MODEL = "model"
 _MESH = {"device_type": "cpu", "mesh_shape": (1,), "mesh_data": (0,), "mesh_dim_names": None}
 
 
-class TorchCheckpointingWriter(ArchivesWriter):
+class TorchCheckpointingWriter(NestsWriter):
     """A file for each section of the state, which is an item there. Tensors that are in none are the item "model"."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         """Raises FormatError for a section that cannot be an item."""
         super().__init__(contents, target)
-        self.left_out += tuple(contents.per_rank)
-        self.refused = refused_objects(contents.objects)
-        self._kinds, self.retyped = builtin_kinds(contents.containers, {*paths_in_order(contents).values()})
         self.items = _items(contents)
         self.files = tuple(
             FilePlan(f"{item}_0.pt", tuple(map(self.whole, dict.fromkeys(self._held(keys).values()))))

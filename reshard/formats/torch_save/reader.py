@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.format import Format, Writing
+from reshard.formats.safetensors import read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -259,16 +259,8 @@ def open(files: Files) -> Contents:
 
 
 def _open_indexed(files: Files, index: str) -> Contents:
-    storage, names = files.storage, files.listed
-    label = f"{storage.url}/{index}"
-    try:
-        weight_map = {str(k): str(v) for k, v in json.loads(storage.read(index))["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
-    wanted = sorted(set(weight_map.values()))
-    missing = [file for file in wanted if file not in names]
-    if missing:
-        raise CorruptCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
+    label = f"{files.storage.url}/{index}"
+    weight_map, wanted = read_index(files, index)
     merged: dict[str, Any] = {}
     for file in wanted:
         part = contents_of("torch_save", {(): read_torch_file(files[file])})

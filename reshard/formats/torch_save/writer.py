@@ -28,9 +28,9 @@ from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "WRITING", "ArchiveWriter", "ArchivesWriter", "TensorStub", "TorchSaveWriter", "begin_archive", "end_archive",
-    "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects", "save_tensor", "tensor_record",
-    "with_sums", "written_crc",
+    "WRITING", "ArchiveWriter", "ArchivesWriter", "NestsWriter", "TensorStub", "TorchSaveWriter", "begin_archive",
+    "end_archive", "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects", "save_tensor",
+    "tensor_record", "with_sums", "written_crc",
 ]  # fmt: skip
 
 
@@ -57,14 +57,21 @@ class ArchivesWriter(FormatWriter):
         return self.done(name, *done)
 
 
-class TorchSaveWriter(ArchivesWriter):
-    """Everything in one archive. Tied tensors share their memory when they are loaded."""
+class NestsWriter(ArchivesWriter):
+    """Archives in which the state, or parts of it, are as they were nested."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = refused_objects(contents.objects)
         self._kinds, self.retyped = builtin_kinds(contents.containers, {*paths_in_order(contents).values()})
+
+
+class TorchSaveWriter(NestsWriter):
+    """Everything in one archive. Tied tensors share their memory when they are loaded."""
+
+    def __init__(self, contents: Contents, target: Target) -> None:
+        super().__init__(contents, target)
         self.files = (FilePlan(target.name, tuple(map(self.whole, self.names))),)
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:

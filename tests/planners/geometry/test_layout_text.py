@@ -57,7 +57,8 @@ def test_what_else_occurs(short: str, told: str) -> None:
         (8, "_S(0, 2),S(0) on dp=2,tp=2", "tp,dp: S(0),S(0) on dp=2,tp=2"),
         (8, "S(0),S(0) on tp=2,dp=2@0,2,1,3", "tp,dp: S(0),S(0) on dp=2,tp=2"),
         (7, "S(0),S(0) on tp=2,dp=2@0,2,1,3", "tp,dp: S(0),S(0) on dp=2,tp=2"),
-        (7, "_S(0, 2),S(0) on dp=2,tp=2", "_S(0, 2),S(0) on dp=2,tp=2"),  # shards of 7 rows are not the same
+        (50, "_S(0, 2),S(0) on dp=2,tp=2", "tp,dp: S(0),S(0) on dp=2,tp=2"),  # uneven, but the same rows
+        (7, "_S(0, 2),S(0) on dp=3,tp=2", "_S(0, 2),S(0) on dp=3,tp=2"),  # shards of 7 rows are not the same
         (8, "S(0),S(1) on tp=2,dp=2@0,2,1,3", "S(1),S(0) on dp=2,tp=2"),
         (8, "R,S(0) on tp=2,dp=2@4,6,5,7", "S(0),R on dp=2,tp=2@4,5,6,7"),
         (8, "S(0),R on dp=2,tp=2@0,3,1,2", "S(0),R on dp=2,tp=2@0,3,1,2"),

@@ -27,7 +27,7 @@ def test_a_changed_element_is_found_in_every_layout_and_named_by_all_ranks(tmp_p
             assert finding.fqn == "w"
             assert finding.element == element, name
             assert finding.rank == changing, name
-            assert finding.message.startswith("1 of 130 elements differ; the first is "), name
+            assert finding.message.startswith("1 of 130 elements differ; at the first, "), name
     assert any(element is not None for _, _, element, _ in tried)
 
 
@@ -39,7 +39,7 @@ def test_a_copy_that_drifted_is_found(tmp_path: Path) -> None:
     for findings in gloo.run(compare_jobs.a_drifted_copy, 8, str(tmp_path / "c")):
         (finding,) = findings
         assert (finding.fqn, finding.rank, finding.element) == ("w", 6, (1, 2))
-        assert finding.message == "1 of 16 elements differ; the first is 1 and 5"
+        assert finding.message == "1 of 16 elements differ; at the first, 1 on the left and 5 on the right"
 
 
 def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -> None:

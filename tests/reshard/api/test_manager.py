@@ -53,6 +53,9 @@ def value_at(root: Any, step: int | None = None) -> tuple[Any, float]:
 KEPT = [
     (Keep(), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "all"),
     (Keep(last=2), {8, 9}, "the newest"),
+    (Keep(best=1, metric="loss"), {4, 9}, "the best, and the newest to continue from"),
+    (Keep(every=4), {4, 8, 9}, "multiples, and the newest"),
+    (Keep(metric="loss", mode="max"), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "no number of best ones is all"),
     (Keep(last=20), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "fewer than may stay"),
     (Keep(last=1, every=4), {4, 8, 9}, "multiples for ever"),
     (Keep(last=1, best=2, metric="loss"), {2, 4, 9}, "the lowest; of equal ones the newest"),

@@ -180,7 +180,44 @@ def test_a_shard_saved_alone_is_told_to_save_with_the_others(tmp_path: Path) -> 
     for kind, words in gloo.run(_alone, 2, str(tmp_path)):
         assert kind == "LayoutError"
         assert "do not cover each full tensor exactly once" in words
-        assert words.endswith("must save together: leave out alone=True, or pass a process_group of them all")
+        fix = "must save together: leave out alone=True, or pass a process_group of them all. The tensors on "
+        assert words.startswith(f"All ranks that hold a part of a tensor {fix}")
+        assert words.count("is written 0 times, not once (finding 1 of 1)") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def _to_local(folder: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    even, uneven = (distribute_tensor(torch.arange(n), mesh, [Shard(0)]).to_local() for n in (4, 5))
+    return [_told(lambda w=w: reshard.save({"w": w}, f"{folder}/c"))[1] for w in (even, uneven)]
+
+
+@pytest.mark.gloo
+def test_shards_without_their_dtensor_are_told_to_pass_the_dtensor(tmp_path: Path) -> None:
+    for even, uneven in gloo.run(_to_local, 2, str(tmp_path)):
+        assert "values differ between ranks under the same key: 'w' (rank 0 / rank 1)" in even
+        assert "as DTensor.to_local() returns them, pass the DTensors themselves" in even
+        assert "on rank 0, but (2,) and int64 on rank 1. Of a sharded tensor, pass the DTensor itself" in uneven
+    assert os.listdir(tmp_path) == []
+
+
+def _other_keys(folder: str) -> tuple[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    w = distribute_tensor(W.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return _told(lambda: reshard.save({f"w{dist.get_rank()}": w}, f"{folder}/c"))
+
+
+@pytest.mark.gloo
+def test_a_sharded_tensor_under_other_keys_on_other_ranks(tmp_path: Path) -> None:
+    first, second = gloo.run(_other_keys, 2, str(tmp_path))
+    for (kind, words), key, rank in ((first, "w1", 0), (second, "w0", 1)):
+        assert kind == "LayoutError"
+        assert f"tensor {key!r} is sharded over ranks that include rank {rank}, which does not have it" in words
     assert os.listdir(tmp_path) == []
 
 

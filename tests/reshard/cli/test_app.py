@@ -88,6 +88,11 @@ def test_version(say) -> None:
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
+        (["convert", ".", "out", "-f", "hf"], 2, "there is no format 'hf': did you mean 'huggingface'?"),
+        (["convert", ".", "out", "--max-shard", "5"], 2, "'5' has no unit: write 5GB, or 5B for bytes"),
+        (["plan", ".", "fsdp=2", "--read-rate", "2"], 2, "'2' has no unit: write 2GB, or 2B for bytes"),
+        (["inspect", ".", "--html", "page.txt"], 2, "end its name in .html, or write --html=page.txt"),
+        (["inspect", ".", "more"], 2, "Got unexpected extra argument(s) (more). See reshard inspect --help"),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
         (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
         (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
@@ -100,8 +105,8 @@ def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
     said = say(*words)
 
     assert said.code == code
-    # typer wraps usage errors in a box
-    assert told in " ".join(said.err.replace("│", " ").split())
+    assert said.err.startswith("error: ")
+    assert told in " ".join(said.err.split())
     assert "Traceback" not in said.err
     assert said.out == ""
 

@@ -78,14 +78,23 @@ def test_layouts_are_said_in_words_and_their_signs_at_the_end(say, checkpoint, t
     reshard.convert(checkpoint, tmp_path / "c", onto=Topology.parse("dp=2,tp=2", rules))
     lines = say("inspect", tmp_path / "c").out.splitlines()
 
-    assert "  3 tensors  288 B  dim 0 sharded over tp, then dp (_S(0, 2),S(0) on dp=2,tp=2)" in lines
+    assert "  3 tensors  288 B  dim 0 sharded over tp, then dp (tp,dp: S(0),S(0) on dp=2,tp=2)" in lines
     assert "│   ├── layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 sharded over tp, then dp" in lines
     assert lines[lines.index("Notation") + 1 :] == [
         "  S(d)          dim d is sharded over this axis of the mesh",
-        "  _S(d, n)      dim d is sharded over this axis after other axes sharded it into n parts",
         "  R             replicated: all ranks along this axis hold the same",
         "  on dp=4,tp=2  the mesh: its axes and their sizes, in the order of the placements",
+        "  tp,dp:        the axes of the placements, in the order in which they shard",
     ]
+
+
+def test_a_list_of_plain_values_takes_one_line(say, tmp_path) -> None:
+    groups = [{"betas": [0.9, 0.999], "params": [f"{i}.weight" for i in range(12)]}]
+    reshard.save({"w": torch.ones(2), "optim": {"param_groups": groups}}, tmp_path / "c")
+    said = say("inspect", tmp_path / "c").out
+
+    assert "betas  = [0.9, 0.999]  2 items\n" in said
+    assert "params  = ['0.weight', '1.weight', '2.weight', '3.weight', '4.weigh...  12 items\n" in said
 
 
 def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
@@ -143,7 +152,7 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
     assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
     assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
     shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
-    assert told["tensors"]["model.layers.0.w"]["layout"] == {"shards": shards, "cuts": shards}  # its old name
+    assert told["tensors"]["model.layers.0.w"]["layout"] == {"shards": shards}
     native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
     assert native == {"mesh": [{"name": "world", "size": 1}], "ranks": None, "placements": ["R"]}
 

@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+import torch
 
 import reshard
 from planners import LoadPlan, Shard, Topology, dumps, fsdp_tp, loads, summarize
@@ -51,7 +52,13 @@ def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_o
     assert (told["ok"], told["proved"]) == (False, True)
     assert [text.split(":")[0] for text in told["findings"]] == ["axis 'tp' shards no tensor"]
     assert names <= set(told["unsharded_axes"]["tp"])
-    assert summarize(reshard.plan(checkpoint, fsdp_tp(1, 2))).unsharded_axes.keys() == {"tp"}
+    made = reshard.plan(checkpoint, fsdp_tp(1, 2), allow_unsharded_axes=True)
+    assert summarize(made).unsharded_axes.keys() == {"tp"}
+    with pytest.warns(UserWarning, match="shards no tensor") as caught:
+        assert reshard.plan(checkpoint, "tp=2") == made
+    assert [(str(one.message), one.filename) for one in caught] == [
+        (f"{told['findings'][0]}. Pass rules= that match, or allow_unsharded_axes=True", __file__)
+    ]
     # what is said to do does it
     [again] = offered(said.out)
     assert json.loads(say(*again, "--json").out)["unsharded_axes"] == {}
@@ -164,6 +171,16 @@ def test_layers_that_several_words_number_are_not_guessed(say, tmp_path) -> None
     assert "under one word, such as layers.0.wq.weight, but model, state are all numbered" in said.err
 
 
+def test_an_example_of_a_rule_for_a_checkpoint_of_one_tensor(say, tmp_path) -> None:
+    reshard.save({"blocks.0.attn.query.weight": torch.ones(8, 8)}, tmp_path / "c")
+
+    said = say("plan", tmp_path / "c", "fsdp=2,tp=2")
+
+    assert "\n\nTo replicate" not in said.out
+    [again] = offered(said.out)
+    assert say(*again).code == 0
+
+
 def test_a_page_says_that_an_axis_shards_nothing(say, gpt, tmp_path) -> None:
     said = say("plan", gpt, "fsdp=2,tp=2", "--html", tmp_path / "plan.html")
 
@@ -178,10 +195,10 @@ def test_an_axis_may_shard_nothing_where_that_was_asked_for(say, checkpoint) -> 
         allowed = say("plan", checkpoint, "tp=2", option)
         assert allowed.code == 0
         assert "\nnote  axis 'tp' shards no tensor: all ranks along it hold all of model." in allowed.out
-    for words in (["ddp=2"], ["hsdp=2x3"], ["tp=2", "--rule", "*=R"]):  # their rules say copies
+    for words in (["ddp=2"], ["hsdp=2x3"], ["tp=2", "--rule", "*=R"]):  # their rules say replicas
         said = say("plan", checkpoint, *words)
         assert said.code == 0
-        assert "\nnote  axis " in said.out
+        assert "shards no tensor" not in said.out
         assert json.loads(say("plan", checkpoint, *words, "--json").out)["findings"] == []
 
 

@@ -79,7 +79,7 @@ def test_tying_lasts_through_the_meta_device() -> None:
     assert model.head.weight is model.embed.weight
     assert_same(dict(model.state_dict()), state)
     # the rotary-table kind of buffer: outside every checkpoint, and nothing has made it
-    assert report.uninitialised == report.untouched == ("layers.0.scratch", "layers.1.scratch")
+    assert report.uninitialized == report.untouched == ("layers.0.scratch", "layers.1.scratch")
 
 
 def test_a_module_used_twice_has_both_names() -> None:
@@ -194,7 +194,7 @@ def test_report_of_a_lenient_set() -> None:
     assert report.reshaped == ("layers.0.seen",)
     assert str(report.cast[0]) == "embed.weight: float32 -> bfloat16"
     assert report.untouched == ("layers.0.scratch", "layers.1.scratch", "layers.1.up.bias")
-    assert report.uninitialised == ()
+    assert report.uninitialized == ()
     assert torch.equal(model.head.weight, state["head.weight"].bfloat16())
 
 

@@ -202,7 +202,7 @@ def run_meta() -> None:
         with torch.device("meta"):
             model = layout(zoo.Net(hidden=9))
         report = set_model_state_dict(model, wanted if dist.get_rank() == 0 else {}, options=BROADCAST)
-        assert report.uninitialised == ("layers.0.scratch", "layers.1.scratch")
+        assert report.uninitialized == ("layers.0.scratch", "layers.1.scratch")
         for block in model.layers:
             block.scratch = torch.ones(6)
         assert_same(get_model_state_dict(model, options=FULL), wanted)
