@@ -148,46 +148,49 @@ def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) ->
 
 # Qwen3-Next and Qwen3.5: layers with linear attention, and gates of the output in those with full attention.
 #
-# Qwen3-Next     in_proj_qkvz, by key head: its query, its key, its values, their gates. in_proj_ba likewise
-# Qwen3.5        in_proj_qkv, in_proj_z, in_proj_b, in_proj_a
-# Megatron       in_proj: all queries, all keys, all values, all gates, all of b, all of a
+# Qwen3-Next     in_proj_qkvz, by key head: its query, its key, its values, their gates; in_proj_ba likewise
+# Qwen3.5        in_proj_qkv: all queries, all keys, all values; in_proj_z, in_proj_b, in_proj_a
+# Megatron       in_proj and conv1d are one parameter each, of which checkpoints have the parts: in_proj.weight.query
 
 
 _OUTPUT_GATE = "q_gate_proj"
 _LINEAR = f"{HF}linear_attn."
 
 
-def parts_apart(model: Decoder) -> Mapping:
-    """Split queries from the gates of the output, and the projections of Qwen3-Next's linear attention by kind."""
-    if not model.architecture.output_gates:
-        return Mapping()
+def gates_apart(model: Decoder) -> Mapping:
+    """Split queries from the gates of the output."""
     names = [f"{HF}self_attn.{x}.{{kind}}" for x in ("q_proj", _OUTPUT_GATE)]
-    rules: list[Rule] = [Split(names[0], names, (1, 1), groups=model.heads)]
-    if model.family != "qwen3_next":
-        return Mapping(rules)
-    (keys, values), (key_size, value_size) = model.linear_heads, model.linear_sizes
-    each = values // keys
-    for source, sizes in {"qkvz": (key_size, key_size, each * value_size, each * value_size), "ba": (1, 1)}.items():
-        parts = [f"{_LINEAR}in_proj_{part}.weight" for part in source]
-        rules.append(Split(f"{_LINEAR}in_proj_{source}.weight", parts, sizes, groups=keys))
-    return Mapping(rules)
+    return Mapping([Split(names[0], names, (1, 1), model.heads)] if model.architecture.output_gates else [])
 
 
 def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list[Rule]:
-    """Map linear attention. Its norm is not zero-centered on disk, but in Megatron as all others are."""
+    """Map linear attention. On disk its norm is not zero-centered; in Megatron it is, if all others are."""
     (keys, values), (key_size, value_size) = model.linear_heads, model.linear_sizes
-    qk, v = keys * key_size, values * value_size
-    joined = {"qkv": 2 * qk + v, "z": v, "b": values, "a": values}
+    each, attention = values // keys, f"{MEGATRON}self_attention."
+    qkv = ("query", "key", "value")
+
+    def split(source: str, target: str, names: Sequence[str], parts: Sequence[int], groups: int) -> Rule:
+        return Split(_LINEAR + source, [f"{attention}{target}.weight.{name}" for name in names], parts, groups)
+
+    sizes = (keys * key_size, keys * key_size, values * value_size)
     if model.family == "qwen3_next":
-        joined = {"q": qk, "k": qk, "v": v, "z": v, "b": values, "a": values}
-    target, norm = f"{MEGATRON}self_attention.", ("norm.weight", "out_norm.weight")
-    same = {"conv1d.weight": "conv1d.weight", "out_proj.weight": "out_proj.weight", "A_log": "A_log"}
+        by_head = (key_size, key_size, each * value_size, each * value_size)
+        projections = [
+            split("in_proj_qkvz.weight", "in_proj", (*qkv, "z"), by_head, keys),
+            split("in_proj_ba.weight", "in_proj", ("beta", "alpha"), (1, 1), keys),
+        ]
+    else:
+        rest = {"z": "z", "b": "beta", "a": "alpha"}
+        projections = [
+            split("in_proj_qkv.weight", "in_proj", qkv, sizes, 1),
+            *(Rename(f"{_LINEAR}in_proj_{a}.weight", f"{attention}in_proj.weight.{b}") for a, b in rest.items()),
+        ]
+    norm = (f"{_LINEAR}norm.weight", f"{attention}out_norm.weight")
     return [
-        Concat([f"{_LINEAR}in_proj_{x}.weight" for x in joined], f"{target}in_proj.weight", tuple(joined.values())),
-        *(Rename(_LINEAR + a, target + b) for a, b in {**same, "dt_bias": "dt_bias"}.items()),
-        Offset(_LINEAR + norm[0], target + norm[1], -1.0, exact)
-        if zero_centered
-        else Rename(_LINEAR + norm[0], target + norm[1]),
+        *projections,
+        split("conv1d.weight", "conv1d", qkv, sizes, 1),
+        *(Rename(_LINEAR + name, attention + name) for name in ("out_proj.weight", "A_log", "dt_bias")),
+        Offset(*norm, -1.0, exact) if zero_centered else Rename(*norm),
     ]
 
 
@@ -244,12 +247,11 @@ def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rul
         pair = [f"{HF}mlp.experts.{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
         rules += [Concat(pair, names[0], parts=(1, 1)), Rename(f"{HF}mlp.experts.{{e}}.down_proj.{kind}", names[1])]
     shared = f"mlp.{model.architecture.shared}"
-    bias = (f"{HF}mlp.gate.e_score_correction_bias", f"{MEGATRON}mlp.router.expert_bias")
     return [
         *rules,
         Rename(f"{HF}mlp.gate.weight", f"{MEGATRON}mlp.router.weight"),
         Rename(f"{HF}mlp.gate.bias", f"{MEGATRON}mlp.router.bias"),
-        Reshape(*bias, (1, -1), (-1,)) if model.family == "ernie4_5_moe" else Rename(*bias),
+        Rename(f"{HF}mlp.gate.e_score_correction_bias", f"{MEGATRON}mlp.router.expert_bias"),
         *feed_forward_to_megatron(shared, "mlp.shared_experts"),
         Rename(f"{HF}{shared}_gate.weight", f"{MEGATRON}mlp.shared_experts.gate_weight"),
     ]
@@ -733,7 +735,7 @@ def _megatron(
         rules = centred_otherwise(rules, -1.0 if is_centered else 1.0, exact)
     if known.output_gates:
         rules += linear_to_megatron(model, is_centered, exact)
-    made = parts_apart(model) | Mapping(rules)
+    made = gates_apart(model) | Mapping(rules)
     if model.family not in vision.FAMILIES:
         return made
     return made | vision.to_megatron(model.family, model.vision_heads, transformer_engine=transformer_engine)

@@ -63,6 +63,7 @@ _LINEAR = {
     "head_dim": 8,
 }
 _NO_PADDING = {"pad_token_id": None}  # transformers 5.24 clears the padding's row of tied weights when it loads
+_SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers do not rotate
 _FULL = {"layer_types": ["full_attention"] * 2}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,8 +79,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "phi3": ("Phi3", {}),
     "gemma": ("Gemma", {"head_dim": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "gemma3_text": ("Gemma3", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3_text": ("Gemma3", {"head_dim": 8, **_FULL}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": ("Llama4", _LLAMA4),
     "granite": ("Granite", {}),
@@ -110,10 +111,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "flex_olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "dots1": ("Dots1", {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1, **_FULL}),
+    "dots1": ("Dots1", {**_ROUTED, "norm_topk_prob": True, "head_dim": 8, "first_k_dense_replace": 1, **_FULL}),
     "glm4_moe": ("Glm4Moe", {**_ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
     "solar_open": ("SolarOpen", {**_ROUTED, "head_dim": 8}),
-    "exaone_moe": ("ExaoneMoe", {**_ROUTED, "num_shared_experts": 1, **_FULL, "mlp_layer_types": ["dense", "sparse"]}),
+    "exaone_moe": ("ExaoneMoe", {**_ROUTED, "num_shared_experts": 1, **_SLIDING, "mlp_layer_types": ["dense", "sparse"]}),
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -121,7 +122,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     ),
-    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "mlp_layer_types": ["dense", "sparse"]}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"]}),
     "qwen3_next": ("Qwen3Next", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
     "qwen3_5_text": ("Qwen3_5", _LINEAR),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
