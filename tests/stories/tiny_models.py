@@ -114,7 +114,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", {**_ROUTED, "norm_topk_prob": True, "head_dim": 8, "first_k_dense_replace": 1, **_FULL}),
     "glm4_moe": ("Glm4Moe", {**_ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
     "solar_open": ("SolarOpen", {**_ROUTED, "head_dim": 8}),
-    "exaone_moe": ("ExaoneMoe", {**_ROUTED, "num_shared_experts": 1, **_SLIDING, "mlp_layer_types": ["dense", "sparse"]}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**_ROUTED, "num_shared_experts": 1, **_SLIDING, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),

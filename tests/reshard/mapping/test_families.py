@@ -108,7 +108,17 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
 
 
 NAMED = {
-    "torchtitan": {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"},
+    "torchtitan": {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+    },
     "gguf": {"llama", "mistral", "qwen2", "qwen3"},
     "transformer_engine": {"llama", "mistral", "qwen2"},
 }
