@@ -102,7 +102,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, norms=_BOTH_SIDES),
     "gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
-    "vaultgemma": replace(_GEMMA, namings=_MEGATRON, norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
+    "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
     "granite": Architecture(_SERVED),
     "ministral": Architecture(_MEGATRON),
     "ministral3": Architecture(_SERVED),

@@ -23,7 +23,6 @@ from reshard.mapping.rules import (
     Drop,
     Offset,
     Rename,
-    Reshape,
     Resize,
     Rope,
     Rule,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["DECODERS", "MODELS", "SEEING", "fresh", "logits", "model"]
+__all__ = ["DECODERS", "DENSE", "MIXTURES", "MODELS", "SEEING", "fresh", "logits", "model"]
 
 _BASE = {
     "hidden_size": 32,
@@ -64,6 +64,7 @@ _LINEAR = {
 }
 _NO_PADDING = {"pad_token_id": None}  # transformers 5.24 clears the padding's row of tied weights when it loads
 _SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers do not rotate
+_DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 _FULL = {"layer_types": ["full_attention"] * 2}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,12 +126,19 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     ),
-    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-6, "mlp_layer_types": ["dense", "sparse"]}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
     "qwen3_next": ("Qwen3Next", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
     "qwen3_5_text": ("Qwen3_5", _LINEAR),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
+MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
+MIXTURES += ("qwen3_5_moe_text",)
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
+DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
+DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text")
+"""Families that Megatron-core computes as transformers does: `tests/reshard/integrations/megatron_models.py`."""
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "bert": ("BertConfig", "BertForMaskedLM", _BASE),

@@ -441,7 +441,7 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
     """Keys under which modules ask for state of fp8 recipes, which they may have or not: there is none here."""
     found: dict[str, None] = {}
     for name in names:
-        module, _, kind = name.removesuffix(".query").rpartition(".")  # of linear attention, whose projection is in parts
+        module, _, kind = name.removesuffix(".query").rpartition(".")  # linear attention has it in parts
         if kind != "weight" or _STATELESS.fullmatch(module.rpartition(".")[2]) or name == "output_layer.weight":
             continue
         site = _ParameterSite.of(name)

@@ -1,4 +1,4 @@
-"""Mixtures of experts between Hugging Face and Megatron: Megatron-core loads what we convert, and says the same.
+"""Models between Hugging Face and Megatron: Megatron-core loads what we convert, and says the same.
 
 For every family, tiny and random: transformers saves it; we write Megatron's format; Megatron's own `GPTModel` loads
 that under tensor and expert parallelism, and computes the logits that transformers computes; Megatron saves it; and
@@ -26,26 +26,8 @@ from reshard.mapping.families import ready
 from tests import gloo
 from tests.reshard.integrations.test_megatron import _NoTracker, _on_cpu
 from tests.same import assert_same
-from tests.stories.tiny_models import fresh, logits, model
+from tests.stories.tiny_models import DENSE, MIXTURES, fresh, logits, model
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
-MIXTURES += ("glm4_moe", "dots1", "solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared")
-MIXTURES += ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
-DENSE = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "granite",
-    "ministral",
-    "ministral3",
-    "cwm",
-    "seed_oss",
-    "smollm3",
-)
-DENSE += ("helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
-DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text")
 FAMILIES = (*MIXTURES, *DENSE)
 INTERLEAVED = ("llama4_text", "helium", "ernie4_5", "glm", "glm4")
 """Families that rotate adjacent pairs also on disk."""
@@ -154,13 +136,15 @@ def _of_experts(family: str, hf: Any, names: set[str]) -> dict[str, Any]:
     shared = getattr(hf, "shared_expert_intermediate_size", None) or getattr(hf, "shared_intermediate_size", shared)
     sizes = {
         "num_moe_experts": 4, "moe_router_topk": hf.num_experts_per_tok, "moe_ffn_hidden_size": each,
-        "moe_layer_freq": 1 if len(sparse) == hf.num_hidden_layers else [int(i in sparse) for i in range(hf.num_hidden_layers)],
+        "moe_layer_freq": [int(i in sparse) for i in range(hf.num_hidden_layers)],
         "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": shared or None,
         "moe_shared_expert_gate": any("shared_expert_gate" in name for name in names),
         "moe_router_topk_scaling_factor": getattr(hf, "routed_scaling_factor", None),
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True) or family == "deepseek_v2",
     }  # fmt: skip
+    if len(sparse) == hf.num_hidden_layers:
+        sizes["moe_layer_freq"] = 1  # else Megatron takes the layers for different ones, and numbers them in its files
     if any("e_score_correction_bias" in name for name in names):
         sizes |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
         sizes |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
@@ -292,7 +276,8 @@ def _through_megatron(folder: Path, families: tuple[str, ...], tp: int, ep: int)
 
 
 def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int) -> dict[str, float]:
-    """The largest difference of logits on any rank, of each family; raises AssertionError where a tensor does not come back."""
+    """The largest difference of logits on any rank, of each family; raises AssertionError where a tensor does not come
+    back."""
     for family in families:
         files = folder / family / "hf"
         model(family).save_pretrained(files)

@@ -144,6 +144,15 @@ def test_every_pair_can_be_made(family: str) -> None:
             assert made.inverse() == ready(model, target, source, **options)
 
 
+def test_kimi_k2_has_deepseek_s_names() -> None:
+    config = {"num_attention_heads": 4, "vocab_size": 53, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+    kimi, deepseek = ({**config, "model_type": name} for name in ("kimi_k2", "deepseek_v3"))
+    for naming in ("transformers", "megatron", "vllm", "sglang"):
+        made = ready(kimi, "huggingface", naming)
+        assert made == ready(deepseek, "huggingface", naming) != Mapping()
+        assert made.inverse() == ready(kimi, naming, "huggingface")
+
+
 def test_an_unknown_family_names_the_nearest() -> None:
     with pytest.raises(NormalizationError, match=r"known are llama, .*; the nearest of them is 'glm4_moe'\. .*Mapping"):
         ready({"model_type": "glm4_moes", "num_attention_heads": 2, "vocab_size": 4}, "huggingface", "megatron")
