@@ -93,41 +93,28 @@ _HUNYUAN_MOE = {"mlp.gate.wg.weight": "mlp.gate.weight", **_HUNYUAN}
 _HUNYUAN_MOE |= {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": replace(_LLAMA, pairs=True),
-    "mistral": replace(_LLAMA, pairs=True),
+_TABLE = {
+    "llama mistral": replace(_LLAMA, pairs=True),
     "qwen2": _LLAMA,
     "qwen3": replace(_LLAMA, namings=(*_SERVED, "torchtitan", "gguf")),
     "phi3": Architecture(_SERVED, fused=("qkv", "gate_up")),
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, norms=_BOTH_SIDES),
-    "gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
+    "gemma2 gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
     "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-    "granite": Architecture(_SERVED),
-    "ministral": Architecture(_MEGATRON),
-    "ministral3": Architecture(_SERVED),
-    "cwm": Architecture(_MEGATRON),
-    "seed_oss": Architecture(_MEGATRON),
-    "smollm3": Architecture(_MEGATRON),
-    "helium": Architecture(_MEGATRON),
-    "ernie4_5": Architecture(_MEGATRON),
-    "stablelm": Architecture(_MEGATRON),
+    "granite ministral3": Architecture(_SERVED),
+    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm": Architecture(_MEGATRON),
     "glm": Architecture(_MEGATRON, fused=("gate_up",)),
     "glm4": Architecture(_SERVED, _GLM4_NORMS, ("gate_up",), _BOTH_SIDES),
     "exaone4": Architecture(_SERVED, norms=_AFTER),
-    "olmo2": Architecture(norms=_AFTER),
-    "olmo3": Architecture(norms=_AFTER),
-    "cohere": Architecture(tuple(ENGINES), norms=_ONE),
-    "cohere2": Architecture(tuple(ENGINES), norms=_ONE),
+    "olmo2 olmo3": Architecture(norms=_AFTER),
+    "cohere cohere2": Architecture(tuple(ENGINES), norms=_ONE),
     "hunyuan_v1_dense": Architecture(names=_HUNYUAN),
-    "arcee": _NO_GATE,
-    "jais2": _NO_GATE,
+    "arcee jais2": _NO_GATE,
     "nemotron": replace(_NO_GATE, zero_centered=True),
     "starcoder2": replace(_NO_GATE, names=_STARCODER),
     "youtu": Architecture(_MEGATRON, latent=True),
     "qwen2_moe": replace(_MOE, shared="shared_expert"),
     "qwen3_moe": _TITAN_MOE,
-    "mellum": replace(_MOE, namings=_MEGATRON),
     "mixtral": replace(_TITAN_MOE, names=_MIXTRAL, pairs=True),
     "phimoe": Architecture((), _MIXTRAL, experts="apart", memory={"mlp.gate.weight": "mlp.router.weight"}),
     "minimax_m2": Architecture(
@@ -136,9 +123,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "olmoe": replace(_MOE, namings=()),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
-    "dots1": replace(_MOE, namings=_MEGATRON),
     "glm4_moe": _MOE,
-    "solar_open": replace(_MOE, namings=_MEGATRON),
+    "dots1 mellum solar_open": replace(_MOE, namings=_MEGATRON),
     "exaone_moe": replace(_MOE, names={"mlp.e_score_correction_bias": _BIAS}),
     "ernie4_5_moe": replace(
         _MOE, namings=(), names={"mlp.moe_statics.e_score_correction_bias": _BIAS},
@@ -147,28 +133,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan_v1_moe": Architecture(
         (), _HUNYUAN_MOE, experts="apart", memory={plain: disk for disk, plain in _HUNYUAN_MOE.items()}
     ),
-    "granitemoe": _GRANITE_MOE,
-    "granitemoeshared": _GRANITE_MOE,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
+    "granitemoe granitemoeshared": _GRANITE_MOE,
+    "deepseek_v2 deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, namings=_SERVED),
     "glm4_moe_lite": replace(_DEEPSEEK, namings=_MEGATRON),
     "gpt_oss": Architecture(("megatron", "torchtitan"), experts="transposed"),
-    "llama4_text": Architecture(_MEGATRON, experts="transposed"),
-    "qwen3_next": replace(
+    "llama4_text llama4": Architecture(_MEGATRON, experts="transposed"),
+    "qwen3_next qwen3_5_moe_text": replace(
         _MOE, namings=_MEGATRON, shared="shared_expert", output_gates=True, zero_centered=True
     ),
     "qwen3_5_text": Architecture(_MEGATRON, output_gates=True, zero_centered=True),
-    "qwen3_5_moe_text": replace(
-        _MOE, namings=_MEGATRON, shared="shared_expert", output_gates=True, zero_centered=True
-    ),
+    "qwen2_vl qwen2_5_vl qwen3_vl": Architecture(_MEGATRON),
+    "qwen3_vl_moe": Architecture(_MEGATRON, experts="transposed"),
+    "gemma3": replace(_GEMMA, namings=_MEGATRON, norms=_BOTH_SIDES),
 }  # fmt: skip
+ARCHITECTURES = {family: known for families, known in _TABLE.items() for family in families.split()}
 """By the `model_type` of the config."""
-for _family, _decoder in {
-    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3_text", "llama4": "llama4_text",
-}.items():  # fmt: skip
-    ARCHITECTURES[_family] = replace(ARCHITECTURES[_decoder], namings=_MEGATRON)
-ARCHITECTURES["qwen3_vl_moe"] = replace(_MOE, namings=_MEGATRON, experts="transposed")
 
 
 @dataclass(frozen=True)
