@@ -1,6 +1,5 @@
-"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, and SGLang, for Llama, Mistral, Qwen, Phi-3,
-Gemma, mixture-of-experts models (Qwen, Mixtral, DeepSeek-V2 and V3, gpt-oss, Llama 4), and vision-language models
-(see `vision`).
+"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, SGLang, and others, for the architectures of
+`reshard.mapping.architectures` and vision-language models (see `vision`).
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
@@ -10,123 +9,30 @@ They apply to canonical names and full tensors, as `Checkpoint.normalized` retur
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable, Mapping as Dict, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
 from reshard.mapping import vision
+from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder
 from reshard.mapping.mapping import Mapping, between
-from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+from reshard.mapping.rules import (
+    Concat,
+    Drop,
+    Offset,
+    Rename,
+    Resize,
+    Rope,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)  # fmt: skip
 
 __all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """The architecture of a decoder-only transformer."""
-
-    family: str
-    """The `model_type`, such as "llama"."""
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocab_size: int
-    layers: int = 0
-    """Number of layers, without multi-token prediction layers. 0 if unknown."""
-    next_layers: int = 0
-    """Number of multi-token prediction layers, which come after the others."""
-    dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers of a mixture-of-experts model that have no experts."""
-    expert_size: int = 0
-    """Number of rows of an expert's gate."""
-    latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: for queries (0 if they have none), and for keys and values."""
-    vision_heads: int = 0
-    """Attention heads of the vision tower, in vision-language models."""
-
-    def __post_init__(self) -> None:
-        """Raises NormalizationError for impossible numbers."""
-        if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
-            raise NormalizationError(f"{self.kv_heads} key/value heads do not divide {self.heads} query heads: {self}")
-
-    @property
-    def has_experts(self) -> bool:
-        """True if feed-forward layers are mixtures of experts."""
-        return self.family in _MIXTURES
-
-    @property
-    def is_latent(self) -> bool:
-        """True if the model uses multi-head latent attention."""
-        return self.family in ("deepseek_v2", "deepseek_v3")
-
-    @property
-    def is_sandwiched(self) -> bool:
-        """True if norms also follow attention and feed-forward."""
-        return self.family in ("gemma2", "gemma3_text", "gemma3")
-
-    @property
-    def is_zero_centered(self) -> bool:
-        """True if norm weights are stored as differences from 1."""
-        return self.family in ("gemma", "gemma2", "gemma3_text", "gemma3")
-
-    @classmethod
-    def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
-        """Read a `config.json`: its path, its folder, or its content.
-
-        Raises NormalizationError if an entry is missing.
-        """
-        if isinstance(config, Decoder):
-            return config
-        if not isinstance(config, Dict):
-            path = Path(config)
-            path = path / "config.json" if path.is_dir() else path
-            try:
-                config = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
-            assert isinstance(config, Dict)
-        seen = config.get("vision_config") or {}
-        # models that also see keep the decoder's settings apart, but names are those of the full model
-        config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
-        missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
-        if missing:
-            raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
-        heads = int(config["num_attention_heads"])
-        size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        layers = int(config.get("num_hidden_layers") or 0)
-        return cls(
-            str(config["model_type"]),
-            heads,
-            kv_heads,
-            int(size),
-            int(config["vocab_size"]),
-            layers,
-            int(config.get("num_nextn_predict_layers") or 0),
-            tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
-            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
-            (
-                int(config.get("q_lora_rank") or 0),
-                int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
-            ),
-            int(seen.get("num_heads") or seen.get("num_attention_heads") or 0),
-        )
-
-
-def _has_experts(config: Dict[str, Any], layer: int) -> bool:
-    """Return True if a layer has experts. DeepSeek counts from 0 after the dense layers, others from 1."""
-    if config.get("moe_layers") is not None:
-        return layer in config["moe_layers"]
-    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
-        return False
-    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0
 
 
 # Attention and feed-forward layers that Llama, Mistral, Qwen2, Qwen3 and their kin have in common.
@@ -135,6 +41,7 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
 HF = "model.layers.{i}."
 TITAN = "layers.{i}."
 MEGATRON = "decoder.layers.{i}."
+_KINDS = ("weight", "bias")
 
 
 def outer_to_titan(generation: str) -> list[Rule]:
@@ -182,62 +89,108 @@ def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab:
     vocab: list[Rule] = [
         Rename(a, b) if padded_vocab is None else Resize(a, b, model.vocab_size, padded_vocab) for a, b in names.items()
     ]
-    before, between, dense = "input_layernorm.weight", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"
-    if transformer_engine:
-        before = before if model.is_latent else "self_attention.linear_qkv.layer_norm_weight"
-        dense = "mlp.linear_fc1.layer_norm_weight"
-        between = between if model.has_experts else dense
-    after = "post_attention_layernorm.weight"
-    last = []
-    if model.is_sandwiched:
-        last = [
-            Rename(f"{HF}{after}", f"{MEGATRON}self_attention.linear_proj.post_layernorm.weight"),
-            Rename(f"{HF}post_feedforward_layernorm.weight", f"{MEGATRON}mlp.linear_fc2.post_layernorm.weight"),
-        ]
-        after = "pre_feedforward_layernorm.weight"
-    layers = [str(layer) for layer in model.dense_layers] if dense != between else []
-    return [
-        *vocab,
-        Rename("model.norm.weight", "decoder.final_layernorm.weight"),
-        Rename(f"{HF}input_layernorm.weight", f"{MEGATRON}{before}"),
-        *(Rename(HF.format(i=i) + after, MEGATRON.format(i=i) + dense) for i in layers),
-        Rename(f"{HF}{after}", f"{MEGATRON}{between}"),
-        *last,
-    ]
+    return [*vocab, *norms_to_megatron(model, transformer_engine=transformer_engine)]
+
+
+def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
+    """Map all norms, with biases if they have some, but for those of queries and keys."""
+    known = model.architecture
+    before, after, between, last = known.norms
+    first = "self_attention.linear_qkv.layer_norm_{kind}"
+    linear, dense = "self_attention.in_proj.layer_norm_{kind}", "mlp.linear_fc1.layer_norm_{kind}"
+    sparse = "pre_mlp_layernorm.{kind}" if known.experts else dense
+    if not transformer_engine:
+        linear, dense, sparse = "input_layernorm.{kind}", "pre_mlp_layernorm.{kind}", "pre_mlp_layernorm.{kind}"
+    if known.latent or not transformer_engine:
+        first = "input_layernorm.{kind}"
+    targets = {
+        before: first,
+        after: "self_attention.linear_proj.post_layernorm.{kind}",
+        between: sparse,
+        last: "mlp.linear_fc2.post_layernorm.{kind}",
+    }
+    pairs = [("model.norm.{kind}", "decoder.final_layernorm.{kind}")]
+    special = [(layer, before, linear) for layer in model.linear_layers if linear != first]
+    special += [(layer, between, dense) for layer in model.dense_layers if dense != sparse]
+    pairs += [(f"{HF.format(i=i)}{name}.{{kind}}", MEGATRON.format(i=i) + target) for i, name, target in special]
+    pairs += [(f"{HF}{name}.{{kind}}", MEGATRON + target) for name, target in targets.items() if name]
+    return [Rename(*(text.replace("{kind}", kind) for text in pair)) for pair in pairs for kind in _KINDS]
 
 
 def attention_to_megatron(model: Decoder) -> list[Rule]:
-    """Fuse queries, keys, and values by query group, and fuse gate and up."""
-    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
+    """Fuse queries, keys, and values by query group, with the gates of the output if there are some, and feed-forward
+    layers."""
+    each = model.heads // model.kv_heads
+    parts = {"q_proj": each, "k_proj": 1, "v_proj": 1}
+    if model.architecture.output_gates:
+        parts = {"q_proj": each, _OUTPUT_GATE: each, "k_proj": 1, "v_proj": 1}
+    qkv = [f"{HF}self_attn.{x}.{{kind}}" for x in parts]
     fused = f"{MEGATRON}self_attention.linear_qkv.{{kind}}"
     return [
-        Concat(qkv, fused, parts=(model.heads // model.kv_heads, 1, 1), groups=model.kv_heads),
+        Concat(qkv, fused, parts=tuple(parts.values()), groups=model.kv_heads),
         Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{MEGATRON}self_attention.linear_proj.{{kind}}"),
         Rename(f"{HF}self_attn.q_norm.weight", f"{MEGATRON}self_attention.q_layernorm.weight"),
         Rename(f"{HF}self_attn.k_norm.weight", f"{MEGATRON}self_attention.k_layernorm.weight"),
-        *feed_forward_to_megatron("mlp", "mlp"),
+        *feed_forward_to_megatron("mlp", "mlp", gated=model.architecture.gated),
     ]
 
 
-def feed_forward_to_megatron(source: str, target: str) -> list[Rule]:
+def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) -> list[Rule]:
     """Map gate and up to fc1, and down to fc2."""
     pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
+    fc1 = f"{MEGATRON}{target}.linear_fc1.{{kind}}"
     return [
-        Concat(pair, f"{MEGATRON}{target}.linear_fc1.{{kind}}", parts=(1, 1)),
+        Concat(pair, fc1, parts=(1, 1)) if gated else Rename(pair[1], fc1),
         Rename(f"{HF}{source}.down_proj.{{kind}}", f"{MEGATRON}{target}.linear_fc2.{{kind}}"),
     ]
 
 
-def phi3_to_plain(model: Decoder) -> Mapping:
-    """Map Phi-3's fused projections (queries, keys, values) to the separate ones of other families."""
-    qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
-    pair = [f"{HF}mlp.{x}_proj.{{kind}}" for x in ("gate", "up")]
-    return Mapping(
-        [
-            Split(f"{HF}self_attn.qkv_proj.{{kind}}", qkv, (model.heads, model.kv_heads, model.kv_heads)),
-            Split(f"{HF}mlp.gate_up_proj.{{kind}}", pair, (1, 1)),
+# Qwen3-Next and Qwen3.5: layers with linear attention, and gates of the output in those with full attention.
+#
+# Qwen3-Next     in_proj_qkvz, by key head: its query, its key, its values, their gates; in_proj_ba likewise
+# Qwen3.5        in_proj_qkv: all queries, all keys, all values; in_proj_z, in_proj_b, in_proj_a
+# Megatron       in_proj and conv1d are one parameter each, of which checkpoints have the parts: in_proj.weight.query
+
+
+_OUTPUT_GATE = "q_gate_proj"
+_LINEAR = f"{HF}linear_attn."
+
+
+def gates_apart(model: Decoder) -> Mapping:
+    """Split queries from the gates of the output."""
+    names = [f"{HF}self_attn.{x}.{{kind}}" for x in ("q_proj", _OUTPUT_GATE)]
+    return Mapping([Split(names[0], names, (1, 1), model.heads)] if model.architecture.output_gates else [])
+
+
+def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list[Rule]:
+    """Map linear attention. On disk its norm is not zero-centered; in Megatron it is, if all others are."""
+    (keys, values), (key_size, value_size) = model.linear_heads, model.linear_sizes
+    each, attention = values // keys, f"{MEGATRON}self_attention."
+    qkv = ("query", "key", "value")
+
+    def split(source: str, target: str, names: Sequence[str], parts: Sequence[int], groups: int) -> Rule:
+        return Split(_LINEAR + source, [f"{attention}{target}.weight.{name}" for name in names], parts, groups)
+
+    sizes = (keys * key_size, keys * key_size, values * value_size)
+    if model.family == "qwen3_next":
+        by_head = (key_size, key_size, each * value_size, each * value_size)
+        projections = [
+            split("in_proj_qkvz.weight", "in_proj", (*qkv, "z"), by_head, keys),
+            split("in_proj_ba.weight", "in_proj", ("beta", "alpha"), (1, 1), keys),
         ]
-    )
+    else:
+        rest = {"z": "z", "b": "beta", "a": "alpha"}
+        projections = [
+            split("in_proj_qkv.weight", "in_proj", qkv, sizes, 1),
+            *(Rename(f"{_LINEAR}in_proj_{a}.weight", f"{attention}in_proj.weight.{b}") for a, b in rest.items()),
+        ]
+    norm = (f"{_LINEAR}norm.weight", f"{attention}out_norm.weight")
+    return [
+        *projections,
+        split("conv1d.weight", "conv1d", qkv, sizes, 1),
+        *(Rename(_LINEAR + name, attention + name) for name in ("out_proj.weight", "A_log", "dt_bias")),
+        Offset(*norm, -1.0, exact) if zero_centered else Rename(*norm),
+    ]
 
 
 def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rule]:
@@ -292,7 +245,7 @@ def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rul
             names = [f"{block}linear_fc{n}.{kind}{{e}}" for n in (1, 2)]
         pair = [f"{HF}mlp.experts.{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
         rules += [Concat(pair, names[0], parts=(1, 1)), Rename(f"{HF}mlp.experts.{{e}}.down_proj.{kind}", names[1])]
-    shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
+    shared = f"mlp.{model.architecture.shared}"
     return [
         *rules,
         Rename(f"{HF}mlp.gate.weight", f"{MEGATRON}mlp.router.weight"),
@@ -315,14 +268,23 @@ def in_memory_to_disk(fill: float | None = None) -> Mapping:
     ) | Mapping([Split(f"{block}{{e}}.gate_up_proj.weight", pair, parts=(1, 1))])
 
 
-def mixtral_to_plain() -> Mapping:
-    """Map Mixtral's own names on disk to the ones that later families use."""
-    block = f"{HF}block_sparse_moe."
-    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    experts = [
-        Rename(f"{block}experts.{{e}}.{a}.weight", f"{HF}mlp.experts.{{e}}.{b}.weight") for a, b in parts.items()
+def to_plain(model: Decoder, fill: float | None) -> Mapping:
+    """Map names on disk that differ from the plain ones, split fused projections, and unstack experts."""
+    known = model.architecture
+    rules: list[Rule] = [Rename(HF + disk, HF + plain) for disk, plain in known.names.items()]
+    # fusing as inference engines do, undone
+    fused = {"qkv": _attention(model), "gate_up": _gate_up("mlp")}
+    rules += [rule.inverse() for name in known.fused for rule in fused[name]]
+    if known.experts != "stacked":
+        return Mapping(rules)
+    shared = [f"{HF}mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")]
+    rules += [
+        Rename(f"{HF}block_sparse_moe.input_linear.weight", f"{_BLOCK}gate_up_proj"),
+        Rename(f"{HF}block_sparse_moe.output_linear.weight", f"{_BLOCK}down_proj"),
+        Split(f"{HF}shared_mlp.input_linear.weight", shared[:2], (1, 1)),
+        Rename(f"{HF}shared_mlp.output_linear.weight", shared[2]),
     ]
-    return Mapping([*experts, Rename(f"{block}gate.weight", f"{HF}mlp.gate.weight")])
+    return Mapping(rules) | in_memory_to_disk(fill)
 
 
 # DeepSeek-V2 and V3: multi-head latent attention, names only; and the layers that predict further
@@ -472,25 +434,19 @@ def llama4_to_plain(fill: float | None) -> Mapping:
 # for a kernel. What an engine is given to load has Hugging Face's names.
 
 
-ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
-"""The name that each engine gives to the fused first projections of latent attention."""
-
-
 def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
-    """Map the plain names on disk to an engine. `routed_experts`: vLLM keeps its experts in a module of that name."""
-    fused = _latent(model, engine) if model.is_latent else _attention(model)
-    shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
-    made = Mapping([*fused, *_gate_up("mlp"), *_gate_up(shared)])
-    if not model.has_experts:
-        return made
-    inner = "mlp" if model.family != "mixtral" else "block_sparse_moe"
+    """Map the plain names to an engine, which keeps other names as they are on disk. `routed_experts`: vLLM keeps its
+    experts in a module of that name."""
+    known = model.architecture
+    fused = _latent(model, engine) if known.latent else _attention(model)
+    feed_forward = [*_gate_up("mlp"), *_gate_up(f"mlp.{known.shared}")] if known.gated else []
+    made = Mapping([*fused, *feed_forward])
+    names = [Rename(HF + plain, HF + disk) for disk, plain in known.names.items() if "{e}" not in disk]
+    if not known.experts:
+        return made | Mapping(names)
+    inner = "block_sparse_moe" if "block_sparse_moe.gate.weight" in known.names else "mlp"
     block = f"{HF}{inner}.experts." + ("routed_experts." if engine == "vllm" and routed_experts else "")
-    names = [
-        Rename(f"{HF}mlp.experts.gate_up_proj", f"{block}w13_weight"),
-        Rename(f"{HF}mlp.experts.down_proj", f"{block}w2_weight"),
-    ]
-    if model.family == "mixtral":
-        names.append(Rename(f"{HF}mlp.gate.weight", f"{HF}{inner}.gate.weight"))
+    names += [Rename(f"{_BLOCK}gate_up_proj", f"{block}w13_weight"), Rename(f"{_BLOCK}down_proj", f"{block}w2_weight")]
     return made | in_memory_to_disk(fill).inverse() | Mapping(names)
 
 
@@ -524,11 +480,8 @@ def _gate_up(block: str) -> list[Rule]:
 # such a file is read, and written with three.
 
 
-TRANSFORMER_ENGINE = ("llama", "mistral", "qwen2")
-"""The families that TransformerEngine has layers for."""
 _QKV = f"{HF}self_attention.layernorm_qkv."
 _MLP = f"{HF}layernorm_mlp."
-_KINDS = ("weight", "bias")
 
 
 def to_transformer_engine() -> list[Rule]:
@@ -581,8 +534,6 @@ class _UntoldSplit(Split):
 # settings, and no parameter of the model.
 
 
-LLAMA_CPP = ("llama", "mistral", "qwen2", "qwen3")
-"""The families that llama.cpp names are known for."""
 _LLAMA_CPP_BLOCK = "blk.{i}."
 
 
@@ -590,7 +541,7 @@ def to_llama_cpp(model: Decoder) -> list[Rule]:
     """Map the plain names on disk to llama.cpp."""
 
     def rotary(source: str, target: str) -> Rule:
-        pairs = model.family in ("llama", "mistral")
+        pairs = model.architecture.pairs
         return Rope(source, target, model.head_size, "pairs") if pairs else Rename(source, target)
 
     parts = {
@@ -617,18 +568,9 @@ def to_llama_cpp(model: Decoder) -> list[Rule]:
 
 
 NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *ENGINES, "gguf", "transformer_engine")
-_ONLY_IN = {"gguf": LLAMA_CPP, "transformer_engine": TRANSFORMER_ENGINE}
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"),
-    *vision.FAMILIES,
-)
-_MIXTURES = (
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    *("llama4_text", "llama4", "qwen3_vl_moe"),
-)
-_NOT_IN_TITAN = ("phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *vision.FAMILIES)
-_NOT_IN_ENGINES = ("phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *vision.FAMILIES)
+FAMILIES = tuple(ARCHITECTURES)
+_ON_HUB = ("huggingface", "transformers", "plain")
+"""Naming schemes that every family has."""
 
 
 def ready(
@@ -695,33 +637,28 @@ def ready(
 
 def _check(model: Decoder, source: str, target: str, titan: str) -> None:
     """Raise NormalizationError for an unknown family or naming scheme, and for a combination that has no mapping."""
-    if model.family not in FAMILIES:
-        raise NormalizationError(f"there is no ready mapping for {model.family!r}: known are {', '.join(FAMILIES)}")
+    known = model.architecture.namings
     for naming in (source, target):
         if naming not in NAMINGS:
             raise NormalizationError(f"unknown naming {naming!r}: known are {', '.join(NAMINGS)}")
-        if naming == "torchtitan" and model.family in _NOT_IN_TITAN:
-            raise NormalizationError(f"torchtitan has no model of the family {model.family!r}")
-        if naming in ENGINES and model.family in _NOT_IN_ENGINES:
-            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
-        if model.family not in _ONLY_IN.get(naming, FAMILIES):
-            raise NormalizationError(f"there is no ready mapping of {model.family!r} to {naming}")
+        if naming not in (*_ON_HUB, *known):
+            raise NormalizationError(
+                f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"
+            )
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
 
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:
     """Map a family's names on disk to the plain ones."""
-    decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
     if model.family == "gpt_oss":
         return gpt_oss_to_plain(model, fill)
-    if model.family == "phi3":
-        return phi3_to_plain(model)
+    decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
     if model.family == "qwen3_vl_moe":
         return vision.qwen3_experts(model.expert_size) | decoder | in_memory_to_disk(fill)
     if model.family in ("llama4", "llama4_text"):
         return decoder | llama4_to_plain(fill)
-    return mixtral_to_plain() if model.family == "mixtral" else decoder
+    return decoder | to_plain(model, fill)
 
 
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
@@ -729,8 +666,9 @@ def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
         return vision.qwen3_experts(model.expert_size)
     if model.family in vision.FAMILIES:
         return vision.in_memory(model.family)
-    is_stacked = model.has_experts and model.family not in ("gpt_oss", "llama4_text")
-    return plain | in_memory_to_disk(fill).inverse() if is_stacked else Mapping()
+    renamed = Mapping([Rename(HF + name, HF + new) for name, new in model.architecture.memory.items()])
+    is_apart = model.architecture.experts == "apart"
+    return plain | in_memory_to_disk(fill).inverse() | renamed if is_apart else renamed
 
 
 def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:
@@ -738,11 +676,10 @@ def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, f
 
 
 def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) -> Mapping:
-    if model.is_latent:
+    if model.architecture.latent:
         attention = [*latent_to_titan(), *feed_forward_to_titan("mlp", "feed_forward")]
     else:
-        pairs = model.family in ("llama", "mistral", "mixtral")
-        attention = attention_to_titan(model, generation, rotate_pairs=pairs)
+        attention = attention_to_titan(model, generation, rotate_pairs=model.architecture.pairs)
     if model.family == "gpt_oss":  # as it is on disk
         return Mapping([*outer_to_titan(generation), *attention, *gpt_oss_to_titan(generation)])
     experts = experts_to_titan(generation, fill) if model.has_experts else []
@@ -754,7 +691,7 @@ def _titan_as_plain(model: Decoder) -> Mapping:
     parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
     fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
     rules: list[Rule] = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
-    if model.has_experts and not model.is_latent:
+    if model.has_experts and not model.architecture.latent:
         # a buffer for balancing that these families' files do not have
         rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]
     return Mapping(rules)
@@ -780,20 +717,24 @@ def _megatron(
     exact: bool,
     mtp: str,
 ) -> Mapping:
-    if model.is_latent:
+    known = model.architecture
+    is_centered = known.zero_centered if zero_centered is None else zero_centered
+    if known.latent:
         attention = latent_to_megatron(transformer_engine=transformer_engine)
         attention += feed_forward_to_megatron("mlp", "mlp")
     else:
         attention = attention_to_megatron(model)
-    experts = experts_to_megatron(model, transformer_engine=transformer_engine) if model.has_experts else []
+    experts = experts_to_megatron(model, transformer_engine=transformer_engine) if known.experts else []
     if model.family == "gpt_oss":
         experts += gpt_oss_to_megatron()
     outer = outer_to_megatron(model, transformer_engine=transformer_engine, padded_vocab=padded_vocab)
     rules = [*outer, *attention, *experts]
     rules = [*next_layers_to_megatron(model, rules, mtp), *rules]
-    if zero_centered is not None and zero_centered != model.is_zero_centered:
-        rules = centred_otherwise(rules, -1.0 if zero_centered else 1.0, exact)
-    made = Mapping(rules)
+    if is_centered != known.zero_centered:
+        rules = centred_otherwise(rules, -1.0 if is_centered else 1.0, exact)
+    if known.output_gates:
+        rules += linear_to_megatron(model, is_centered, exact)
+    made = gates_apart(model) | Mapping(rules)
     if model.family not in vision.FAMILIES:
         return made
     return made | vision.to_megatron(model.family, model.vision_heads, transformer_engine=transformer_engine)

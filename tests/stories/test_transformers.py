@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.mapping import Mapping, Mxfp4, Rename
+from reshard.mapping.architectures import ARCHITECTURES
 from reshard.mapping.families import ready
 from tests import gloo
 from tests.same import assert_same
@@ -40,7 +41,8 @@ def same_state(found: reshard.Checkpoint, wanted: dict[str, torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("shard", [SHARD_BYTES, "5GB"], ids=["sharded", "one-file"])
-@pytest.mark.parametrize("name", MODELS)
+# the router of PhiMoE has Mixtral's name on disk and another one in memory: only the config, and so `ready`, tells
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "phimoe"])
 def test_what_transformers_saved_is_what_is_in_memory(name: str, shard: Any, tmp_path: Path) -> None:
     """Under the names that the model has in memory, which for experts are not those on disk."""
     made = model(name)
@@ -81,21 +83,16 @@ def test_transformers_loads_a_file_of_torch(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded("qwen3", tmp_path / "out")), logits(made))
 
 
-NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *SEEING}
-NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *SEEING}
-
-
 @pytest.mark.parametrize("name", [*DECODERS, *SEEING])
 def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
     """Every tensor of a real model gets a name of the other naming, and comes back bit by bit."""
     made = model(name)
     made.save_pretrained(tmp_path)
     stored = reshard.open(tmp_path)
-    family = made.config.model_type
-    namings = {"plain": "model.", "megatron": "language_model." if name in SEEING else "decoder."}
-    namings |= {"transformers": "language_model." if name == "llama4" else "model."}
-    namings |= {} if family in NOT_IN_TITAN else {"torchtitan": "layers."}
-    namings |= {} if family in NOT_IN_ENGINES else {"vllm": "model.", "sglang": "model."}
+    known = ARCHITECTURES[made.config.model_type].namings
+    namings = {"plain": "model.", "transformers": "language_model." if name == "llama4" else "model."}
+    heads = {"megatron": "language_model." if name in SEEING else "decoder.", "torchtitan": "layers."}
+    namings |= {naming: heads.get(naming, "model.") for naming in known if naming not in ("gguf", "transformer_engine")}
 
     for naming, head in namings.items():
         for engine in (False, True) if naming == "megatron" else (False,):
@@ -103,7 +100,7 @@ def test_every_naming_and_back(name: str, tmp_path: Path) -> None:
             back = ready(tmp_path, naming, "huggingface", transformer_engine=engine).apply(there)
 
             assert any(key.startswith(head) for key in there)
-            assert head == "model." or not any(key.startswith("model.") for key in there)
+            assert head == "model." or not [key for key in there if key.startswith("model.")]
             if name == "qwen3_vl_moe" and naming != "huggingface":  # experts go back transposed, as on the hub
                 back = ready(tmp_path, "huggingface", "transformers").apply(back)
             assert reshard.compare(back, stored).ok
@@ -140,7 +137,10 @@ def as_loaded(files: Any, *, latent: str, experts: str) -> dict[str, torch.Tenso
     }
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name not in NOT_IN_ENGINES])
+IN_ENGINES = [name for name in DECODERS if "vllm" in ARCHITECTURES[name.removesuffix("_tied")].namings]
+
+
+@pytest.mark.parametrize("name", IN_ENGINES)
 def test_an_engine_s_own_tensors(name: str, tmp_path: Path) -> None:
     """Names, fusions and their order, as vLLM and SGLang describe them."""
     model(name).save_pretrained(tmp_path)

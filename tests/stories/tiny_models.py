@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["DECODERS", "MODELS", "SEEING", "fresh", "logits", "model"]
+__all__ = ["DECODERS", "DENSE", "MIXTURES", "MODELS", "SEEING", "fresh", "logits", "model"]
 
 _BASE = {
     "hidden_size": 32,
@@ -52,6 +52,21 @@ _LLAMA4 = {
     "no_rope_layers": [1, 1, 1, 1],
 }
 
+_ROUTED = {**_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 16}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+}
+_NO_PADDING = {"pad_token_id": None}  # transformers 5.24 clears the padding's row of tied weights when it loads
+_SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers do not rotate
+_DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
+_FULL = {"layer_types": ["full_attention"] * 2}
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"head_dim": 8}),
@@ -65,12 +80,65 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "phi3": ("Phi3", {}),
     "gemma": ("Gemma", {"head_dim": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "gemma3_text": ("Gemma3", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3_text": ("Gemma3", {"head_dim": 8, **_FULL}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": ("Llama4", _LLAMA4),
+    "granite": ("Granite", {}),
+    "ministral": ("Ministral", {"head_dim": 8}),
+    "ministral3": ("Ministral3", {"head_dim": 8}),
+    "cwm": ("Cwm", {"head_dim": 8, **_FULL}),
+    "seed_oss": ("SeedOss", {"head_dim": 8, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1], **_FULL}),
+    "helium": ("Helium", {"head_dim": 8}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
+    "stablelm": ("StableLm", {}),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "exaone4": ("Exaone4", {"sliding_window": None, **_FULL}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", _FULL),
+    "cohere": ("Cohere", {}),
+    "cohere2": ("Cohere2", _FULL),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 8}),
+    "arcee": ("Arcee", {}),
+    "jais2": ("Jais2", {}),
+    "nemotron": ("Nemotron", {}),
+    "starcoder2": ("Starcoder2", {}),
+    "vaultgemma": ("VaultGemma", {"head_dim": 8, **_FULL}),
+    "youtu": ("Youtu", {**{k: _LATENT[k] for k in _LATENT if k.endswith(("_rank", "_dim", "_heads"))}, **_NO_PADDING}),
+    "mellum": ("Mellum", {**_MOE, "head_dim": 8, **_FULL, "mlp_layer_types": ["sparse"] * 2}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "dots1": ("Dots1", {**_ROUTED, "norm_topk_prob": True, "head_dim": 8, "first_k_dense_replace": 1, **_FULL}),
+    "glm4_moe": ("Glm4Moe", {**_ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
+    "solar_open": ("SolarOpen", {**_ROUTED, "head_dim": 8}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**_ROUTED, "num_shared_experts": 1, **_SLIDING, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
+    "qwen3_next": ("Qwen3Next", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
+    "qwen3_5_text": ("Qwen3_5", _LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
+MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
+MIXTURES += ("qwen3_5_moe_text",)
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
+DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
+DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text")
+"""Families that Megatron-core computes as transformers does: `tests/reshard/integrations/megatron_models.py`."""
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "bert": ("BertConfig", "BertForMaskedLM", _BASE),
@@ -104,7 +172,7 @@ def fresh(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if name in DECODERS:
         kind, more = DECODERS[name]
-        config, cls = f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config", f"{kind}ForCausalLM"
+        config, cls = f"{kind}TextConfig" if name.endswith("_text") else f"{kind}Config", f"{kind}ForCausalLM"
         more = {**_BASE, **more}
     elif name in SEEING:
         kind, text, eyes = SEEING[name]
@@ -124,7 +192,8 @@ def model(name: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for tensor in made.state_dict().values():
             if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=drawn) * 0.4 - 0.2)
+                drawn_values = torch.rand(tensor.shape, generator=drawn) * 0.4 - 0.2
+                tensor.copy_((drawn_values * 4096).round() / 4096)  # 1 more or less loses no digits
     return made
 
 

@@ -33,7 +33,7 @@ _STACKED = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<tail>(?!\d+\.).+)")
 _EXPERTS = re.compile(r"(?P<head>.*\bexperts)\.experts\.(?:(?P<number>\d+)\.)?(?P<tail>.+)")
 _GROUPED = re.compile(r"(?P<head>.*\bmlp\.experts)\.(?P<tail>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)")
 _NORMS = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)$"), r"self_attention.q_layernorm.\1"),
     (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)$"), r"self_attention.kv_layernorm.\1"),

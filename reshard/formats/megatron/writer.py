@@ -292,6 +292,7 @@ _NUMBERED = re.compile(r"(?:.*\.)?mtp\.layers")
 """Layers that are never stacked, as those that predict tokens further on."""
 _NORMS = (
     ("input_layernorm", "self_attention.linear_qkv", True),
+    ("input_layernorm", "self_attention.in_proj", False),
     ("pre_mlp_layernorm", "mlp.linear_fc1", True),
     ("self_attention.q_layernorm", "self_attention.linear_q_up_proj", False),
     ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", False),
@@ -380,7 +381,8 @@ class Stacks:
             if match is None:
                 continue
             within = f"{match['before']}{projection}.layer_norm_{match['kind']}"
-            held = f"{front}{match['before']}{projection}.weight" in self.shapes
+            weight = f"{front}{match['before']}{projection}.weight"
+            held = weight in self.shapes or f"{weight}.query" in self.shapes
             latent = f"{front}{match['before']}self_attention.linear_kv_down_proj.weight" in self.shapes
             if held and sure and not latent:
                 return (within,)
@@ -439,11 +441,11 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
     """Keys under which modules ask for state of fp8 recipes, which they may have or not: there is none here."""
     found: dict[str, None] = {}
     for name in names:
-        module, _, kind = name.rpartition(".")
+        module, _, kind = name.removesuffix(".query").rpartition(".")  # linear attention has it in parts
         if kind != "weight" or _STATELESS.fullmatch(module.rpartition(".")[2]) or name == "output_layer.weight":
             continue
         site = _ParameterSite.of(name)
-        places = [stacks.keys(name)[0].rpartition(".")[0]]
+        places = [stacks.keys(name)[0].removesuffix(".query").rpartition(".")[0]]
         if "layer_norm_" in stacks.keys(name)[0]:
             places = []  # the projection has it
         if site.tail.endswith("self_attention.linear_proj.weight"):

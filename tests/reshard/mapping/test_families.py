@@ -107,24 +107,33 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(back["model.embed_tokens.weight"][...], rows)
 
 
-SEEING = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4", "gemma3"}
-NOT_IN_TITAN = {"phi3", "gemma", "gemma2", "gemma3_text", "qwen2_moe", "llama4_text", *SEEING}
-IN_LLAMA_CPP = {"llama", "mistral", "qwen2", "qwen3"}
-NOT_IN_ENGINES = {"phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", *SEEING}
+NAMED = {
+    "torchtitan": {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+    },
+    "gguf": {"llama", "mistral", "qwen2", "qwen3"},
+    "transformer_engine": {"llama", "mistral", "qwen2"},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_can_be_made(family: str) -> None:
     """And back, by the inverse; only torchtitan's has a stage before."""
-    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12), 2)
+    model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12), 2, (1,), (2, 4), (4, 8))
+    known = {"huggingface", "transformers", "plain", *model.architecture.namings}
+    assert all((family in those) == (naming in known) for naming, those in NAMED.items())
     for source, target in product(NAMINGS, NAMINGS):
         options: dict[str, Any] = {"transformer_engine": len(source) % 2 == 0, "titan": ("0.2", "0.3")[len(target) % 2]}
-        refused = {"torchtitan"} if family in NOT_IN_TITAN else set()
-        refused |= {"vllm", "sglang"} if family in NOT_IN_ENGINES else set()
-        refused |= set() if family in IN_LLAMA_CPP else {"gguf"}
-        refused |= set() if family in IN_LLAMA_CPP - {"qwen3"} else {"transformer_engine"}
-        if refused & {source, target}:
-            with pytest.raises(NormalizationError, match=r"torchtitan has no model|there is no ready mapping of"):
+        if not {source, target} <= known:
+            with pytest.raises(NormalizationError, match=rf"no ready mapping of '{family}' to .*only to .*plain"):
                 ready(model, source, target, **options)
             continue
 
@@ -133,6 +142,20 @@ def test_every_pair_can_be_made(family: str) -> None:
         assert source != target or made == Mapping()
         if not {"torchtitan", "gguf", "transformer_engine"} & {source, target}:
             assert made.inverse() == ready(model, target, source, **options)
+
+
+def test_kimi_k2_has_deepseek_s_names() -> None:
+    config = {"num_attention_heads": 4, "vocab_size": 53, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+    kimi, deepseek = ({**config, "model_type": name} for name in ("kimi_k2", "deepseek_v3"))
+    for naming in ("transformers", "megatron", "vllm", "sglang"):
+        made = ready(kimi, "huggingface", naming)
+        assert made == ready(deepseek, "huggingface", naming) != Mapping()
+        assert made.inverse() == ready(kimi, naming, "huggingface")
+
+
+def test_an_unknown_family_names_the_nearest() -> None:
+    with pytest.raises(NormalizationError, match=r"known are llama, .*; the nearest of them is 'glm4_moe'\. .*Mapping"):
+        ready({"model_type": "glm4_moes", "num_attention_heads": 2, "vocab_size": 4}, "huggingface", "megatron")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from reshard.mapping.families import Decoder, ready
 LLAMA = Decoder("llama", 4, 2, 8, 53)
 GEMMA = Decoder("gemma", 4, 2, 8, 53)
 DENSE_FIRST = {"layers": 4, "next_layers": 1, "dense_layers": (0,)}
+LINEAR: dict[str, Any] = {"layers": 4, "linear_layers": (0, 1, 2), "linear_heads": (2, 4), "linear_sizes": (4, 8)}
 ENGINE = {"transformer_engine": True}
 NAMES: list[tuple[str, dict[str, Any], dict[str, Any], int, str, dict[str, str]]] = [
     (  # TransformerEngine keeps norms within projections, but not before latent attention
@@ -76,6 +77,40 @@ NAMES: list[tuple[str, dict[str, Any], dict[str, Any], int, str, dict[str, str]]
         {
             "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
             "pre_feedforward_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+            "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
+        },
+    ),
+    (  # linear attention has its norm within its own projection
+        "qwen3_next", LINEAR, ENGINE, 0, "decoder.layers.0.",
+        {
+            "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
+            "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+            "linear_attn.out_proj.weight": "self_attention.out_proj.weight",
+            "linear_attn.A_log": "self_attention.A_log",
+            "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+        },
+    ),
+    (
+        "qwen3_next", LINEAR, ENGINE, 3, "decoder.layers.3.",
+        {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"},
+    ),
+    (
+        "nemotron", {}, ENGINE, 1, "decoder.layers.1.",
+        {
+            "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
+            "post_attention_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
+            "mlp.up_proj.weight": "mlp.linear_fc1.weight",
+            "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+        },
+    ),
+    (
+        "exaone_moe", {"layers": 2, "dense_layers": (0,)}, ENGINE, 1, "decoder.layers.1.",
+        {"mlp.e_score_correction_bias": "mlp.router.expert_bias"},
+    ),
+    (
+        "exaone4", {}, ENGINE, 0, "decoder.layers.0.",
+        {
+            "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
             "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
         },
     ),
@@ -192,6 +227,41 @@ def test_gpt_oss_in_each_naming(tmp_path: Path) -> None:
         ready(Decoder("gpt_oss", 4, 2, 8, 53), "huggingface", "plain")
 
 
+def test_linear_attention_of_qwen3_next_is_taken_apart(tmp_path: Path) -> None:
+    """By key head on disk; by kind in Megatron. Norms there are zero-centered, on disk this one is not."""
+    front, inner = "model.layers.0.linear_attn.", "decoder.layers.0.self_attention."
+    rows, norm = torch.randn(2 * (4 + 4 + 16 + 16), 6), torch.tensor([1.0, 0.75, 1.5])
+    files = {f"{front}in_proj_qkvz.weight": rows, f"{front}norm.weight": norm}
+    files[f"{front}in_proj_ba.weight"] = torch.arange(8.0).reshape(8, 1)
+    reshard.save(files, tmp_path / "c")
+    model = Decoder("qwen3_next", 4, 2, 8, 53, **LINEAR)
+
+    made = ready(model, "huggingface", "megatron").apply(reshard.open(tmp_path / "c"))
+
+    heads = rows.reshape(2, 40, 6)
+    assert torch.equal(made[f"{inner}in_proj.weight.key"][...], heads[:, 4:8].reshape(8, 6))
+    assert torch.equal(made[f"{inner}in_proj.weight.value"][...], heads[:, 8:24].reshape(32, 6))
+    assert made[f"{inner}in_proj.weight.alpha"][...].flatten().tolist() == [2, 3, 6, 7]
+    assert torch.equal(made[f"{inner}out_norm.weight"][...], norm - 1)
+    back = ready(model, "megatron", "huggingface").apply(made)
+    assert reshard.compare(back, tmp_path / "c").ok
+    plain = ready(model, "huggingface", "megatron", zero_centered=False).apply(reshard.open(tmp_path / "c"))
+    assert torch.equal(plain[f"{inner}out_norm.weight"][...], norm)
+
+
+def test_gates_of_the_output_stand_behind_the_queries_of_their_group(tmp_path: Path) -> None:
+    rows = {"q": torch.randn(64, 6), "k": torch.randn(16, 6), "v": torch.randn(16, 6)}
+    reshard.save({f"model.layers.0.self_attn.{x}_proj.weight": t for x, t in rows.items()}, tmp_path / "c")
+    model = Decoder("qwen3_5_text", 4, 2, 8, 53)
+
+    made = ready(model, "huggingface", "megatron").apply(reshard.open(tmp_path / "c"))
+
+    heads = rows["q"].reshape(2, 2, 2, 8, 6)  # group, head, queries or gate
+    group = [heads[1, :, 0].reshape(16, 6), heads[1, :, 1].reshape(16, 6), rows["k"][8:], rows["v"][8:]]
+    fused = made["decoder.layers.0.self_attention.linear_qkv.weight"][...]
+    assert torch.equal(fused[48:], torch.cat(group))
+
+
 @pytest.mark.parametrize(
     ("config", "dense"),
     [
@@ -199,9 +269,22 @@ def test_gpt_oss_in_each_naming(tmp_path: Path) -> None:
         ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (0, 1, 3, 5)),
         ({"mlp_only_layers": [4], "decoder_sparse_step": 2}, (0, 2, 4)),
         ({}, ()),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse", "sparse"]}, (0, 3)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 4, "moe_layer_interval": 2}, (0, 2, 4, 5)),
     ],
 )
 def test_layers_without_experts(config: dict[str, Any], dense: tuple[int, ...]) -> None:
     base = {"model_type": "deepseek_v3", "num_attention_heads": 4, "vocab_size": 8, "num_hidden_layers": 6}
 
     assert Decoder.of({**base, **config}).dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    "config", [{"layer_types": ["linear_attention", "full_attention"] * 3}, {"full_attention_interval": 2}]
+)
+def test_layers_with_linear_attention(config: dict[str, Any]) -> None:
+    base = {"model_type": "qwen3_next", "num_attention_heads": 4, "vocab_size": 8, "num_hidden_layers": 6}
+    made = Decoder.of({**base, **config, "linear_num_key_heads": 2, "linear_num_value_heads": 4})
+
+    assert (made.linear_layers, made.linear_heads) == ((0, 2, 4), (2, 4))
+    assert Decoder.of({**base, **config}).linear_layers == ()

@@ -1,0 +1,274 @@
+"""What is known of each architecture: one line for each says how its decoder differs from Llama's.
+
+All ready mappings are built from this table and the model's config. *Plain* names are those that Llama, Qwen3-MoE, and
+DeepSeek have on disk: a matrix each for gate, up, queries, keys, values, and every expert.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping as Dict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import NormalizationError
+
+__all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder"]
+
+ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
+"""The name that each inference engine gives to the fused first projections of latent attention."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a family's decoder differs from Llama's. Names are those within a layer."""
+
+    namings: tuple[str, ...] = ()
+    """Naming schemes that it has besides those of Hugging Face."""
+    names: Dict[str, str] = field(default_factory=dict)
+    """Names on disk, and the plain names that stand for them, where they differ."""
+    fused: tuple[str, ...] = ()
+    """Fused projections on disk: "qkv" or "gate_up"."""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Plain names of the norms before and after attention, and before and after feed-forward; "" if there is none."""
+    experts: str = ""
+    """How experts are on disk: "apart", "stacked" (gate and up as one, named as Granite's), or "transposed" stacks."""
+    shared: str = "shared_experts"
+    """The plain name of the experts that every token goes to."""
+    memory: Dict[str, str] = field(default_factory=dict)
+    """Names in memory that differ from those on disk or, for experts "apart", from the plain ones."""
+    latent: bool = False
+    """Multi-head latent attention."""
+    gated: bool = True
+    """Feed-forward layers have a gate."""
+    output_gates: bool = False
+    """Each head's queries are followed by the gate of its output, in the same projection."""
+    zero_centered: bool = False
+    """Norm weights are stored as differences from 1."""
+    pairs: bool = False
+    """torchtitan and llama.cpp rotate adjacent pairs, and not halves of a head as on disk."""
+
+
+_MEGATRON = ("megatron",)
+_SERVED = ("megatron", *ENGINES)
+_LLAMA = Architecture((*_SERVED, "torchtitan", "gguf", "transformer_engine"))
+_MOE = Architecture(_SERVED, experts="apart")
+_TITAN_MOE = replace(_MOE, namings=(*_SERVED, "torchtitan"))
+_DEEPSEEK = replace(_TITAN_MOE, latent=True)
+_GEMMA = Architecture(_SERVED, zero_centered=True)
+_NO_GATE = Architecture(_MEGATRON, gated=False)
+
+_BOTH_SIDES = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_ONE = ("input_layernorm", "", "", "")
+
+_BIAS = "mlp.gate.e_score_correction_bias"
+_BLOCK = "block_sparse_moe."
+_MIXTRAL = {
+    f"{_BLOCK}gate.weight": "mlp.gate.weight",
+    f"{_BLOCK}experts.{{e}}.w1.weight": "mlp.experts.{e}.gate_proj.weight",
+    f"{_BLOCK}experts.{{e}}.w2.weight": "mlp.experts.{e}.down_proj.weight",
+    f"{_BLOCK}experts.{{e}}.w3.weight": "mlp.experts.{e}.up_proj.weight",
+}
+_GRANITE_MOE = Architecture(
+    _MEGATRON,
+    {f"{_BLOCK}router.layer.weight": "mlp.gate.weight"},
+    experts="stacked",
+    memory={
+        f"{_BLOCK}router.layer.weight": f"{_BLOCK}router.weight",
+        f"{_BLOCK}input_linear.weight": f"{_BLOCK}experts.gate_up_proj",
+        f"{_BLOCK}output_linear.weight": f"{_BLOCK}experts.down_proj",
+    },
+)
+_GLM4_NORMS = {
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+_HUNYUAN = {f"self_attn.{a}_layernorm.weight": f"self_attn.{a[0]}_norm.weight" for a in ("query", "key")}
+_HUNYUAN_MOE = {"mlp.gate.wg.weight": "mlp.gate.weight", **_HUNYUAN}
+_HUNYUAN_MOE |= {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
+_STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
+
+_TABLE = {
+    "llama mistral": replace(_LLAMA, pairs=True),
+    "qwen2": _LLAMA,
+    "qwen3": replace(_LLAMA, namings=(*_SERVED, "torchtitan", "gguf")),
+    "phi3": Architecture(_SERVED, fused=("qkv", "gate_up")),
+    "gemma": _GEMMA,
+    "gemma2 gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
+    "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
+    "granite ministral3": Architecture(_SERVED),
+    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm": Architecture(_MEGATRON),
+    "glm": Architecture(_MEGATRON, fused=("gate_up",)),
+    "glm4": Architecture(_SERVED, _GLM4_NORMS, ("gate_up",), _BOTH_SIDES),
+    "exaone4": Architecture(_SERVED, norms=_AFTER),
+    "olmo2 olmo3": Architecture(norms=_AFTER),
+    "cohere cohere2": Architecture(tuple(ENGINES), norms=_ONE),
+    "hunyuan_v1_dense": Architecture(names=_HUNYUAN),
+    "arcee jais2": _NO_GATE,
+    "nemotron": replace(_NO_GATE, zero_centered=True),
+    "starcoder2": replace(_NO_GATE, names=_STARCODER),
+    "youtu": Architecture(_MEGATRON, latent=True),
+    "qwen2_moe": replace(_MOE, shared="shared_expert"),
+    "qwen3_moe": _TITAN_MOE,
+    "mixtral": replace(_TITAN_MOE, names=_MIXTRAL, pairs=True),
+    "phimoe": Architecture((), _MIXTRAL, experts="apart", memory={"mlp.gate.weight": "mlp.router.weight"}),
+    "minimax_m2": Architecture(
+        tuple(ENGINES), _MIXTRAL | {f"{_BLOCK}e_score_correction_bias": _BIAS}, experts="apart",
+        memory={_BIAS: "mlp.e_score_correction_bias"},
+    ),
+    "olmoe": replace(_MOE, namings=()),
+    "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
+    "glm4_moe": _MOE,
+    "dots1 mellum solar_open": replace(_MOE, namings=_MEGATRON),
+    "exaone_moe": replace(_MOE, names={"mlp.e_score_correction_bias": _BIAS}),
+    "ernie4_5_moe": replace(
+        _MOE, namings=(), names={"mlp.moe_statics.e_score_correction_bias": _BIAS},
+        memory={_BIAS: "mlp.gate.moe_statics.e_score_correction_bias"},
+    ),
+    "hunyuan_v1_moe": Architecture(
+        (), _HUNYUAN_MOE, experts="apart", memory={plain: disk for disk, plain in _HUNYUAN_MOE.items()}
+    ),
+    "granitemoe granitemoeshared": _GRANITE_MOE,
+    "deepseek_v2 deepseek_v3": _DEEPSEEK,
+    "kimi_k2": replace(_DEEPSEEK, namings=_SERVED),
+    "glm4_moe_lite": replace(_DEEPSEEK, namings=_MEGATRON),
+    "gpt_oss": Architecture(("megatron", "torchtitan"), experts="transposed"),
+    "llama4_text llama4": Architecture(_MEGATRON, experts="transposed"),
+    "qwen3_next qwen3_5_moe_text": replace(
+        _MOE, namings=_MEGATRON, shared="shared_expert", output_gates=True, zero_centered=True
+    ),
+    "qwen3_5_text": Architecture(_MEGATRON, output_gates=True, zero_centered=True),
+    "qwen2_vl qwen2_5_vl qwen3_vl": Architecture(_MEGATRON),
+    "qwen3_vl_moe": Architecture(_MEGATRON, experts="transposed"),
+    "gemma3": replace(_GEMMA, namings=_MEGATRON, norms=_BOTH_SIDES),
+}  # fmt: skip
+ARCHITECTURES = {family: known for families, known in _TABLE.items() for family in families.split()}
+"""By the `model_type` of the config."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The architecture of a decoder-only transformer."""
+
+    family: str
+    """The `model_type`, such as "llama"."""
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    layers: int = 0
+    """Number of layers, without multi-token prediction layers. 0 if unknown."""
+    next_layers: int = 0
+    """Number of multi-token prediction layers, which come after the others."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers of a mixture-of-experts model that have no experts."""
+    expert_size: int = 0
+    """Number of rows of an expert's gate."""
+    latent_rows: tuple[int, int] = (0, 0)
+    """Rows of the first projections of latent attention: for queries (0 if they have none), and for keys and values."""
+    vision_heads: int = 0
+    """Attention heads of the vision tower, in vision-language models."""
+    linear_layers: tuple[int, ...] = ()
+    """Numbers of the layers with linear attention."""
+    linear_heads: tuple[int, int] = (1, 1)
+    """Key heads and value heads of linear attention."""
+    linear_sizes: tuple[int, int] = (1, 1)
+    """Rows of one key head and of one value head of linear attention."""
+
+    def __post_init__(self) -> None:
+        """Raises NormalizationError for impossible numbers."""
+        if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
+            raise NormalizationError(f"{self.kv_heads} key/value heads do not divide {self.heads} query heads: {self}")
+
+    @property
+    def architecture(self) -> Architecture:
+        """What is known of the family. Raises NormalizationError, naming the nearest one, if that is nothing."""
+        if self.family in ARCHITECTURES:
+            return ARCHITECTURES[self.family]
+        near = difflib.get_close_matches(self.family, ARCHITECTURES, 3, 0.5)
+        hint = f"; the nearest of them is {near[0]!r}" if near else ""
+        raise NormalizationError(
+            f"there is no ready mapping for {self.family!r}: known are {', '.join(ARCHITECTURES)}{hint}. If the names "
+            "and shapes of one of these are the same, set the config's model_type to it; else write a Mapping of rules"
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """True if feed-forward layers are mixtures of experts."""
+        return bool(self.architecture.experts)
+
+    @classmethod
+    def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
+        """Read a `config.json`: its path, its folder, or its content.
+
+        Raises NormalizationError if an entry is missing.
+        """
+        if isinstance(config, Decoder):
+            return config
+        if not isinstance(config, Dict):
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            try:
+                config = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
+            assert isinstance(config, Dict)
+        seen = config.get("vision_config") or {}
+        # models that also see keep the decoder's settings apart, but names are those of the full model
+        config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
+        missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
+        if missing:
+            raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
+        heads = int(config["num_attention_heads"])
+        size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        layers = int(config.get("num_hidden_layers") or 0)
+        return cls(
+            str(config["model_type"]),
+            heads,
+            kv_heads,
+            int(size),
+            int(config["vocab_size"]),
+            layers,
+            int(config.get("num_nextn_predict_layers") or 0),
+            tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
+            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+            (
+                int(config.get("q_lora_rank") or 0),
+                int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
+            ),
+            int(seen.get("num_heads") or seen.get("num_attention_heads") or 0),
+            tuple(layer for layer in range(layers) if _is_linear(config, layer)),
+            (int(config.get("linear_num_key_heads") or 1), int(config.get("linear_num_value_heads") or 1)),
+            (int(config.get("linear_key_head_dim") or 1), int(config.get("linear_value_head_dim") or 1)),
+        )
+
+
+def _has_experts(config: Dict[str, Any], layer: int) -> bool:
+    """Return True if a layer has experts. DeepSeek counts from 0 after the dense layers, others from 1."""
+    if config.get("moe_layers") is not None:
+        return layer in config["moe_layers"]
+    if config.get("mlp_layer_types") is not None:
+        return bool(config["mlp_layer_types"][layer] == "sparse")
+    if config.get("moe_layer_start_index") is not None:  # of Ernie
+        first, last = int(config["moe_layer_start_index"]), int(config.get("moe_layer_end_index") or -1)
+        is_within = first <= layer and (last < 0 or layer <= last)
+        return is_within and (layer + 1) % int(config.get("moe_layer_interval") or 1) == 0
+    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0
+
+
+def _is_linear(config: Dict[str, Any], layer: int) -> bool:
+    """Return True if a layer has linear attention, by its type or, in older configs of Qwen3-Next, by an interval."""
+    if config.get("linear_num_value_heads") is None:
+        return False
+    if config.get("layer_types") is not None:
+        return bool(config["layer_types"][layer] == "linear_attention")
+    return (layer + 1) % int(config.get("full_attention_interval") or 4) != 0

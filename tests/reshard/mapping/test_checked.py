@@ -1,0 +1,77 @@
+"""What is said of each ready mapping is what was checked.
+
+python -m tests.reshard.mapping.test_checked      # prints the table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.mapping.architectures import ARCHITECTURES
+from tests.stories.tiny_models import DECODERS, DENSE, MIXTURES, SEEING
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes" / "hugging-face.md"
+BLOCK = ("<!-- ready mappings -->\n", "<!-- end of ready mappings -->")
+TINY = {*DECODERS, *SEEING}
+COMPUTED = {*MIXTURES, *DENSE}
+TRANSFORMERS = (
+    "Every tensor that transformers 5.24 saves of a tiny random model gets a name, names in memory are those of the "
+    "model, and all come back bit by bit (`tests/stories/test_transformers.py`)"
+)
+MEGATRON = (
+    "Megatron-core 0.16 loads the converted files under tensor parallelism (and expert parallelism), computes the "
+    "logits of transformers within 2e-6, and saves; what is converted back is bit-equal "
+    "(`tests/reshard/integrations/megatron_models.py`)"
+)
+BY_NAME = "Not loaded by the framework: all tensors get names and come back; names are those of its converters"
+TITAN = (
+    "Checkpoints that torchtitan wrote of Llama and Qwen3-MoE have the right values; for the others, all tensors get "
+    "names and come back"
+)
+ENGINE = (
+    "Not run: names, and the order within fused tensors, are those of the weight loaders in vLLM 0.33 and SGLang 0.5.23"
+)
+
+
+def rows() -> Iterator[tuple[str, str, list[str]]]:
+    """Naming scheme, what was checked, and the architectures."""
+    known = {
+        naming: [family for family, it in ARCHITECTURES.items() if naming in it.namings]
+        for naming in ("megatron", "torchtitan", "vllm", "sglang", "gguf", "transformer_engine")
+    }
+    yield "`transformers`, `plain`", TRANSFORMERS, [family for family in ARCHITECTURES if family in TINY]
+    yield (
+        "the same",
+        "As DeepSeek-V3, whose code and names it has (`tests/reshard/mapping/test_families.py`)",
+        [family for family in ARCHITECTURES if family not in TINY],
+    )
+    yield "`megatron`", MEGATRON, [family for family in known["megatron"] if family in COMPUTED]
+    yield "`megatron`", BY_NAME, [family for family in known["megatron"] if family not in COMPUTED]
+    yield "`torchtitan`", TITAN, known["torchtitan"]
+    assert known["vllm"] == known["sglang"]
+    yield "`vllm`, `sglang`", ENGINE, known["vllm"]
+    yield "`gguf`", "By llama.cpp's names and order of rows; not run", known["gguf"]
+    yield "`transformer_engine`", "By its documentation; not run", known["transformer_engine"]
+
+
+def table() -> str:
+    """The table of the page."""
+    lines = ["| Naming scheme | What was checked | `model_type` |", "|---|---|---|"]
+    lines += [f"| {naming} | {checked} | {', '.join(families)} |" for naming, checked, families in rows()]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_says_what_was_checked() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.partition(BLOCK[0])[2].partition(BLOCK[1])[0] == table()
+
+
+def test_every_architecture_is_in_the_table() -> None:
+    """But for one with DeepSeek's code, each is tried with transformers."""
+    assert [family for family in ARCHITECTURES if family not in TINY] == ["kimi_k2"]
+    assert {family for family, it in ARCHITECTURES.items() if "megatron" in it.namings} >= COMPUTED
+
+
+if __name__ == "__main__":
+    print(table())
