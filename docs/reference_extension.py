@@ -23,8 +23,10 @@ _PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
 class Reference(griffe.Extension):
     """Completes what griffe reads from the source of a package with what Python knows of it."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Every public function, class and method of the package and of its modules with public names."""
+        if pkg.path != "planners" and "planners" not in loader.modules_collection:
+            loader.load("planners")  # some public names of this package are defined there
         for module in (pkg, *(pkg.members[name] for name in _MODULES if name in pkg.members)):
             for path, found in _public(module, module.path, _names(module.path)):
                 if found.docstring:
