@@ -20,7 +20,7 @@ from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_mani
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
-__all__ = ["Step", "complete", "latest_complete", "prune", "remove_checkpoints", "steps"]
+__all__ = ["Step", "complete", "latest_complete", "prune", "published", "remove_checkpoints", "steps"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ def remove_checkpoints(
 
 def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
     """(when its save was begun, path, whether below the folder) of each complete checkpoint, the oldest first."""
+    return sorted((begun, path, is_below) for begun, path, is_below, problem in published(folder) if not problem)
+
+
+def published(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool, str]]:
+    """(when its save was begun, path, whether below the folder, why it cannot be opened) of each checkpoint that has a
+    manifest."""
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
@@ -162,11 +168,12 @@ def complete(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool]]:
         try:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
-        except CheckpointError:
+        except CheckpointError as error:
             with suppress(CheckpointNotFoundError):  # removed meanwhile
                 inner = open_storage(path)
                 if detect(inner, {MANIFEST: inner.size(MANIFEST)}):
                     refuse_newer(inner.read(MANIFEST), f"{inner.url.rstrip('/')}/{MANIFEST}")
-            continue
-        found.append((created, path, bool(place)))
-    return sorted(found)
+                found.append((0.0, path, bool(place), str(error)))
+        else:
+            found.append((created, path, bool(place), ""))
+    return found
