@@ -132,6 +132,8 @@ class FileSource(Source):
         self._hash = hash((id(storage), name))
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
+        self._file: mmap.mmap | None = None
+        """What it is a view of."""
         self._nbytes: int | None = None
         self._listed = listed
         self._lock = threading.Lock()
@@ -149,10 +151,19 @@ class FileSource(Source):
                 if self._nbytes is None:
                     self._view = self.storage.mapped(self.name)
                     if self._view is not None:
+                        self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
                         self._nbytes = len(self._view)
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
         return self._view
+
+    def check(self, start: int, stop: int) -> None:
+        super().check(start, stop)
+        if self._file is not None and self._file.size() < stop:  # to touch what is gone would end the process
+            raise CorruptCheckpointError(
+                f"{self.label}: it had {self.nbytes} bytes when it was opened, and has {self._file.size()} now: "
+                "another process writes it in place, or it was truncated. Open the checkpoint again once it is complete"
+            )
 
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
@@ -332,7 +343,7 @@ class FileSource(Source):
         """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
         self.check(start, start + length)
         view = self.view()
-        if view is None or not isinstance(view.obj, mmap.mmap):
+        if view is None or self._file is None:
             return None
         try:  # a page that cannot be read is an error here, but would end the process if it were touched
             self._advise(_MADV_POPULATE_READ, start, length)
@@ -350,10 +361,9 @@ class FileSource(Source):
             self._advise(mmap.MADV_DONTNEED, start, length)
 
     def _advise(self, what: int, start: int, length: int) -> None:
-        mapped = self._view.obj if self._view is not None else None
-        if isinstance(mapped, mmap.mmap) and length > 0:
+        if self._file is not None and length > 0:
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(what, first, start + length - first)
+            self._file.madvise(what, first, start + length - first)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name

@@ -392,6 +392,7 @@ def _beside(place: Extent) -> int | None:
     view = place.source.view()
     if view is None:
         return None
+    place.source.check(place.descriptor_at, place.descriptor_at + _LENGTHS[1].size)
     for form in _LENGTHS:
         data = view[place.descriptor_at : place.descriptor_at + form.size]
         if len(data) == form.size:
