@@ -242,6 +242,8 @@ class LocalStorage(Storage):
             raise
         except OSError as error:
             raise _explained(error, verb, name, self.url) from error
+        except MemoryError as error:
+            raise StorageError(f"cannot {verb} {name} in {self.url}: it does not fit into memory") from error
 
     @contextmanager
     def _errors(self, verb: str, name: str) -> Iterator[None]:
@@ -347,10 +349,15 @@ def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, 
             name = before + entry.name
             if not name.startswith(prefix):
                 continue
-            if not entry.is_dir():
-                # a file that another process removes while we look is not in the folder
-                with suppress(FileNotFoundError):
-                    found[name] = entry.stat().st_size
+            try:
+                nbytes = None if entry.is_dir() else entry.stat().st_size
+            except OSError as error:
+                # a file that another process removes while we look is not in the folder, nor is a link to itself
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                continue
+            if nbytes is not None:
+                found[name] = nbytes
             elif not deep:
                 found[f"{name}/"] = 0
             elif not entry.is_symlink():

@@ -21,7 +21,7 @@ from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record
+from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record, has_dcp
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
@@ -231,7 +231,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     bytes."""
     if any("/" not in n and n.endswith((*_SUFFIXES, _INDEX)) for n in names):
         return True
-    if len(names) != 1:
+    if len(names) != 1 or has_dcp(names):  # what is left of DCP's files is a damaged checkpoint of its own format
         return False
     ((only, nbytes),) = names.items()
     return looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -154,6 +155,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/1234")
     (tmp_path / "snapshot" / "dangling").symlink_to("../blobs/none")
+    (tmp_path / "snapshot" / "loop").symlink_to("loop")
     storage = LocalStorage(tmp_path / "snapshot")
     assert storage.list() == {"model.safetensors": 7}
     assert storage.read("model.safetensors") == b"weights"
@@ -172,6 +174,14 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="it is a folder"):
         storage.publish("folder", b"x")
     assert not any(is_temporary(name) for name in storage.list())
+
+
+def test_a_file_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as metadata that grew by terabytes of holes."""
+    (tmp_path / "file").write_bytes(b"x")
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(StorageError, match=r"file in .* does not fit into memory"):
+        LocalStorage(tmp_path).read("file")
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
