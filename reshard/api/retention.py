@@ -108,7 +108,7 @@ class RemoveWork:
 
     def begin(self) -> Callable[[str], None]:
         """Raises StorageError where the folder is another one."""
-        names = open_storage(self.folder).list() if self.kept else {}
+        names = open_storage(self.folder).names() if self.kept else []
         for name in self.kept:
             if name not in names:
                 raise StorageError(f"{self.folder} is not the driver's, which sees {name} there")
@@ -126,12 +126,12 @@ def remove_checkpoints(
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left there, as `prune` does.
     Returns the paths of what was removed: what a save replaces just now stays."""
     storage = open_storage(folder)
-    names = storage.list()
+    names = storage.names()
     remove_dead_jobs(storage, names)
     parts = [name.split("/", 2) for name in names]
     for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
         below = open_storage(path_below(folder, place))
-        remove_dead_jobs(below, below.list())
+        remove_dead_jobs(below, below.names())
     places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
     for path in paths:
@@ -141,7 +141,7 @@ def remove_checkpoints(
             inner.retract(HF_INDEX)
             inner.retract(MANIFEST)
             gone.append(path)
-    kept = tuple(sorted(name for name in storage.list() if name.rpartition("/")[2] == MANIFEST)[-1:])
+    kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
     run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
     remove_empty(storage, places)
@@ -160,7 +160,7 @@ def published(folder: str | os.PathLike[str]) -> list[tuple[float, str, bool, st
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
     found = []
-    for name in storage.list():
+    for name in storage.names():
         place, _, last = name.rpartition("/")
         if last != MANIFEST or "/" in place:
             continue

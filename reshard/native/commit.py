@@ -140,7 +140,7 @@ class Generation:
                 f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later "
                 "one is kept, and this one is discarded. Give each job its own folder"
             )
-        if f"{self.folder}/{CLAIM}" not in self.storage.list(f"{self.folder}/{CLAIM}"):
+        if f"{self.folder}/{CLAIM}" not in self.storage.names(f"{self.folder}/{CLAIM}"):
             raise StorageError(
                 f"{where}: another process considered this save dead and deleted its files: nothing was published"
             )
@@ -390,7 +390,7 @@ def remove_dead(storage: Storage) -> list[str]:
             removed.append(save_id)
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
         for published_name in (MANIFEST, HF_INDEX):
-            for name in storage.list(f"{published_name}."):
+            for name in storage.names(f"{published_name}."):
                 if is_temporary(name):
                     storage.delete(name)
     return removed
@@ -399,7 +399,7 @@ def remove_dead(storage: Storage) -> list[str]:
 def generations_in(storage: Storage) -> dict[str, list[str]]:
     """Save id -> names of the files of its generation; other files with such names are foreign."""
     by_id: dict[str, list[str]] = {}
-    for name in storage.list("data-"):
+    for name in storage.names("data-"):
         folder, slash, _ = name.partition("/")
         if slash and is_generation(folder):
             by_id.setdefault(folder.removeprefix("data-"), []).append(name)
@@ -422,7 +422,7 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
     """Remove a generation, its claim last, so that an interrupted removal is continued."""
     folder = folder_of(save_id)
-    names = list(storage.list(f"{folder}/")) if names is None else names
+    names = storage.names(f"{folder}/") if names is None else names
     for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
         storage.delete(name)
 
@@ -476,7 +476,7 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
 def index_problem(native: NativeFacts) -> str | None:
     """Return how the index would lead Hugging Face tools to other tensors than the manifest names; None if there is
     no problem."""
-    if HF_INDEX not in native.storage.list(HF_INDEX):
+    if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
     files = {int(rank): record.name for rank, record in native.manifest.files.items()}

@@ -53,6 +53,12 @@ class LocalStorage(Storage):
         self.url = str(self.root)
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        return self._listed(prefix)
+
+    def names(self, prefix: str = "") -> builtins.list[str]:
+        return [*self._listed(prefix, sized=False)]
+
+    def _listed(self, prefix: str, *, sized: bool = True) -> dict[str, int]:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_name(folder, self.url)
@@ -61,7 +67,7 @@ class LocalStorage(Storage):
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
                 raise StorageError(f"{self.url} is a file, expected a folder")
-            _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix)
+            _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))
 
     def top(self) -> dict[str, int] | None:
@@ -337,9 +343,11 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True) -> None:
+def _list(
+    folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True, sized: bool = True
+) -> None:
     """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not deep, those of its
-    folders by names with a slash. Each size is a request to the file system."""
+    folders by names with a slash. Each size is a request to the file system; not `sized`, they are 0."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -350,7 +358,7 @@ def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, 
             if not name.startswith(prefix):
                 continue
             try:
-                nbytes = None if entry.is_dir() else entry.stat().st_size
+                nbytes = None if entry.is_dir() else entry.stat().st_size if sized else 0
             except OSError as error:
                 # a file that another process removes while we look is not in the folder, nor is a link to itself
                 if error.errno not in (errno.ENOENT, errno.ELOOP):
@@ -361,7 +369,7 @@ def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, 
             elif not deep:
                 found[f"{name}/"] = 0
             elif not entry.is_symlink():
-                _list(entry.path, f"{name}/", found, prefix)
+                _list(entry.path, f"{name}/", found, prefix, sized=sized)
 
 
 def _unless_absent(error: OSError) -> None:

@@ -14,8 +14,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import reshard
+from reshard.api.retention import complete
 from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.native.commit import remove_dead
 from reshard.storage import LocalStorage, Storage, is_temporary, open_storage
 
 
@@ -60,8 +64,11 @@ class _Seen:
     def __enter__(self) -> _Seen:
         return self
 
-    def __iter__(self) -> Any:
-        return map(self._entry, self._real)
+    def __iter__(self) -> _Seen:
+        return self
+
+    def __next__(self) -> Any:
+        return self._entry(next(self._real))
 
     def __exit__(self, *_: object) -> None:
         self._real.close()
@@ -101,6 +108,23 @@ def test_a_list_asks_for_no_size_that_is_not_wanted(
     monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
     assert storage.list(prefix) == dict.fromkeys(names, 2)
     assert sorted(asked) == sorted(name.rpartition("/")[2] for name in names)
+    asked.clear()
+    assert sorted(storage.names(prefix)) == names
+    assert asked == []
+
+
+def test_what_cleans_up_asks_for_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank does it while all others wait."""
+    for step in (1, 2, 3):
+        reshard.save({"w": torch.ones(3)}, tmp_path / f"step-{step}")
+    asked: list[str] = []
+    monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
+    assert remove_dead(LocalStorage(tmp_path / "step-3")) == []
+    assert asked == []
+    assert [step for _, step, _ in complete(tmp_path)] == [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
+    opened = len(asked)  # whose files have their length
+    assert len(reshard.prune(tmp_path, keep_last=1)) == 2
+    assert len(asked) == 2 * opened
 
 
 def test_everything_written_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
