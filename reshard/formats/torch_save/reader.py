@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing
+from reshard.formats.format import Format, Writing, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -243,11 +242,8 @@ def open(files: Files) -> Contents:
     Raises FormatError if there are several files that nothing says belong together.
     """
     storage, names = files.storage, files.listed
-    indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
-    if indexes and len(names) == 1:
-        files = files.some(storage.list())  # opened by the path of the index: the files are beside it
-    if indexes:
-        return _open_indexed(files, indexes[0])
+    if (indexed := read_index(files, _INDEX)) is not None:
+        return _open_indexed(*indexed)
     found = [n for n in names if "/" not in n and (n.endswith(_SUFFIXES) or len(names) == 1)]
     if len(found) > 1:
         raise FormatError(
@@ -258,19 +254,9 @@ def open(files: Files) -> Contents:
     return contents_of("torch_save", {(): file})
 
 
-def _open_indexed(files: Files, index: str) -> Contents:
-    storage, names = files.storage, files.listed
-    label = f"{storage.url}/{index}"
-    try:
-        weight_map = {str(k): str(v) for k, v in json.loads(storage.read(index))["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
-    wanted = sorted(set(weight_map.values()))
-    missing = [file for file in wanted if file not in names]
-    if missing:
-        raise CorruptCheckpointError(f"{storage.url}: files that {index} names are missing: {', '.join(missing[:5])}")
+def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     merged: dict[str, Any] = {}
-    for file in wanted:
+    for file in sorted({*weight_map.values()}):
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
         if lost:
