@@ -448,7 +448,7 @@ class TensorSpec:
         if self.shape and min(self.shape) < 0:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
-        if self.nbytes >= 1 << 63:
+        if math.prod(self.shape) * self.itemsize >= 1 << 63:
             raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
 
     @property

@@ -543,7 +543,7 @@ def _has_ended(storage: Storage, job_id: str) -> bool:
     count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True
-    return commit.counts(storage, commit.save_id_of(job_id))
+    return commit.counting(storage) == commit.save_id_of(job_id)
 
 
 def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[str]:

@@ -398,14 +398,19 @@ def _named(
 ) -> dict[str, Value]:
     """States of one parameter that are ShardedTensors, or the same on every rank."""
     out: dict[str, Value] = {}
-    first = next(rank for rank in sorted(states) if key in states[rank])
-    for state, value in states[first][key].items():
-        if is_sharded_tensor(value):
-            values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-            out[str(state)] = join_sharded(f"{name}.{state}", values, files)
+    for first, state, values in _states_of(key, states):
+        if is_sharded_tensor(values[first]):
+            out[state] = join_sharded(f"{name}.{state}", values, files)
         else:
-            out[str(state)] = stored_or_plain(f"{name}.{state}", value, files[first], first)
+            out[state] = stored_or_plain(f"{name}.{state}", values[first], files[first], first)
     return out
+
+
+def _states_of(key: Any, states: Mapping[int, Mapping[Any, Any]]) -> Iterator[tuple[int, str, dict[int, Any]]]:
+    """The first rank that has states of a parameter, the name of each, and its values by rank."""
+    first = next(rank for rank in sorted(states) if key in states[rank])
+    for state in states[first][key]:
+        yield first, str(state), {rank: of.get(key, {}).get(state) for rank, of in states.items()}
 
 
 def _flat_of(
@@ -449,26 +454,32 @@ def _cut_flats(
     inside: dict[int, list[str]] = {}
     for key, layout in zip(keys, layouts):
         inside[key] = list(layout.params)
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
-            if isinstance(value, TensorRef) and len(value.size) == 1:
-                whole = _row(f"{key}.{state}", {rank: of.get(key, {}).get(state) for rank, of in states.items()}, files)
-                for name, part in layout.cut(whole).items():
-                    saved.state.setdefault(name, {})[str(state)] = part
-                continue
-            same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
-            for name in layout.params:
-                saved.state.setdefault(name, {})[str(state)] = same
+        for first, state, values in _states_of(key, states):
+            if _is_row(values[first]):
+                parts: Mapping[str, Value] = layout.cut(_row(f"{key}.{state}", values, files))
+            else:
+                parts = dict.fromkeys(layout.params, _same(state, files[first], values[first]))
+            for name, part in parts.items():
+                saved.state.setdefault(name, {})[state] = part
     for group in groups:
         names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
         saved.groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
     return saved
 
 
+def _is_row(value: Any) -> bool:
+    return isinstance(value, TensorRef) and len(value.size) == 1
+
+
+def _same(state: str, file: TorchFile, value: Any) -> Any:
+    """What is the same on every rank."""
+    return stored_tensor(state, file, value) if isinstance(value, TensorRef) else value
+
+
 def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
     at, parts = 0, []
     for rank, ref in sorted(values.items()):
-        if not isinstance(ref, TensorRef) or len(ref.size) != 1:
+        if not _is_row(ref):
             raise CorruptCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
         parts.append((Box((at,), ref.size), stored_tensor(name, files[rank], ref, rank)))
         at += ref.size[0]
@@ -497,18 +508,14 @@ def _by_pieces(
     saved = StoredOptimizer(groups=named.groups)
     for name, holder in named.state.items():
         key = holder[""]
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
-            if isinstance(value, TensorRef) and len(value.size) == 1:
+        for first, state, values in _states_of(key, states):
+            if not _is_row(values[first]):
+                part = _same(state, files[first], values[first])
+            else:
                 if name not in shapes:
                     _ask_shapes(hints, name)
-                values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-                saved.state.setdefault(name, {})[str(state)] = _pieces(
-                    f"{name}.{state}", shapes[name], values, files, hints
-                )
-            else:
-                same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
-                saved.state.setdefault(name, {})[str(state)] = same
+                part = _pieces(f"{name}.{state}", shapes[name], values, files, hints)
+            saved.state.setdefault(name, {})[state] = part
     return saved
 
 

@@ -52,13 +52,10 @@ class LocalStorage(Storage):
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
 
-    def list(self, prefix: str = "") -> dict[str, int]:
-        return self._listed(prefix)
-
     def names(self, prefix: str = "") -> builtins.list[str]:
-        return [*self._listed(prefix, sized=False)]
+        return [*self.list(prefix, sized=False)]
 
-    def _listed(self, prefix: str, *, sized: bool = True) -> dict[str, int]:
+    def list(self, prefix: str = "", *, sized: bool = True) -> dict[str, int]:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_name(folder, self.url)

@@ -43,6 +43,8 @@ class Source(ABC):
     """Reading up to this many bytes that were not requested is cheaper than one more request."""
     direct_bytes: int = DIRECT_BYTES
     """Runs of at least this many bytes are better read by a call than copied from the view."""
+    _file: mmap.mmap | None = None
+    """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
 
     @property
     @abstractmethod
@@ -65,6 +67,11 @@ class Source(ABC):
 
     def check(self, start: int, stop: int) -> None:
         """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
+        if self._file is not None and self._file.size() < stop <= self.nbytes:
+            raise CorruptCheckpointError(
+                f"{self.label}: it had {self.nbytes} bytes when it was opened, and has {self._file.size()} now: "
+                "another process writes it in place, or it was truncated. Open the checkpoint again once it is complete"
+            )
         if not 0 <= start <= stop <= self.nbytes:
             raise CorruptCheckpointError(
                 f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
@@ -132,8 +139,6 @@ class FileSource(Source):
         self._hash = hash((id(storage), name))
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
-        self._file: mmap.mmap | None = None
-        """What it is a view of."""
         self._nbytes: int | None = None
         self._listed = listed
         self._lock = threading.Lock()
@@ -156,14 +161,6 @@ class FileSource(Source):
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
         return self._view
-
-    def check(self, start: int, stop: int) -> None:
-        super().check(start, stop)
-        if self._file is not None and self._file.size() < stop:  # to touch what is gone would end the process
-            raise CorruptCheckpointError(
-                f"{self.label}: it had {self.nbytes} bytes when it was opened, and has {self._file.size()} now: "
-                "another process writes it in place, or it was truncated. Open the checkpoint again once it is complete"
-            )
 
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
