@@ -448,6 +448,8 @@ class TensorSpec:
         if self.shape and min(self.shape) < 0:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
+        if math.prod(self.shape) * self.itemsize >= 1 << 63:
+            raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
 
     @property
     def numel(self) -> int:

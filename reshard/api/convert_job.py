@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -500,7 +500,7 @@ def _flat(file: str) -> str:
     return file.replace("/", "~")
 
 
-def remove_dead_jobs(storage: Storage, names: Mapping[str, int], *, spare: str = "") -> list[str]:
+def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
     """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
 
     A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
@@ -543,10 +543,10 @@ def _has_ended(storage: Storage, job_id: str) -> bool:
     count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True
-    return commit.counts(storage, commit.save_id_of(job_id))
+    return commit.counting(storage) == commit.save_id_of(job_id)
 
 
-def _unpublished(storage: Storage, names: Mapping[str, int], job_id: str) -> list[str]:
+def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[str]:
     """The files whose names say that they are the job's, and that no checkpoint uses."""
     staged, items = temporary_name("", job_id), f"_{job_id}_"
     found = [name for name in names if name.endswith(staged)]

@@ -21,7 +21,7 @@ from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_mani
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
-__all__ = ["Step", "complete", "latest_complete", "prune", "remove_checkpoints", "steps"]
+__all__ = ["Step", "complete", "latest_complete", "prune", "published", "remove_checkpoints", "steps"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RemoveWork:
 
     def begin(self) -> Callable[[str], None]:
         """Raises StorageError where the folder is another one."""
-        names = open_storage(self.folder).list() if self.kept else {}
+        names = open_storage(self.folder).names() if self.kept else []
         for name in self.kept:
             if name not in names:
                 raise StorageError(f"{self.folder} is not the driver's, which sees {name} there")
@@ -133,12 +133,12 @@ def remove_checkpoints(
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left there, as `prune` does.
     Returns the paths of what was removed: what a save replaces just now stays."""
     storage = open_storage(folder)
-    names = storage.list()
+    names = storage.names()
     remove_dead_jobs(storage, names)
     parts = [name.split("/", 2) for name in names]
     for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
         below = open_storage(path_below(folder, place))
-        remove_dead_jobs(below, below.list())
+        remove_dead_jobs(below, below.names())
     places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
     gone = []
     for path in paths:
@@ -148,7 +148,7 @@ def remove_checkpoints(
             inner.retract(HF_INDEX)
             inner.retract(MANIFEST)
             gone.append(path)
-    kept = tuple(sorted(name for name in storage.list() if name.rpartition("/")[2] == MANIFEST)[-1:])
+    kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
     run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
     remove_empty(storage, places)
@@ -156,37 +156,46 @@ def remove_checkpoints(
 
 
 @dataclass(frozen=True)
-class _Complete:
-    """A complete checkpoint, and what its age is known by."""
+class _Published:
+    """A checkpoint that has a manifest, and what its age is known by."""
 
     path: str
     is_below: bool
     """False: it is the folder itself."""
-    created_unix_s: float
     step: RunStep | None
+    created_unix_s: float = 0.0
+    problem: str = ""
+    """Why it cannot be opened."""
 
 
-def complete(folder: str | os.PathLike[str]) -> list[_Complete]:
+def complete(folder: str | os.PathLike[str]) -> list[_Published]:
     """The steps of a run that are complete, the oldest first; or, if no name is that of a step, all checkpoints."""
+    found = (one for one in published(folder) if not one.problem)
+    by_time = sorted(found, key=lambda one: (one.created_unix_s, one.path))
+    steps = [(one.step.age, one) for one in by_time if one.step]
+    return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time
+
+
+def published(folder: str | os.PathLike[str]) -> list[_Published]:
+    """The checkpoints at and directly below `folder` whose save has ended."""
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
     found = []
-    for name in storage.list():
+    for name in storage.names():
         place, _, last = name.rpartition("/")
         if last != MANIFEST or "/" in place:
             continue
-        path = path_below(folder, place)
+        path, step = path_below(folder, place), step_of(place) if place else None
         try:
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
-        except CheckpointError:
+        except CheckpointError as error:
             with suppress(CheckpointNotFoundError):  # removed meanwhile
                 inner = open_storage(path)
                 if detect(inner, {MANIFEST: inner.size(MANIFEST)}):
                     refuse_newer(inner.read(MANIFEST), f"{inner.url.rstrip('/')}/{MANIFEST}")
-            continue
-        found.append(_Complete(path, bool(place), created, step_of(place) if place else None))
-    by_time = sorted(found, key=lambda one: (one.created_unix_s, one.path))
-    steps = [(one.step.age, one) for one in by_time if one.step]
-    return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time
+                found.append(_Published(path, bool(place), step, problem=str(error)))
+        else:
+            found.append(_Published(path, bool(place), step, created))
+    return found

@@ -356,7 +356,7 @@ def _clear(job: SaveJob, cause: BaseException) -> None:
     """Remove what a failed save has written, unless it failed after publishing."""
     save_id = job.generation.save_id
     try:
-        if not commit.counts(job.storage, save_id):
+        if commit.counting(job.storage) != save_id:
             commit.remove(job.storage, save_id)
     except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
         cause.add_note(f"removing the unfinished save failed too: {second}")

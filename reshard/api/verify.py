@@ -36,6 +36,7 @@ from reshard.ranks.progress import Phase, Progress
 from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, touched_ranges
 from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
+from reshard.stored.tensor import LazyTensor, StoredTensor
 
 if TYPE_CHECKING:
     pass
@@ -132,7 +133,19 @@ def _deep_findings(
         if not findings:  # which makes it needless to compare blocks of ours again
             opening = None if opening is None else replace(opening, check=native is None)
             findings = _read_findings(checkpoint, against, opening, executor, step)
-    return findings
+    return [*findings, *_object_findings(checkpoint)]
+
+
+def _object_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Read the values that are no tensors, and those of single ranks."""
+    objects, per_rank = checkpoint.objects, checkpoint.contents.per_rank
+    for key in (*objects, *per_rank):
+        try:
+            for value in dict(per_rank[key]).values() if key in per_rank else [objects[key]]:
+                if isinstance(value, StoredTensor):
+                    LazyTensor(value)[...]
+        except CheckpointError as error:
+            yield Finding(str(error), key)
 
 
 def _compared(

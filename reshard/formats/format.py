@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.native.manifest import HF_INDEX, MANIFEST
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = ["Format", "Normalizer", "Widen", "Writing"]
+__all__ = ["Format", "Normalizer", "Widen", "Writing", "read_index"]
 
 
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
@@ -78,3 +80,32 @@ class Format:
     """Whether only the name of a rank's file identifies what is beside model and optimizer."""
     writing: Callable[[], Writing] | None = None
     """None where it is read only."""
+
+
+def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
+    """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
+    is no index. An index that was opened by its path has its files beside it.
+
+    Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that it names is missing.
+    """
+    url, indexes = files.storage.url, sorted(n for n in files.listed if "/" not in n and n.endswith(ending))
+    if not indexes:
+        return None
+    if len(indexes) > 1:
+        raise FormatError(f"{url} has {len(indexes)} indexes: {', '.join(indexes)}; open one by its path")
+    if len(files.listed) == 1:
+        files = files.some(files.storage.list())
+    label = f"{url}/{indexes[0]}"
+    try:
+        data = json.loads(files.storage.read(indexes[0]))
+        places = {str(key): str(file) for key, file in data["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
+    named = sorted(set(places.values()))
+    if missing := [file for file in named if file not in files.listed]:
+        key = next(key for key, file in places.items() if file == missing[0])
+        raise CorruptCheckpointError(
+            f"{url}: {len(missing)} of {len(named)} files that {indexes[0]} names are missing: "
+            f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
+        )
+    return files, label, places

@@ -61,6 +61,8 @@ def open(files: Files) -> Contents:
     folders = _folders(names)
     if not isinstance(storage, LocalStorage):
         raise FormatError(f"{storage.url}: Orbax checkpoints are read from local folders only: copy it to one")
+    for name in (name for name, nbytes in names.items() if not nbytes):
+        storage.size(name)  # a named pipe is refused here; tensorstore would wait for its writer
     parts = [("" if len(folders) == 1 else folder[:-1], _open_item(storage, folder)) for folder in folders]
     plain = [(file, match[1]) for file in names if (match := _JSON_ITEM.fullmatch(file))] if folders != [""] else []
     found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}

@@ -14,7 +14,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format, Writing
+from reshard.formats.format import Format, Writing, read_index
 from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -26,7 +26,7 @@ from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
     "FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open",
-    "open_files", "read_index", "tied_names",
+    "open_files", "tied_names",
 ]  # fmt: skip
 
 
@@ -62,13 +62,8 @@ def open(files: Files) -> Contents:
         FormatError: several files that nothing says belong together.
     """
     storage, names = files.storage, files.listed
-    indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
-    if len(indexes) > 1:
-        raise FormatError(f"{storage.url} has {len(indexes)} indexes: {', '.join(indexes)}; open one by its path")
-    if indexes and len(names) == 1:
-        files = files.some(storage.list())  # opened by the path of the index: the files are beside it
-    if indexes:
-        return _open_indexed(files, indexes[0])
+    if (indexed := read_index(files, _INDEX)) is not None:
+        return _open_indexed(*indexed)
     found = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))
     part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
@@ -93,34 +88,8 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
     return (f"there is no {first}{more}: its writer had nothing for it, or it was lost",)
 
 
-def read_index(files: Files, index: str) -> tuple[dict[str, str], list[str]]:
-    """The file of each tensor, as an index of Hugging Face has it, and all files.
-
-    Raises CorruptCheckpointError for what is no index, or if files are missing.
-    """
-    storage = files.storage
-    try:
-        data = json.loads(storage.read(index))
-        weight_map = {str(key): str(file) for key, file in data["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{storage.url}/{index}: no index of files: {type(error).__name__}: {error}"
-        ) from None
-    named = sorted(set(weight_map.values()))
-    missing = [file for file in named if file not in files.listed]
-    if missing:
-        key = next(k for k, file in weight_map.items() if file == missing[0])
-        raise CorruptCheckpointError(
-            f"{storage.url}: {len(missing)} of {len(named)} files that {index} names are missing: "
-            f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
-        )
-    return weight_map, named
-
-
-def _open_indexed(files: Files, index: str) -> Contents:
-    label = f"{files.storage.url}/{index}"
-    weight_map, named = read_index(files, index)
-    contents = open_files(files, named)
+def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
+    contents = open_files(files, sorted({*weight_map.values()}))
     for key, file in weight_map.items():
         if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
             where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"

@@ -43,7 +43,7 @@ from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "counts", "ended",
+    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "ended",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
     "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
 ]  # fmt: skip
@@ -140,7 +140,7 @@ class Generation:
                 f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later "
                 "one is kept, and this one is discarded. Give each job its own folder"
             )
-        if f"{self.folder}/{CLAIM}" not in self.storage.list(f"{self.folder}/{CLAIM}"):
+        if f"{self.folder}/{CLAIM}" not in self.storage.names(f"{self.folder}/{CLAIM}"):
             raise StorageError(
                 f"{where}: another process considered this save dead and deleted its files: nothing was published"
             )
@@ -198,8 +198,9 @@ class Generation:
         layout = {key: value for key, value in to_json(census.tensors).items() if key not in ("reshard", "version")}
         # what older readers do not know: the class of a mapping or of a tensor
         classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
-        return Manifest(
-            version=_version(linked, has_more=bool(tables or table is not None or classes)),
+        has_own_blocks = any(record.block_bytes is not UNSET for record in linked)
+        return Manifest(  # of the oldest version that can express everything
+            version=3 if has_own_blocks else 2 if tables or table is not None or classes else 1,
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
             block_bytes=BLOCK_BYTES,
@@ -232,13 +233,6 @@ class Generation:
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
-
-
-def _version(linked: Sequence[LinkedRecord], *, has_more: bool) -> int:
-    """Return the oldest version that can express everything."""
-    if any(record.block_bytes is not UNSET for record in linked):
-        return 3
-    return 2 if has_more else 1
 
 
 def _together(written: Iterable[Written]) -> list[LinkedRecord]:
@@ -368,11 +362,6 @@ def counting(storage: Storage) -> str | None:
         return None
 
 
-def counts(storage: Storage, save_id: str) -> bool:
-    """Return True if the manifest names this generation."""
-    return counting(storage) == save_id
-
-
 def remove_dead(storage: Storage) -> list[str]:
     """Remove generations that neither count nor are being written. Returns their save ids.
 
@@ -390,7 +379,7 @@ def remove_dead(storage: Storage) -> list[str]:
             removed.append(save_id)
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
         for published_name in (MANIFEST, HF_INDEX):
-            for name in storage.list(f"{published_name}."):
+            for name in storage.names(f"{published_name}."):
                 if is_temporary(name):
                     storage.delete(name)
     return removed
@@ -399,7 +388,7 @@ def remove_dead(storage: Storage) -> list[str]:
 def generations_in(storage: Storage) -> dict[str, list[str]]:
     """Save id -> names of the files of its generation; other files with such names are foreign."""
     by_id: dict[str, list[str]] = {}
-    for name in storage.list("data-"):
+    for name in storage.names("data-"):
         folder, slash, _ = name.partition("/")
         if slash and is_generation(folder):
             by_id.setdefault(folder.removeprefix("data-"), []).append(name)
@@ -422,7 +411,7 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
     """Remove a generation, its claim last, so that an interrupted removal is continued."""
     folder = folder_of(save_id)
-    names = list(storage.list(f"{folder}/")) if names is None else names
+    names = storage.names(f"{folder}/") if names is None else names
     for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
         storage.delete(name)
 
@@ -467,16 +456,16 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
     weight_map = None if files is None else _weight_map(plan, files)
     if weight_map is None:
         storage.delete(HF_INDEX)
-    elif counts(storage, save_id):
+    elif counting(storage) == save_id:
         storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
-        if not counts(storage, save_id):
+        if counting(storage) != save_id:
             storage.delete(HF_INDEX)
 
 
 def index_problem(native: NativeFacts) -> str | None:
     """Return how the index would lead Hugging Face tools to other tensors than the manifest names; None if there is
     no problem."""
-    if HF_INDEX not in native.storage.list(HF_INDEX):
+    if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
     files = {int(rank): record.name for rank, record in native.manifest.files.items()}

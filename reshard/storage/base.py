@@ -54,6 +54,10 @@ class Storage(ABC):
         A folder that does not exist holds nothing. What a killed writer left behind is listed too: see `is_temporary`.
         """
 
+    def names(self, prefix: str = "") -> builtins.list[str]:
+        """Return the names that `list` has, where their sizes do not matter: each can be a request."""
+        return [*self.list(prefix)]
+
     def top(self) -> builtins.dict[str, int] | None:
         """Return what is in no folder, and its size, and each folder, with a slash behind its name
         and no size; None if that takes no less than to `list` everything."""

@@ -52,7 +52,10 @@ class LocalStorage(Storage):
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
 
-    def list(self, prefix: str = "") -> dict[str, int]:
+    def names(self, prefix: str = "") -> builtins.list[str]:
+        return [*self.list(prefix, sized=False)]
+
+    def list(self, prefix: str = "", *, sized: bool = True) -> dict[str, int]:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_name(folder, self.url)
@@ -61,7 +64,7 @@ class LocalStorage(Storage):
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
                 raise StorageError(f"{self.url} is a file, expected a folder")
-            _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix)
+            _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))
 
     def top(self) -> dict[str, int] | None:
@@ -242,6 +245,8 @@ class LocalStorage(Storage):
             raise
         except OSError as error:
             raise _explained(error, verb, name, self.url) from error
+        except MemoryError as error:
+            raise StorageError(f"cannot {verb} {name} in {self.url}: it does not fit into memory") from error
 
     @contextmanager
     def _errors(self, verb: str, name: str) -> Iterator[None]:
@@ -335,9 +340,11 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True) -> None:
+def _list(
+    folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True, sized: bool = True
+) -> None:
     """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not deep, those of its
-    folders by names with a slash. Each size is a request to the file system."""
+    folders by names with a slash. Each size is a request to the file system; not `sized`, they are 0."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -347,14 +354,19 @@ def _list(folder: str, before: str, found: dict[str, int], prefix: str = "", *, 
             name = before + entry.name
             if not name.startswith(prefix):
                 continue
-            if not entry.is_dir():
-                # a file that another process removes while we look is not in the folder
-                with suppress(FileNotFoundError):
-                    found[name] = entry.stat().st_size
+            try:
+                nbytes = None if entry.is_dir() else entry.stat().st_size if sized else 0
+            except OSError as error:
+                # a file that another process removes while we look is not in the folder, nor is a link to itself
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                continue
+            if nbytes is not None:
+                found[name] = nbytes
             elif not deep:
                 found[f"{name}/"] = 0
             elif not entry.is_symlink():
-                _list(entry.path, f"{name}/", found, prefix)
+                _list(entry.path, f"{name}/", found, prefix, sized=sized)
 
 
 def _unless_absent(error: OSError) -> None:

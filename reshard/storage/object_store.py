@@ -108,7 +108,8 @@ class ObjectStorage(Storage):
             check_name(folder, self.url)
 
         def all_pages() -> dict[str, int]:
-            pages = self._api.list(self._store, folder or None, chunk_size=1000)
+            # the store takes whole folders only; what comes before the prefix need not be listed
+            pages = self._api.list(self._store, folder or None, offset=prefix[:-1] or None, chunk_size=1000)
             return {item["path"]: item["size"] for page in pages for item in page}
 
         with self._errors("list", prefix or "objects"):

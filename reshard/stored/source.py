@@ -43,6 +43,8 @@ class Source(ABC):
     """Reading up to this many bytes that were not requested is cheaper than one more request."""
     direct_bytes: int = DIRECT_BYTES
     """Runs of at least this many bytes are better read by a call than copied from the view."""
+    _file: mmap.mmap | None = None
+    """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
 
     @property
     @abstractmethod
@@ -65,6 +67,11 @@ class Source(ABC):
 
     def check(self, start: int, stop: int) -> None:
         """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
+        if self._file is not None and self._file.size() < stop <= self.nbytes:
+            raise CorruptCheckpointError(
+                f"{self.label}: it had {self.nbytes} bytes when it was opened, and has {self._file.size()} now: "
+                "another process writes it in place, or it was truncated. Open the checkpoint again once it is complete"
+            )
         if not 0 <= start <= stop <= self.nbytes:
             raise CorruptCheckpointError(
                 f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
@@ -149,6 +156,7 @@ class FileSource(Source):
                 if self._nbytes is None:
                     self._view = self.storage.mapped(self.name)
                     if self._view is not None:
+                        self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
                         self._nbytes = len(self._view)
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
@@ -332,7 +340,7 @@ class FileSource(Source):
         """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
         self.check(start, start + length)
         view = self.view()
-        if view is None or not isinstance(view.obj, mmap.mmap):
+        if view is None or self._file is None:
             return None
         try:  # a page that cannot be read is an error here, but would end the process if it were touched
             self._advise(_MADV_POPULATE_READ, start, length)
@@ -350,10 +358,9 @@ class FileSource(Source):
             self._advise(mmap.MADV_DONTNEED, start, length)
 
     def _advise(self, what: int, start: int, length: int) -> None:
-        mapped = self._view.obj if self._view is not None else None
-        if isinstance(mapped, mmap.mmap) and length > 0:
+        if self._file is not None and length > 0:
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(what, first, start + length - first)
+            self._file.madvise(what, first, start + length - first)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name

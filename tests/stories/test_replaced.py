@@ -4,6 +4,8 @@ error, and never "there is none"."""
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -155,3 +157,49 @@ def two_saves(folder: str) -> str:
 def test_ranks_that_have_opened_different_saves_load_none(tmp_path):
     for said in gloo.run(two_saves, 2, str(tmp_path / "c")):
         assert "is not the same checkpoint on all ranks" in said
+
+
+SHRINKING = """
+import os, sys
+from pathlib import Path
+import torch
+import reshard
+from planners.errors import ProofError
+from reshard.errors import ReshardError
+
+folder = Path(sys.argv[1])
+state = {"a": torch.ones(300, 100), "b": torch.ones(300, 100)}
+for format in ("native", "dcp", "safetensors", "torch_save"):
+    reshard.save(state, folder / "saved")
+    for way in ("slice", "load", "load during", "convert", "compare", "verify", "fingerprint"):
+        path = folder / f"{format} {way}"
+        reshard.convert(folder / "saved", path, format=format)
+        checkpoint = reshard.open(path)
+        checkpoint["a"][:2]  # which maps the file
+        file = max([path, *path.rglob("*")], key=lambda one: one.is_file() and one.stat().st_size)
+        os.truncate(file, 5000)
+        target = {name: torch.zeros(300, 100) for name in state}
+        ways = {
+            "slice": lambda: checkpoint["b"][200:300],
+            "load": lambda: reshard.load(target, checkpoint),
+            "load during": lambda: reshard.load(target, checkpoint, check="during"),
+            "convert": lambda: reshard.convert(checkpoint, path.with_suffix(".converted"), format="dcp"),
+            "compare": lambda: reshard.compare(checkpoint, state).raise_if_failed(),
+            "verify": lambda: reshard.verify(checkpoint).raise_if_failed(),
+            "fingerprint": lambda: reshard.fingerprint(checkpoint),
+        }
+        try:
+            ways[way]()
+            print(format, way, "did not notice")
+        except (ReshardError, ProofError) as error:
+            if file.name not in str(error):
+                print(format, way, "does not name", file.name, error)
+        assert not any(value.any() for value in target.values()) or way == "load during", (format, way)
+"""
+
+
+def test_a_file_that_another_process_cuts_after_it_was_opened_is_an_error(tmp_path):
+    """`torch.save` and DCP write an older file of the same name in place. To touch what is gone of a mapped file would
+    end the process."""
+    done = subprocess.run([sys.executable, "-c", SHRINKING, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from reshard.api.retention import complete, remove_checkpoints
+from reshard.api.retention import published, remove_checkpoints
 from reshard.errors import CheckpointError, CheckpointNotFoundError
 from reshard.formats.opening import path_below
 from reshard.native.commit import remove_empty
@@ -37,8 +37,13 @@ def step_path(root: str, step: int) -> str:
 
 def whole_steps(root: str) -> list[int]:
     """The steps in storage that are complete, according to names and sizes of files, in order."""
-    names = [one.path.rpartition("/")[2] for one in complete(root) if one.is_below]
-    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+    return [step for step, problem in _published(root).items() if not problem]
+
+
+def _published(root: str) -> dict[int, str]:
+    """The steps in storage whose save has ended, in order, and why a damaged one cannot be opened."""
+    rows = [(_NAME.fullmatch(one.path.rpartition("/")[2]), one.problem) for one in published(root) if one.is_below]
+    return dict(sorted((int(match[1]), problem) for match, problem in rows if match))
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,7 +108,11 @@ class Ledger:
 
     def current(self) -> list[int]:
         """The complete steps that count, in order."""
-        return [step for step in whole_steps(self.root) if step not in self.aside()]
+        return [step for step, problem in self.published().items() if not problem]
+
+    def published(self) -> dict[int, str]:
+        """The steps that count, in order, and why a damaged one cannot be opened."""
+        return {step: why for step, why in _published(self.root).items() if step not in self.aside()}
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of the complete steps that count."""

@@ -379,8 +379,8 @@ class CheckpointManager:
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
-        structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if the run
-        has no complete step. A damaged step is skipped and listed in `passed_over`.
+        structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if no save
+        of the run was completed. A damaged step is skipped and listed in `passed_over`.
 
         Args:
             state: as for `save`. It is filled in place.
@@ -399,12 +399,13 @@ class CheckpointManager:
                 raise CheckpointError(f"the manager of {self.root} is closed")
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
-            steps = group.share(self._read().current() if group.rank == 0 else None, kind=list[int])
+            found = group.share(self._read().published() if group.rank == 0 else None, kind=dict[int, str])
             taken = LiveObjects(state, to_fill=True)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        report = self._newest_whole(steps, wanted, taken.state, options)
+        report = self._newest_whole(found, wanted, taken.state, options)
         if report is None:
             return None
+        steps = [one for one, problem in found.items() if not problem]
         newer = [one for one in steps if one > report.step]
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
@@ -419,14 +420,15 @@ class CheckpointManager:
         return report
 
     def _newest_whole(
-        self, steps: list[int], wanted: int | None, state: Any, options: dict[str, Any]
+        self, steps: dict[int, str], wanted: int | None, state: Any, options: dict[str, Any]
     ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest."""
-        chosen = steps[::-1] if wanted is None else [wanted] if wanted in steps else []
+        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened."""
+        chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed: list[str] = []
         for one in candidates:
-            found = self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
+            problem = "" if one is None else steps[one]
+            found = problem or self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
             if isinstance(found, RestoreReport):
                 return found
             passed.append(found if one is None else f"step {one}: {found}")
@@ -436,7 +438,8 @@ class CheckpointManager:
         if wanted is None and not steps:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"
-        why = "; ".join(passed) or f"its complete steps are {', '.join(map(str, steps)) or 'none'}"
+        whole = [str(one) for one, problem in steps.items() if not problem]
+        why = "; ".join(passed) or f"its complete steps are {', '.join(whole) or 'none'}"
         raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}")
 
     def _load(

@@ -23,7 +23,7 @@ from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_i
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
 from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.state import KeyPath
+from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
@@ -139,6 +139,8 @@ def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
             index.items.setdefault(str(at["fqn"]), {}).setdefault(offset, item)
         for key, path in (fields.get("planner_data") or {}).items():
             index.paths[str(key)] = tuple([part if type(part) is int else str(part) for part in path])
+            if key_of(index.paths[str(key)]) != str(key):
+                raise ValueError(f"it places {key!r} at {path!r}")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{where}: the metadata is malformed: {type(error).__name__}: {error}; expected what torch writes"
@@ -200,7 +202,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | Non
     except (AttributeError, KeyError, TypeError, ValueError, PlanError) as error:
         if isinstance(error, (CorruptCheckpointError, FormatError)):
             raise
-        raise CorruptCheckpointError(f"tensor {key!r}: its metadata is malformed: {error}") from None
+        raise CorruptCheckpointError(f"tensor {key!r}: its entry in .metadata is malformed: {error}") from None
     chunks = []
     for box in dict.fromkeys(boxes):  # replicas of several ranks are one chunk
         item = stored.get(box.offsets)
@@ -318,7 +320,7 @@ class Items:
         if not item.transforms:
             return file, item.offset, item.length
         if len(item.transforms) == 1 and item.transforms[0].startswith("stream.zstd"):
-            decode = partial(_unzstd, most_bytes)
+            decode = partial(_unzstd, f"{file.label}, bytes [{item.offset}, {item.stop})", most_bytes)
         elif self._undo is not None:
             decode = partial(self._undo, item.transforms, most_bytes)
         else:
@@ -361,7 +363,7 @@ class Items:
         return self._headers[source.name]
 
 
-def _unzstd(most_bytes: int, data: bytes) -> bytes:
+def _unzstd(where: str, most_bytes: int, data: bytes) -> bytes:
     try:
         import zstandard
     except ImportError:
@@ -375,12 +377,12 @@ def _unzstd(most_bytes: int, data: bytes) -> bytes:
             pieces.append(reader.decompress(data[start : start + _PIECE_BYTES]))
             size += len(pieces[-1])
             if size > most_bytes:  # a few bytes can stand for very many
-                raise CorruptCheckpointError(f"a zstd item holds more than the {most_bytes} bytes that it may need")
+                raise CorruptCheckpointError(f"{where}: more than the {most_bytes} bytes that it may need")
         if not reader.eof:
-            raise CorruptCheckpointError("a zstd item is truncated")
+            raise CorruptCheckpointError(f"{where}: a zstd item is truncated")
         return b"".join(pieces)
     except zstandard.ZstdError as error:
-        raise CorruptCheckpointError(f"a zstd item is damaged: {error}") from None
+        raise CorruptCheckpointError(f"{where}: a zstd item is damaged: {error}") from None
 
 
 def _writing() -> Writing:

@@ -25,7 +25,7 @@ from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.contents import Contents, Facts, LazyMapping, merge
+from reshard.stored.contents import Contents, Facts, LazyMapping, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
@@ -66,7 +66,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
-    if ".metadata" not in names or not {"metadata.json", "common.pt"} & set(names):
+    if not has_dcp(names) or not {"metadata.json", "common.pt"} & set(names):
         return False
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 

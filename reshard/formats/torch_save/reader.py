@@ -12,8 +12,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing
-from reshard.formats.safetensors import read_index
+from reshard.formats.format import Format, Writing, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -21,7 +20,7 @@ from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record
+from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record, has_dcp
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
@@ -231,7 +230,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     bytes."""
     if any("/" not in n and n.endswith((*_SUFFIXES, _INDEX)) for n in names):
         return True
-    if len(names) != 1:
+    if len(names) != 1 or has_dcp(names):  # what is left of DCP's files is a damaged checkpoint of its own format
         return False
     ((only, nbytes),) = names.items()
     return looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))
@@ -243,11 +242,8 @@ def open(files: Files) -> Contents:
     Raises FormatError if there are several files that nothing says belong together.
     """
     storage, names = files.storage, files.listed
-    indexes = sorted(n for n in names if "/" not in n and n.endswith(_INDEX))
-    if indexes and len(names) == 1:
-        files = files.some(storage.list())  # opened by the path of the index: the files are beside it
-    if indexes:
-        return _open_indexed(files, indexes[0])
+    if (indexed := read_index(files, _INDEX)) is not None:
+        return _open_indexed(*indexed)
     found = [n for n in names if "/" not in n and (n.endswith(_SUFFIXES) or len(names) == 1)]
     if len(found) > 1:
         raise FormatError(
@@ -258,11 +254,9 @@ def open(files: Files) -> Contents:
     return contents_of("torch_save", {(): file})
 
 
-def _open_indexed(files: Files, index: str) -> Contents:
-    label = f"{files.storage.url}/{index}"
-    weight_map, wanted = read_index(files, index)
+def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     merged: dict[str, Any] = {}
-    for file in wanted:
+    for file in sorted({*weight_map.values()}):
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
         if lost:

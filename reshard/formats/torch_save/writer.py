@@ -45,13 +45,17 @@ class ArchivesWriter(FormatWriter):
         """Stream one archive."""
         value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
         regions = with_sums(self.region(part) for part in file.parts)
+        pickled, inside = pickled_with_tensors(value, len(regions))
         name = storage.temporary(file.name, self.job_id)
         storage.delete(name)
         with storage.create(name) as raw, self.feed([region for region, _ in regions]) as feed:
             out = HashingWriter(raw)
-            archive = begin_archive(out.write, pickled_state(value))
+            archive = begin_archive(out.write, pickled)
             for number, summed in enumerate(regions):
                 tensor_record(archive, f"data/{number}", feed, summed, on_bytes)
+            for number, tensor in enumerate(inside, len(regions)):
+                data = row_major_bytes(as_array(tensor))
+                archive.record(f"data/{number}", len(data), [data])
             end_archive(archive)
             done = out.nbytes, out.digest()
         return self.done(name, *done)
@@ -285,7 +289,13 @@ class _StubStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles stubs as `torch.save` pickles the tensors that they stand for."""
+    """Pickles stubs as `torch.save` pickles the tensors that they stand for, and tensors within objects as stubs that
+    are numbered from `first`."""
+
+    def __init__(self, file: io.BytesIO, first: int) -> None:
+        super().__init__(file, protocol=2)
+        self.first = first
+        self.inside: list[torch.Tensor] = []
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _StubStorage):
@@ -293,6 +303,10 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.inside.append(obj)
+            spec = TensorSpec("", tuple(obj.shape), dtype_name(obj.dtype))
+            obj = TensorStub(spec, self.first + len(self.inside) - 1)
         if not isinstance(obj, TensorStub):
             return NotImplemented
         spec, steps, step = obj.spec, [], 1
@@ -317,12 +331,19 @@ def pickled_state(value: Any) -> bytes:
 
     Raises FormatError for an object that cannot be pickled.
     """
+    return pickled_with_tensors(value, 0)[0]
+
+
+def pickled_with_tensors(value: Any, first: int) -> tuple[bytes, list[torch.Tensor]]:
+    """The same of a nest with tensors in places that only objects have, such as the key 1.5 of a dict: they are the
+    records from `data/<first>` on."""
     buffer = io.BytesIO()
+    pickler = _Pickler(buffer, first)
     try:
-        _Pickler(buffer, protocol=2).dump(value)
+        pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"the state cannot be written as torch.save does: {error}") from error
-    return buffer.getvalue()
+    return buffer.getvalue(), pickler.inside
 
 
 def save_tensor(tensor: torch.Tensor, file: Any) -> None:
@@ -399,6 +420,7 @@ def _beside(place: Extent) -> int | None:
     view = place.source.view()
     if view is None:
         return None
+    place.source.check(place.descriptor_at, place.descriptor_at + _LENGTHS[1].size)
     for form in _LENGTHS:
         data = view[place.descriptor_at : place.descriptor_at + form.size]
         if len(data) == form.size:

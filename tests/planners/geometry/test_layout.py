@@ -54,6 +54,7 @@ def test_layouts_are_values():
     ("make", "message"),
     [
         (lambda: TensorSpec("w", (-1,), "float32"), r"sizes must be >= 0, got shape \(-1,\) \(tensor 'w'\)"),
+        (lambda: TensorSpec("w", (1 << 31, 1 << 30), "float32"), r"less than 2\*\*63 bytes, got shape"),
         (lambda: TensorSpec("w", (1,), "float31"), "unknown dtype 'float31'"),
         (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be a string"),
         (

@@ -208,6 +208,43 @@ def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -
         value_at(root, 1)
 
 
+def cut_manifest(step: Path) -> None:
+    file = step / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def garble_manifest(step: Path) -> None:
+    (step / "manifest.json").write_text('{"version": 1}')
+
+
+def cut_data(step: Path) -> None:
+    [file] = step.glob("data-*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_data(step: Path) -> None:
+    [file] = step.glob("data-*/*.safetensors")
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_manifest, garble_manifest, cut_data, lose_data])
+def test_a_published_step_that_does_not_open_is_damage_and_not_a_save_that_never_ended(
+    damage: Any, tmp_path: Path
+) -> None:
+    """Else a run whose only step lost a byte would begin again, in silence."""
+    root = tmp_path / "run"
+    run(root, [1, 2])
+    damage(root / "step-2")
+    report, value = value_at(root)
+    assert (report.step, value) == (1, 1.0)
+    assert [text.split(":")[0] for text in report.passed_over] == ["step 2"]
+    with pytest.raises(CheckpointNotFoundError, match=r"step 2 in .* cannot be restored: step 2: .*step-2"):
+        value_at(root, 2)
+    damage(root / "step-1")
+    with pytest.raises(CheckpointNotFoundError, match=r"no step in .* cannot be restored: step 2: .*; step 1: "):
+        value_at(root)
+
+
 def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) -> None:
     root, state = tmp_path / "run", {"w": torch.zeros(3)}
     run(root, [1, 2, 3])

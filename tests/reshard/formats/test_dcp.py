@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from planners.geometry.box import Box
+from reshard import convert, fingerprint, verify
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, UnsafeDataError
 from reshard.live import dtypes
@@ -226,6 +227,20 @@ def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_what_is_left_of_a_checkpoint_is_not_of_another_format(tmp_path: Path) -> None:
+    """Alone, each file of DCP looks like one of torch.save."""
+    writer = DcpWriter({"w": grid(W, 3, 2)}, files=1)
+    folder = writer.write(tmp_path)
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"there are .distcp files, but no .metadata"):
+        open_checkpoint(folder)
+    (folder / "__0_0.distcp").unlink()
+    (folder / ".metadata").write_bytes(metadata)
+    with pytest.raises(CorruptCheckpointError, match=r"1 of 1 files that .metadata names are missing: __0_0.distcp"):
+        open_checkpoint(folder)
+
+
 def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
     written(tmp_path).write(tmp_path)
     (tmp_path / ".metadata").unlink()
@@ -307,8 +322,8 @@ def test_compressed_items(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     for change, message in (
         (lambda data: data, ""),
-        (lambda data: data[:-5], "truncated"),
-        (lambda data: b"rubbish" + data, "damaged"),
+        (lambda data: data[:-5], r"__0_0.distcp, bytes \[0, \d+\): a zstd item is truncated"),
+        (lambda data: b"rubbish" + data, r"__0_0.distcp, bytes \[0, \d+\): a zstd item is damaged"),
         (lambda data: zstandard.compress(b"\0" * (1 << 29)), "more than the"),
     ):
         writer = DcpWriter({"w": [((0, 0), W)]}, files=1)
@@ -330,6 +345,27 @@ def test_unknown_transforms_are_named(tmp_path: Path) -> None:
         info.transform_descriptors = ["stream.rot13/1"]
     with pytest.raises(FormatError, match=r"tensor 'w'.*stream.rot13/1"):
         open_checkpoint(writer.write(tmp_path))["w"][...]
+
+
+def test_a_key_that_is_placed_elsewhere_is_damage(tmp_path: Path) -> None:
+    """A conversion of it could not be opened."""
+    writer = written(tmp_path)
+    writer.metadata.planner_data = {"w": ("v",)}
+    with pytest.raises(CorruptCheckpointError, match=r".metadata: .* places 'w' at \('v',\)"):
+        open_checkpoint(writer.write(tmp_path))
+
+
+def test_a_shape_that_no_tensor_can_have_is_damage(tmp_path: Path) -> None:
+    """To list its windows would take all memory."""
+    writer = written(tmp_path)
+    writer.metadata.state_dict_metadata["w"].size = torch.Size([1 << 40, 1 << 40])
+    checkpoint = open_checkpoint(writer.write(tmp_path))
+    calls: list[Any] = [lambda: checkpoint["w"], lambda: fingerprint(checkpoint)]
+    calls.append(lambda: convert(checkpoint, tmp_path / "made", format="torch_save"))
+    for call in calls:
+        with pytest.raises(CorruptCheckpointError, match=r"'w': its entry in .metadata is malformed: .* 2\*\*63 bytes"):
+            call()
+    assert "2**63" in str(verify(checkpoint))
 
 
 @pytest.mark.parametrize("value", [[], None, {"a": 1}, "text", b""])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
 import torch
 
 import reshard
-from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError, StorageError
 from reshard.mapping import Mapping, Reshape, Transpose
 from tests.samples import sample
 
@@ -38,6 +39,17 @@ def test_the_nest_comes_back(checkpoint):
 
     assert nest["opt_state"][1:] == [None, ()]
     assert torch.equal(nest["opt_state"][0]["mu"]["dense"]["kernel"][...], 2 * KERNEL)
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "zarr"])
+def test_a_named_pipe_among_the_files_is_refused(kind, tmp_path):
+    """tensorstore would wait for its writer, and not be interrupted."""
+    shutil.copytree(sample("orbax") / kind, tmp_path / "c")
+    file = max((tmp_path / "c").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(StorageError, match=rf"{file.name} in .* not a regular file"):
+        reshard.open(tmp_path / "c")
 
 
 def test_normalized(checkpoint):

@@ -180,7 +180,10 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError, match=rf"'{extra}' is in pytorch_model-00002.*index {what}"):
             open_checkpoint(tmp_path)
     (tmp_path / weight_map["a"]).unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin"):
+    with pytest.raises(CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin; .* hold 'a'"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "other.bin.index.json").write_text(index.read_text())
+    with pytest.raises(FormatError, match=r"has 2 indexes: other.bin.index.json, pytorch_model.bin.index.json"):
         open_checkpoint(tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import reshard
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.torch_save import writer as torch_zip_writer
@@ -82,3 +83,16 @@ def test_a_record_of_another_length_is_refused() -> None:
 def test_what_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(FormatError, match=r"as torch\.save does"):
         pickled_state({"f": lambda: 0})
+
+
+@pytest.mark.parametrize("format", ["torch_save", "torch_checkpointing"])
+def test_tensors_where_only_objects_are_can_be_read_again(format: str, tmp_path: Path) -> None:
+    """Under keys that are no text, a tensor is part of an object. Pickled as Python pickles it, only code reads it."""
+    states = {"rank": {1.5: torch.arange(3), 2.5: torch.ones(2, 2, dtype=torch.bfloat16), 3.5: torch.tensor(True)}}
+    torch.save({"w": torch.ones(4), "states": states}, tmp_path / "given.pt")
+    reshard.convert(tmp_path / "given.pt", tmp_path / "made", format=format)
+    found = reshard.open(tmp_path / "made").nested()
+    assert same(found["states"], states)
+    file = tmp_path / "made" if format == "torch_save" else tmp_path / "made" / "states_0.pt"
+    loaded = torch.load(file, weights_only=True)
+    assert same(loaded["states"] if format == "torch_save" else loaded, states)

@@ -81,6 +81,18 @@ def rewrite(folder: Path, key: str, **changes: Any) -> None:
     file.write_text(json.dumps(manifest))
 
 
+@pytest.mark.parametrize("file", ["replicated/optim/param_groups/0/betas", "0/progress/seen"])
+def test_verify_reads_objects_and_the_values_of_ranks(file: str, copied: Path) -> None:
+    """They are in files of their own, which no tensor of all ranks needs."""
+    assert reshard.verify(copied).ok
+    checkpoint = open_checkpoint(copied)
+    (copied / file).write_bytes(b"x" * 9)
+    report = reshard.verify(checkpoint)
+    [finding] = report.findings
+    assert file in finding.message
+    assert finding.fqn in (*checkpoint.objects, *checkpoint.contents.per_rank)
+
+
 LIES = {
     "file": ({"location": "../../etc/passwd"}, r"the file \.\./\.\./etc/passwd is missing"),
     "range": ({"byte_range": [0, 99999]}, r"should be at bytes \[0, 99999\), but the file has"),

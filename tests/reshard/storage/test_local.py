@@ -11,10 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import reshard
+from reshard.api.retention import complete
 from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.native.commit import remove_dead
 from reshard.storage import LocalStorage, Storage, is_temporary, open_storage
 
 
@@ -59,8 +64,11 @@ class _Seen:
     def __enter__(self) -> _Seen:
         return self
 
-    def __iter__(self) -> Any:
-        return map(self._entry, self._real)
+    def __iter__(self) -> _Seen:
+        return self
+
+    def __next__(self) -> Any:
+        return self._entry(next(self._real))
 
     def __exit__(self, *_: object) -> None:
         self._real.close()
@@ -100,6 +108,23 @@ def test_a_list_asks_for_no_size_that_is_not_wanted(
     monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
     assert storage.list(prefix) == dict.fromkeys(names, 2)
     assert sorted(asked) == sorted(name.rpartition("/")[2] for name in names)
+    asked.clear()
+    assert sorted(storage.names(prefix)) == names
+    assert asked == []
+
+
+def test_what_cleans_up_asks_for_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank does it while all others wait."""
+    for step in (1, 2, 3):
+        reshard.save({"w": torch.ones(3)}, tmp_path / f"step-{step}")
+    asked: list[str] = []
+    monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
+    assert remove_dead(LocalStorage(tmp_path / "step-3")) == []
+    assert asked == []
+    assert [step for _, step, _ in complete(tmp_path)] == [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
+    opened = len(asked)  # whose files have their length
+    assert len(reshard.prune(tmp_path, keep_last=1)) == 2
+    assert len(asked) == 2 * opened
 
 
 def test_everything_written_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +179,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/1234")
     (tmp_path / "snapshot" / "dangling").symlink_to("../blobs/none")
+    (tmp_path / "snapshot" / "loop").symlink_to("loop")
     storage = LocalStorage(tmp_path / "snapshot")
     assert storage.list() == {"model.safetensors": 7}
     assert storage.read("model.safetensors") == b"weights"
@@ -172,6 +198,14 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="it is a folder"):
         storage.publish("folder", b"x")
     assert not any(is_temporary(name) for name in storage.list())
+
+
+def test_a_file_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as metadata that grew by terabytes of holes."""
+    (tmp_path / "file").write_bytes(b"x")
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(StorageError, match=r"file in .* does not fit into memory"):
+        LocalStorage(tmp_path).read("file")
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +68,26 @@ def test_whole_objects_are_read_without_asking_for_their_size(proxy: FlakyProxy,
     assert storage.read("x") == data
     with pytest.raises(CheckpointNotFoundError, match="there is no y"):
         storage.read("y")
+
+
+def test_a_list_of_a_prefix_passes_over_what_comes_before_it(proxy: FlakyProxy) -> None:
+    """A page has 1,000 objects, and pages come one after another: a save looks for its claim among the files of all
+    ranks, and for leftovers behind them."""
+    storage = _open()
+    ranks = [f"data-1/{rank:05d}" for rank in range(1001)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: storage.publish(name, b"x"), [*ranks, "data-1/claim.json", "manifest.json.part"]))
+    wanted = {
+        "data-1/claim.json": (["data-1/claim.json"], 1),
+        "manifest.json.": (["manifest.json.part"], 1),
+        "data-1/": ([*ranks, "data-1/claim.json"], 2),
+        "data-1/00998": (["data-1/00998"], 1),
+        "": ([*ranks, "data-1/claim.json", "manifest.json.part"], 2),
+    }
+    for prefix, (names, requests) in wanted.items():
+        proxy.requests.clear()
+        assert storage.list(prefix) == dict.fromkeys(names, 1), prefix
+        assert len(proxy.requests) == requests, prefix
 
 
 def test_an_interrupted_upload_is_aborted(s3: S3Server) -> None:
