@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, le, mul, sub
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from planners.errors import PlanError
 
-__all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "rearranged"]
+__all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "merge_ranges", "rearranged"]
 
 
 Dims = tuple[int | None, ...]
@@ -441,3 +441,14 @@ class ByteRuns:
         reads = self.joined(max_gap_bytes)
         for start, length in reads:
             yield start, length, self.nbytes // reads.count
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order. Those that touch or overlap are joined; empty ones are left out."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], stop)
+        elif stop > start:
+            out.append((start, stop))
+    return out

@@ -398,14 +398,19 @@ def _named(
 ) -> dict[str, Value]:
     """States of one parameter that are ShardedTensors, or the same on every rank."""
     out: dict[str, Value] = {}
-    first = next(rank for rank in sorted(states) if key in states[rank])
-    for state, value in states[first][key].items():
-        if is_sharded_tensor(value):
-            values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-            out[str(state)] = join_sharded(f"{name}.{state}", values, files)
+    for state, first, values in _states_of(key, states):
+        if is_sharded_tensor(values[first]):
+            out[state] = join_sharded(f"{name}.{state}", values, files)
         else:
-            out[str(state)] = stored_or_plain(f"{name}.{state}", value, files[first], first)
+            out[state] = stored_or_plain(f"{name}.{state}", values[first], files[first], first)
     return out
+
+
+def _states_of(key: Any, states: Mapping[int, Mapping[Any, Any]]) -> Iterator[tuple[str, int, dict[int, Any]]]:
+    """Each state of one parameter: its name, the first rank that has it, and the values of all ranks."""
+    first = next(rank for rank in sorted(states) if key in states[rank])
+    for state in states[first][key]:
+        yield str(state), first, {rank: of.get(key, {}).get(state) for rank, of in states.items()}
 
 
 def _flat_of(
@@ -449,16 +454,14 @@ def _cut_flats(
     inside: dict[int, list[str]] = {}
     for key, layout in zip(keys, layouts):
         inside[key] = list(layout.params)
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
+        for state, first, values in _states_of(key, states):
+            value = values[first]
             if isinstance(value, TensorRef) and len(value.size) == 1:
-                whole = _row(f"{key}.{state}", {rank: of.get(key, {}).get(state) for rank, of in states.items()}, files)
-                for name, part in layout.cut(whole).items():
-                    saved.state.setdefault(name, {})[str(state)] = part
-                continue
-            same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
-            for name in layout.params:
-                saved.state.setdefault(name, {})[str(state)] = same
+                parts = layout.cut(_row(f"{key}.{state}", values, files))
+            else:
+                parts = dict.fromkeys(layout.params, stored_or_plain(state, value, files[first], first))
+            for name, part in parts.items():
+                saved.state.setdefault(name, {})[state] = part
     for group in groups:
         names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
         saved.groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
@@ -496,19 +499,15 @@ def _by_pieces(
     shapes = _shapes(hints)
     saved = StoredOptimizer(groups=named.groups)
     for name, holder in named.state.items():
-        key = holder[""]
-        first = next(rank for rank in sorted(states) if key in states[rank])
-        for state, value in states[first][key].items():
+        for state, first, values in _states_of(holder[""], states):
+            value = values[first]
             if isinstance(value, TensorRef) and len(value.size) == 1:
                 if name not in shapes:
                     _ask_shapes(hints, name)
-                values = {rank: of.get(key, {}).get(state) for rank, of in states.items()}
-                saved.state.setdefault(name, {})[str(state)] = _pieces(
-                    f"{name}.{state}", shapes[name], values, files, hints
-                )
+                value = _pieces(f"{name}.{state}", shapes[name], values, files, hints)
             else:
-                same = stored_tensor(str(state), files[first], value) if isinstance(value, TensorRef) else value
-                saved.state.setdefault(name, {})[str(state)] = same
+                value = stored_or_plain(state, value, files[first], first)
+            saved.state.setdefault(name, {})[state] = value
     return saved
 
 

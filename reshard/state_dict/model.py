@@ -34,7 +34,7 @@ from reshard.live.tensors import (
     with_local,
     wrapped_like,
 )
-from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
+from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
@@ -268,7 +268,8 @@ class _ModelMatch:
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
         by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
         forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
-        for key, emitted in region.module.state_dict().items():
+        own = region.module.state_dict()
+        for key, emitted in own.items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
             source = self.take(slot) if slot is not None else name if name in self.given else None
@@ -287,8 +288,9 @@ class _ModelMatch:
         strangers = [name for name in strangers if name not in self.live.by_name]
         state.update((name[len(region.prefix) :], self.given[name]) for name in strangers)
         if not strangers:
-            # nothing is left that a hook could turn into what is missing
+            # nothing is left that a hook could turn into what is missing: all names are of this version
             self.missing += missing
+            state = of_version(state, own)
         assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
         return RegionWrite(region, state, assign, forgiven)
 
@@ -407,7 +409,7 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and slot.piece is None
         and value.dtype is target.dtype
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta)
+        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg())
     )
 
 

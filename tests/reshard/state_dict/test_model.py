@@ -267,6 +267,50 @@ def test_hooks_and_overrides_of_the_user_are_called(wrap: Any) -> None:
         set_model_state_dict(target, state)
 
 
+class Versioned(nn.Module):
+    """Its names have changed once, and it refuses what it takes for older than any version, as MNASNet of torchvision
+    does."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *args: Any) -> None:
+        if metadata.get("version") is None:
+            if f"{prefix}old.weight" not in state:
+                raise ValueError("version should be set")
+            state[f"{prefix}new.weight"] = state.pop(f"{prefix}old.weight")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_values_under_the_names_of_a_module_have_its_version_and_others_none() -> None:
+    model, target = nn.Sequential(Versioned(), nn.Linear(2, 2)), nn.Sequential(Versioned(), nn.Linear(2, 2))
+    state = get_model_state_dict(model)
+    set_model_state_dict(target, state)
+    assert_same(get_model_state_dict(target), state)
+    old = {name.replace("0.new.weight", "0.old.weight"): value + 1 for name, value in state.items()}
+    set_model_state_dict(target, old)
+    assert_same(list(get_model_state_dict(target).values()), list(old.values()))
+
+
+def test_places_that_show_their_memory_conjugated_or_negated_are_filled() -> None:
+    model, target = nn.Module(), nn.Module()
+    for module in (model, target):
+        for name in ("plain", "conjugated"):
+            module.register_buffer(name, torch.randn(3, dtype=torch.complex64))
+        module.register_buffer("negated", torch.randn(3))
+    target.conjugated = target.conjugated.conj()
+    target.negated = torch.randn(3, dtype=torch.complex64).conj().imag
+    assert target.negated.is_neg()
+    state = get_model_state_dict(model)
+    set_model_state_dict(target, state)
+    assert_same(get_model_state_dict(target), state)
+    set_model_state_dict(model, get_model_state_dict(target))
+    assert_same(get_model_state_dict(target), get_model_state_dict(model))
+
+
 class Fussy(Override):
     """Refuses, in one way or another, when it has written already."""
 
