@@ -40,7 +40,7 @@ from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, w
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "is_part_of", "like", "overlapping",
+    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping", "part_of",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -280,9 +280,10 @@ class _ModelMatch:
                 # a hook may emit a live tensor under a name of its own
                 slot = slot or by_memory.get(_address(emitted))
                 state[key] = self._placed(self.given[source], slot)
-                if slot is not None:
+                slot = slot or slots.get(part_of(name, slots))
+                if slot is not None and slot.name not in missing:
                     self.written.add(slot.identity)
-            elif slot is None and not is_part_of(name, forgiven):
+            elif slot is None and not part_of(name, forgiven):
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
@@ -413,9 +414,9 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     )
 
 
-def is_part_of(name: str, parameters: Collection[str]) -> bool:
-    """Return whether a module saves this beside one of these parameters, such as `weight.absmax`."""
-    return any(name[:at] in parameters for at, letter in enumerate(name) if letter == ".")
+def part_of(name: str, parameters: Collection[str]) -> str:
+    """Return which of these parameters a module saves this beside, such as `weight.absmax`, or as a part of; ""."""
+    return next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in parameters), "")
 
 
 def _is_frozen(slot: StateEntry) -> bool:

@@ -134,6 +134,34 @@ def test_what_a_module_saves_of_a_frozen_parameter_is_frozen_too() -> None:
     assert_same(dict(target.state_dict()), dict(model.state_dict()))
 
 
+class InParts(nn.Linear):
+    """Saves its weight in two parts, as quanto's layers."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination.pop(f"{prefix}weight")
+        destination |= {f"{prefix}weight._data": weight[:1].clone(), f"{prefix}weight._scale": weight[1:].clone()}
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *args: Any) -> None:
+        parts = [state.pop(f"{prefix}weight.{name}", torch.zeros(1, 2)) for name in ("_data", "_scale")]
+        state[f"{prefix}weight"] = torch.cat(parts)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_parameter_that_is_saved_in_parts_is_not_called_untouched() -> None:
+    model, target = nn.Sequential(InParts(2, 2)), nn.Sequential(InParts(2, 2))
+    state = get_model_state_dict(model)
+    assert list(state) == ["0.bias", "0.weight._data", "0.weight._scale"]
+    assert set_model_state_dict(target, state).untouched == ()
+    assert_same(target[0].weight.data, model[0].weight.data)
+    report = set_model_state_dict(target, {"0.bias": state["0.bias"]}, options=LENIENT)
+    assert report.untouched == ("0.weight",)
+    assert report.missing == ("0.weight._data", "0.weight._scale")
+    model = nn.Sequential(Packed(2, 2, bias=False))
+    report = set_model_state_dict(model, {"0.weight.scale": torch.ones(2)}, options=LENIENT)
+    assert report.untouched == report.missing == ("0.weight",)
+
+
 def test_a_module_that_refuses_what_it_saves_is_named() -> None:
     model = nn.Sequential(Packed(2, 2), nn.Linear(2, 2))
     state = get_model_state_dict(model)
