@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, le, mul, sub
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from planners.errors import PlanError
 
-__all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "rearranged"]
+__all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "merge_ranges", "rearranged"]
 
 
 Dims = tuple[int | None, ...]
@@ -435,3 +435,14 @@ class ByteRuns:
         """Return the same runs sorted by position, or unchanged if no order of the dims sorts them."""
         dims = sorted(zip(self.strides, self.counts), reverse=True)
         return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order. Those that touch or overlap are joined; empty ones are omitted."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], stop)
+        elif stop > start:
+            out.append((start, stop))
+    return out

@@ -25,7 +25,7 @@ from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import is_tensor, layout_of, local_tensors, state_instead_of
+from reshard.live.tensors import OVERWRITTEN_BY, is_tensor, layout_of, local_tensors, state_instead_of
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
@@ -101,7 +101,7 @@ def fingerprint(
     with group.together("fingerprint"):
         _check_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
-        held = holdings(state_dict, layouts, rank, key, world_size=group.world_size)
+        held = holdings(state_dict, layouts, rank, key, ranks=group.ranks)
         mine = sum_up(held, group.job_rank)
         told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
     return conclude(told, key=key)
@@ -167,12 +167,12 @@ def holdings(
     rank: int,
     key: Key = PUBLIC,
     *,
-    world_size: int = 0,
+    ranks: Sequence[int] = (),
 ) -> list[Holding]:
     """Return what `rank` holds, summed up. A tensor of which it holds no element is still named.
     Asks no other rank.
 
-    `world_size`: how many ranks there are, if it is known.
+    `ranks`: all ranks that take part, if they are known. What another of them will overwrite is left out.
 
     Raises:
         LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout
@@ -180,7 +180,11 @@ def holdings(
     """
     leaves = expanded(flatten(state_dict, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor)).leaves)
     lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}
-    tensors = {key_of(path): value for path, value in leaves.items() if is_tensor(value)}
+    tensors = {
+        key_of(path): value
+        for path, value in leaves.items()
+        if is_tensor(value) and getattr(value, OVERWRITTEN_BY, None) not in ranks
+    }
     given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)
     held = {fqn: _matched(fqn, local_tensors(tensors[fqn]), given.parts(fqn, rank)) for fqn in given}
     sums = iter(_summed(given, held, rank, key))
@@ -188,7 +192,7 @@ def holdings(
     for fqn, layout in given.items():
         spec = layout.spec
         for _, part in held[fqn]:
-            holders = _holders(layout, rank, world_size)
+            holders = _holders(layout, rank, len(ranks))
             found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), next(sums).to_bytes(), holders))
         if not held[fqn]:
             found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))

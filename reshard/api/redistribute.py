@@ -347,7 +347,7 @@ def prepare(
     with phase("prepare") as span, group.together("prepare"):
         with phase("agree"):
             given = complete(options)
-            mine = TransferSide.read(source, given["source_layouts"])
+            mine = TransferSide.read(source, given["source_layouts"], group)
             wanted = TransferSide.of(target, given["target_layouts"])
             agreed = agree(mine, wanted, given, group, process_group)
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)
@@ -440,7 +440,7 @@ def verify_live(
     rank = group.job_rank
     with group.together("verify"):
         given = complete(options)
-        mine = TransferSide.read(source, given["source_layouts"])
+        mine = TransferSide.read(source, given["source_layouts"], group)
         wanted = TransferSide.of(target, given["target_layouts"])
         pairing = agree(mine, wanted, given, group, process_group).pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]

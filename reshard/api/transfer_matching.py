@@ -17,6 +17,7 @@ from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import LiveTensor, Targets
+from reshard.live.tensors import OVERWRITTEN_BY
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
@@ -254,10 +255,14 @@ class TransferSide:
         return cls(Targets.of({} if state is None else state), layouts)  # type: ignore[arg-type]  # refused if it is none
 
     @classmethod
-    def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
-        """Like `of`, for a source, which may be an immutable mapping."""
+    def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout], group: Group) -> TransferSide:
+        """Like `of`, for a source, which may be an immutable mapping. What another rank will overwrite is left
+        out."""
         fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
-        return cls.of(dict(state) if fixed and state is not None else state, layouts)
+        side = cls.of(dict(state) if fixed and state is not None else state, layouts)
+        tensors = side.state.tensors
+        sent = {k: t for k, t in tensors.items() if getattr(t.value, OVERWRITTEN_BY, None) not in group.ranks}
+        return cls(replace(side.state, tensors=sent), layouts)
 
     @property
     def objects(self) -> list[str]:

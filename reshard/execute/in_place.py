@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from planners.geometry.box import merge_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, merge_ranges, on_threads, subtract_ranges
+from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled
 from reshard.stored.checksums import BlockChecksums, Numbers, Range
 from reshard.stored.source import FileSource

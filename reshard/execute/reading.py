@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
@@ -26,7 +26,7 @@ from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_p
 
 __all__ = [
     "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
-    "find_copies", "in_pieces", "merge_ranges", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
+    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
     "wanted_by_file",
 ]  # fmt: skip
 
@@ -298,17 +298,6 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
     for wanted in found.values():
         wanted.ranges = merge_ranges(wanted.ranges)
     return found
-
-
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order. Those that touch or overlap are joined; empty ones are omitted."""
-    out: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], stop)
-        elif stop > start:
-            out.append((start, stop))
-    return out
 
 
 def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

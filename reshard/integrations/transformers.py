@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from reshard.api.load import load
@@ -48,19 +48,21 @@ class ReshardTrainer(Trainer):
     plain Trainer wrote, with the Trainer's own code.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
         """Take the Trainer's arguments. Models that transformers itself shards are saved in full,
         although the Trainer refuses to save them.
         """
-        is_refused = args is not None and getattr(model, "is_distributed_loading_by_transformers", False)
-        only = is_refused and args.save_only_model
-        if is_refused:
-            args.save_only_model = True
+        values = (*given, *options.values())  # each class derived from Trainer has an order of its own
+        is_refused = any(getattr(one, "is_distributed_loading_by_transformers", False) for one in values)
+        args = [one for one in values if is_refused and isinstance(one, TrainingArguments)]
+        before = [one.save_only_model for one in args]
         try:
-            super().__init__(model, args, *more, **options)
+            for one in args:
+                one.save_only_model = True
+            super().__init__(*given, **options)
         finally:
-            if is_refused:
-                args.save_only_model = only
+            for one, only in zip(args, before):
+                one.save_only_model = only
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as the Trainer does. With `resume_from_checkpoint=True`, resume from the newest

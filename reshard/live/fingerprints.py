@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, merge_ranges
 from planners.geometry.layout import Part
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.live.dtypes import dtype_from_name, dtype_name
@@ -538,7 +538,7 @@ class _SummedTensor(msgspec.Struct, array_like=True):
         for place, (holders, versions) in more.places.items():
             known = self.places.setdefault(place, (holders, {}))[1]
             for sums, runs in versions.items():
-                known[sums] = _joined_runs(known.get(sums, []), runs)
+                known[sums] = merge_ranges([*known.get(sums, ()), *runs])
 
     def settle(self, *, is_all: bool) -> None:
         """Add up, and forget, what no further rank can hold; nothing where replicas differ."""
@@ -622,16 +622,6 @@ def conclude(held: HeldSums, *, key: Key = PUBLIC) -> dict[str, str]:
         except LayoutError as error:
             raise LayoutError(f"tensor {fqn!r}: {error}") from None
     return found
-
-
-def _joined_runs(some: _Runs, more: _Runs) -> _Runs:
-    out: _Runs = []
-    for start, stop in sorted([*some, *more]):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(stop, out[-1][1])
-        else:
-            out.append((start, stop))
-    return out
 
 
 def _ranks(runs: _Runs) -> list[int]:

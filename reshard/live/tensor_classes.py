@@ -48,22 +48,20 @@ class _TensorClass(NamedTuple):
     make: Make | None = None
 
 
-def _of_table(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """torchao's states of 8 bits."""
-    made: torch.Tensor = cls(**parts, signed=bool(parts["qmap"][0] < 0), dtype=like.dtype)
+def _scaled(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor, **more: Any) -> torch.Tensor:
+    """torchao's states of float8."""
+    made: torch.Tensor = cls(**parts, dtype=like.dtype, **more)
     return made
+
+
+def _of_table(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor, **more: Any) -> torch.Tensor:
+    """torchao's states of 8 bits."""
+    return _scaled(cls, parts, like, signed=bool(parts["qmap"][0] < 0), **more)
 
 
 def _packed(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """torchao's states of 4 bits."""
-    made: torch.Tensor = cls(**parts, signed=bool(parts["qmap"][0] < 0), shape=tuple(like.shape), dtype=like.dtype)
-    return made
-
-
-def _scaled(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """torchao's states of float8."""
-    made: torch.Tensor = cls(**parts, dtype=like.dtype)
-    return made
+    return _of_table(cls, parts, like, shape=tuple(like.shape))
 
 
 _DIMS: dict[str, Follows] = dict.fromkeys(("qdata", "scale", "zero_point"), "dims")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from reshard.live.fsdp1 import FlatPiece, flat_pieces
 __all__ = [
     "CERTAIN_SEGMENTS", "EXTRA_STATE", "WRAPPER_SEGMENTS", "ModuleReader", "WrapperNames",
     "as_parameter", "assign_tensor", "copy_all", "forget_meshes", "has_torchs_setstate",
-    "loads_itself",
+    "loads_itself", "of_version",
 ]  # fmt: skip
 
 
@@ -195,6 +196,14 @@ def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     that one kernel of a GPU takes."""
     for first in range(0, len(targets), _TOGETHER):
         torch._foreach_copy_(targets[first : first + _TOGETHER], values[first : first + _TOGETHER])
+
+
+def of_version(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with the versions of modules that torch attaches to their `own` state dict: a module may take values
+    without a version for old ones."""
+    out = OrderedDict(state)
+    out._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
+    return out
 
 
 _TOGETHER = 64

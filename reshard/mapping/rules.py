@@ -113,11 +113,6 @@ def views_of(rule: Rule, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tup
     return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
 
 
-def _one(rule: Rule, views: Sequence[View]) -> View:
-    (view,) = views
-    return view
-
-
 @dataclass(frozen=True, init=False)
 class Rename(Rule):
     """Gives a tensor another name."""
@@ -192,7 +187,7 @@ class Split(Rule):
         _check_parts(self, self.parts, len(self.targets), needed=True)
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view, total = _one(self, views), sum(self.parts)
+        view, total = views[0], sum(self.parts)
         size = view.shape[self.dim] if self.dim < len(view.shape) else -1
         if size < 0 or size % (total * self.groups):
             raise NormalizationError(
@@ -250,7 +245,7 @@ class Unstack(Rule):
             raise NormalizationError(f"{{{over}}} must be in {target!r} and not in {source!r}")
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view = _one(self, views)
+        view = views[0]
         return list(view.unstack([str(i) for i in range(view.shape[self.dim])], self.dim))
 
     def inverse(self) -> Rule:
@@ -268,7 +263,7 @@ class Transpose(Rule):
         self._set(source, target, dims=tuple(dims))
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view = _one(self, views)
+        view = views[0]
         n = len(view.shape)
         return [view.transpose(*(self.dims or (*range(n - 2), n - 1, n - 2)))]
 
@@ -297,7 +292,7 @@ class Reshape(Rule):
                 raise NormalizationError(f"a shape has sizes >= 1, and -1 at most once; got {shape}")
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view = _one(self, views)
+        view = views[0]
         if len(view.shape) != len(self.old) or any(o not in (-1, n) for o, n in zip(self.old, view.shape)):
             raise NormalizationError(f"the shape {view.shape} is not {self.old}")
         total, known = math.prod(view.shape), math.prod(size for size in self.new if size != -1)
@@ -326,7 +321,7 @@ class Resize(Rule):
         self._set(source, target, old=old, new=new, dim=dim)
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view = _one(self, views)
+        view = views[0]
         size = view.shape[self.dim]
         if size not in (self.old, self.new):
             raise NormalizationError(f"dim {self.dim} of shape {view.shape} should have {self.old} elements")
@@ -355,7 +350,7 @@ class Rope(Rule):
         self._set(source, target, head_size=head_size, to=to)
 
     def build(self, views: Sequence[View]) -> list[View]:
-        view = _one(self, views)
+        view = views[0]
         change = view.halves_from_pairs if self.to == "halves" else view.pairs_from_halves
         return [change(self.head_size)]
 

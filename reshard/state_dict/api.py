@@ -16,7 +16,7 @@ from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
 from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
-from reshard.state_dict.model import apply_model, is_part_of, plan_model, read_model
+from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
 from reshard.state_dict.names import LiveModel, Models
 from reshard.state_dict.optimizer import apply_optimizers, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
@@ -219,7 +219,7 @@ def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, option
         frozen = {
             slot.name for slot in live.of_kind("parameter") if slot.value is not None and not slot.value.requires_grad
         }
-        state = {name: value for name, value in state.items() if name not in frozen and not is_part_of(name, frozen)}
+        state = {name: value for name, value in state.items() if name not in frozen and not part_of(name, frozen)}
     if submodules:
         state = {
             _short(name, p, options): state[name]

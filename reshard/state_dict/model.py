@@ -34,13 +34,13 @@ from reshard.live.tensors import (
     with_local,
     wrapped_like,
 )
-from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all
+from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.names import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "is_part_of", "like", "overlapping",
+    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping", "part_of",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -268,7 +268,8 @@ class _ModelMatch:
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
         by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
         forgiven = frozenset(name for name, slot in slots.items() if self.ignore_frozen and _is_frozen(slot))
-        for key, emitted in region.module.state_dict().items():
+        own = region.module.state_dict()
+        for key, emitted in own.items():
             name, before = region.canonical(key), len(self.missing)
             slot = slots.get(name)
             source = self.take(slot) if slot is not None else name if name in self.given else None
@@ -279,16 +280,18 @@ class _ModelMatch:
                 # a hook may emit a live tensor under a name of its own
                 slot = slot or by_memory.get(_address(emitted))
                 state[key] = self._placed(self.given[source], slot)
-                if slot is not None:
+                slot = slot or slots.get(part_of(name, slots))
+                if slot is not None and slot.name not in missing:
                     self.written.add(slot.identity)
-            elif slot is None and not is_part_of(name, forgiven):
+            elif slot is None and not part_of(name, forgiven):
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
         state.update((name[len(region.prefix) :], self.given[name]) for name in strangers)
         if not strangers:
-            # nothing is left that a hook could turn into what is missing
+            # nothing is left that a hook could turn into what is missing: all names are of this version
             self.missing += missing
+            state = of_version(state, own)
         assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
         return RegionWrite(region, state, assign, forgiven)
 
@@ -407,13 +410,13 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and slot.piece is None
         and value.dtype is target.dtype
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta)
+        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg())
     )
 
 
-def is_part_of(name: str, parameters: Collection[str]) -> bool:
-    """Return whether a module saves this beside one of these parameters, such as `weight.absmax`."""
-    return any(name[:at] in parameters for at, letter in enumerate(name) if letter == ".")
+def part_of(name: str, parameters: Collection[str]) -> str:
+    """Return which of these parameters a module saves this beside, such as `weight.absmax`, or as a part of; ""."""
+    return next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in parameters), "")
 
 
 def _is_frozen(slot: StateEntry) -> bool:

@@ -57,7 +57,8 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
             cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
             raise NormalizationError(
                 f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found} instead "
-                "of 'state' and 'param_groups'. Pass the inner optimizer, if it holds the model's own parameters. "
+                "of 'state' and 'param_groups'. Pass the inner optimizer, if it holds the model's own parameters. If "
+                "the keys of its state are names, as torchrec's, save and load its own state dict. "
                 f"For DeepSpeed's optimizers, {HOW_TO_SAVE}"
             )
         # ids are positions, unless several parameters share one

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Window, merge_ranges
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
@@ -32,7 +32,7 @@ from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
-from reshard.execute.reading import merge_ranges, on_threads, subtract_ranges
+from reshard.execute.reading import on_threads, subtract_ranges
 from reshard.native.data_file import arrays_of, header_of
 from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from reshard.native.reader import NativeFacts

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, merge_ranges
 from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,
@@ -48,7 +48,7 @@ from reshard.errors import (
     StorageError,
     format_ranks,
 )
-from reshard.execute.reading import Workspace, merge_ranges
+from reshard.execute.reading import Workspace
 from reshard.native import commit, reader
 from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges

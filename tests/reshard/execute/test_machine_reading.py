@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import reshard
-from planners.geometry.box import Window
+from planners.geometry.box import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
 from reshard.execute import machine as machine_memory, machine as machine_reading, segments, work_list
 from reshard.execute.machine import common_bytes
-from reshard.execute.reading import merge_ranges, subtract_ranges
+from reshard.execute.reading import subtract_ranges
 from reshard.execute.segments import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,

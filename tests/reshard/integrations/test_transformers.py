@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, KeyMismatchError, ReshardError
+from reshard.native.manifest import MANIFEST
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -53,6 +54,23 @@ def trainer(folder: Path, steps: int, *, lora: bool = False, run: str = "run", k
     return (kind or ReshardTrainer)(model=model, args=args, train_dataset=Tokens())
 
 
+def derived(**given: Any) -> Any:
+    """A Trainer whose arguments are in another order, such as TRL's for DPO and GRPO."""
+    from transformers import Trainer
+
+    from reshard.integrations.transformers import ReshardTrainer
+
+    class Other(Trainer):
+        def __init__(self, model: Any, reference: Any = None, args: Any = None, **options: Any) -> None:
+            assert reference is None
+            super().__init__(model, args, **options)
+
+    class Ours(ReshardTrainer, Other):
+        pass
+
+    return Ours(given.pop("model"), **given)
+
+
 def whole(trainer: Any) -> Any:
     """Model, optimizer and schedule as they are now."""
     options = reshard.StateDictOptions(full_state_dict=True)
@@ -75,6 +93,9 @@ def sharded(text: str) -> dict[str, Any]:
         found[run.name] = (kinds, whole(straight), same(whole(straight), whole(cut)))
     replicated = trainer(folder, 4)
     replicated.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-4"))
+    other = trainer(folder, 4, run="other", kind=derived, fsdp_size=2)
+    other.train()
+    found["derived"] = same(found["run"][1], whole(other)) and (folder / "other" / "checkpoint-4" / MANIFEST).exists()
     stock = trainer(folder, 4, run="stock", kind=Trainer)
     stock.train()
     moved = trainer(folder, 4, run="stock", fsdp_size=2)
@@ -97,7 +118,7 @@ def test_sharded_training_goes_on(tmp_path: Path) -> None:
     for found in gloo.run(sharded, 2, str(tmp_path)):
         (kinds, wanted, is_same), (lora_kinds, _, is_same_lora) = found["run"], found["lora"]
         assert (kinds, lora_kinds) == ({"DTensor"}, {"DTensor", "Parameter"})
-        assert [is_same, is_same_lora, found["ddp"], found["stock"]] == [True] * 4
+        assert [is_same, is_same_lora, found["ddp"], found["stock"], found["derived"]] == [True] * 5
     adapters = reshard.open(tmp_path / "lora")
     assert all(".lora_" in key for key in adapters if key.startswith("model."))
 

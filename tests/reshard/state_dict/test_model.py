@@ -134,6 +134,34 @@ def test_what_a_module_saves_of_a_frozen_parameter_is_frozen_too() -> None:
     assert_same(dict(target.state_dict()), dict(model.state_dict()))
 
 
+class InParts(nn.Linear):
+    """Saves its weight in two parts, as quanto's layers."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination.pop(f"{prefix}weight")
+        destination |= {f"{prefix}weight._data": weight[:1].clone(), f"{prefix}weight._scale": weight[1:].clone()}
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *args: Any) -> None:
+        parts = [state.pop(f"{prefix}weight.{name}", torch.zeros(1, 2)) for name in ("_data", "_scale")]
+        state[f"{prefix}weight"] = torch.cat(parts)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_parameter_that_is_saved_in_parts_is_not_called_untouched() -> None:
+    model, target = nn.Sequential(InParts(2, 2)), nn.Sequential(InParts(2, 2))
+    state = get_model_state_dict(model)
+    assert list(state) == ["0.bias", "0.weight._data", "0.weight._scale"]
+    assert set_model_state_dict(target, state).untouched == ()
+    assert_same(target[0].weight.data, model[0].weight.data)
+    report = set_model_state_dict(target, {"0.bias": state["0.bias"]}, options=LENIENT)
+    assert report.untouched == ("0.weight",)
+    assert report.missing == ("0.weight._data", "0.weight._scale")
+    model = nn.Sequential(Packed(2, 2, bias=False))
+    report = set_model_state_dict(model, {"0.weight.scale": torch.ones(2)}, options=LENIENT)
+    assert report.untouched == report.missing == ("0.weight",)
+
+
 def test_a_module_that_refuses_what_it_saves_is_named() -> None:
     model = nn.Sequential(Packed(2, 2), nn.Linear(2, 2))
     state = get_model_state_dict(model)
@@ -265,6 +293,50 @@ def test_hooks_and_overrides_of_the_user_are_called(wrap: Any) -> None:
     del state["c.bias"]
     with pytest.raises(KeyMismatchError, match=r"Missing key: c\.bias"):
         set_model_state_dict(target, state)
+
+
+class Versioned(nn.Module):
+    """Its names have changed once, and it refuses what it takes for older than any version, as MNASNet of torchvision
+    does."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *args: Any) -> None:
+        if metadata.get("version") is None:
+            if f"{prefix}old.weight" not in state:
+                raise ValueError("version should be set")
+            state[f"{prefix}new.weight"] = state.pop(f"{prefix}old.weight")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_values_under_the_names_of_a_module_have_its_version_and_others_none() -> None:
+    model, target = nn.Sequential(Versioned(), nn.Linear(2, 2)), nn.Sequential(Versioned(), nn.Linear(2, 2))
+    state = get_model_state_dict(model)
+    set_model_state_dict(target, state)
+    assert_same(get_model_state_dict(target), state)
+    old = {name.replace("0.new.weight", "0.old.weight"): value + 1 for name, value in state.items()}
+    set_model_state_dict(target, old)
+    assert_same(list(get_model_state_dict(target).values()), list(old.values()))
+
+
+def test_places_that_show_their_memory_conjugated_or_negated_are_filled() -> None:
+    model, target = nn.Module(), nn.Module()
+    for module in (model, target):
+        for name in ("plain", "conjugated"):
+            module.register_buffer(name, torch.randn(3, dtype=torch.complex64))
+        module.register_buffer("negated", torch.randn(3))
+    target.conjugated = target.conjugated.conj()
+    target.negated = torch.randn(3, dtype=torch.complex64).conj().imag
+    assert target.negated.is_neg()
+    state = get_model_state_dict(model)
+    set_model_state_dict(target, state)
+    assert_same(get_model_state_dict(target), state)
+    set_model_state_dict(model, get_model_state_dict(target))
+    assert_same(get_model_state_dict(target), get_model_state_dict(model))
 
 
 class Fussy(Override):

@@ -141,3 +141,45 @@ def test_buffers_that_no_rank_overwrites_are_refused_and_the_error_says_how_to_g
     tmp_path: Path,
 ) -> None:
     gloo.run(own_buffers, 2, tmp_path / "x")
+
+
+def transfers(path: Path) -> None:
+    state = job(0)
+    train(state, 1, 2)
+    model = reshard.get_model_state_dict(state["model"])
+    kept = {name: value.detach().clone() for name, value in model.items()}
+    assert not same(kept["1.running_mean"], on_first(kept["1.running_mean"])) or not dist.get_rank()
+    first = {name: on_first(value) for name, value in kept.items()}
+    reshard.save({"model": model}, path)
+
+    assert reshard.fingerprint({"model": model}) == reshard.open(path).fingerprints
+    for wanted in ({"model": model}, model["1.running_mean"]):  # and where nothing else is in the container
+        held = {"source": wanted, "weight": model["0.weight"]}
+        target = nest(held, torch.zeros_like)
+        assert not reshard.verify_live(held, target).ok
+        reshard.redistribute(held, target, check=True)
+        assert same(target["source"], {"model": first} if isinstance(wanted, dict) else first["1.running_mean"])
+    prepared = reshard.prepare({"model": model}, target := {"model": nest(kept, torch.zeros_like)})
+    prepared.run()
+    train(state, 3)
+    prepared.run()
+    assert same(target["model"], {name: on_first(value) for name, value in model.items()})
+    weights = dict(reshard.WeightSource(model, everyone=True).iter_full())
+    assert same(weights, {name: on_first(value) for name, value in model.items()})
+    assert not same(dict(model), weights) or not dist.get_rank()
+    reshard.redistribute({"model": kept} if not dist.get_rank() else {}, {"model": model})  # as a target, it is filled
+    assert same(dict(model), first)
+
+
+def on_first(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach().clone()
+    dist.broadcast(value, 0)
+    return value
+
+
+def nest(value: Any, make: Any) -> Any:
+    return {key: nest(inner, make) for key, inner in value.items()} if isinstance(value, dict) else make(value)
+
+
+def test_fingerprints_and_transfers_take_the_buffers_of_the_first_rank(tmp_path: Path) -> None:
+    gloo.run(transfers, 2, tmp_path / "x")
