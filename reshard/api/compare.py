@@ -98,28 +98,32 @@ def compare(
         reshard.load(state, "run/step-1000")
         assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
-    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may differ.
-    Values are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
-    values are equal within `atol + rtol * |b|`.
+    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
+    formats may differ. Values are compared bit for bit: NaN equals the same NaN, and -0.0 differs
+    from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
 
     Args:
-        a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or ShardedTensors the call is
-            collective: each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
+        a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or
+            ShardedTensors the call is collective: each rank compares what it holds, and all ranks
+            return the same report. Nothing is gathered.
         rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
-        by_fingerprint: compare saved fingerprints instead of values where both sides have them. This is fast, but does
-            not find damage since the save. Not with a tolerance.
+        by_fingerprint: compare saved fingerprints instead of values where both sides have them.
+            This is fast, but does not find damage since the save. Not with a tolerance.
         labels: names for the two sides in findings; default: their paths.
         workers: number of processes on this host that compare at the same time.
-        executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
+        executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by
+            path then.
         progress: show a progress bar if stderr is a terminal.
-        measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
-        process_group: the ranks that share the state; default: the default group. With one, the call is collective even
-            if no tensor is sharded, as for pipeline stages: a name counts as missing if no rank has it.
+        measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`.
+            This takes longer.
+        process_group: the ranks that share the state; default: the default group. With one, the
+            call is collective even if no tensor is sharded, as for pipeline stages: a name counts
+            as missing if no rank has it.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
-    Returns a report. It lists every difference, with the first differing element of each tensor in row-major order, and
-    everything that cannot be read. `covered` says how many bytes of `a` were read and compared with those of `b`, not
-    counting comparisons by fingerprint.
+    Returns a report. It lists every difference, with the first differing element of each tensor in
+    row-major order, and everything that cannot be read. `covered` says how many bytes of `a` were
+    read and compared with those of `b`, not counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
     how = (rtol, atol, measure)
@@ -157,46 +161,48 @@ def compare_sides(
         left.label, right.label = labels
     subject = f"{left.label} and {right.label}"
     exact = not rtol and not atol
-    foreign = left.foreign | right.foreign
-    common = [name for name in left.tensors if name in right.tensors and name not in foreign]
+    excluded = left.foreign | right.foreign
+    common = [name for name in left.tensors if name in right.tensors and name not in excluded]
     known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
+    unread = [name for name in common if known[name] is None]
     mine = _RankFindings({name: text for name, text in known.items() if text is not None})
     total = sum(left.names.nbytes.values())
     with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
         step.advance(sum(left.names.nbytes[name] for name in mine.known))
-        mine.boxes = _differences(left, right, [name for name in common if known[name] is None], how, executor, step)
-    mine.sizes = {
-        name: (math.prod(side.shape), side.dtype.itemsize) for name, side in left.tensors.items() if name in known
-    }
+        mine.boxes = _differences(left, right, unread, how, executor, step)
+    sides = [(name, left.tensors[name]) for name in common]
+    mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
-    found = _JointFindings.of({0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine))))
+    told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
+    found = _JointFindings.of(told)
+    both = [name for name in left.names.nbytes if name in right.names.nbytes]
+    foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
     findings = [*_prefix_findings(left, right)]
     for kind in ("nbytes", "objects", "own"):
-        findings += _only_findings(left, right, *(getattr(side.names, kind) for side in (left, right)))
-    both = [name for name in left.names.nbytes if name in right.names.nbytes]
-    foreign = {name for side in (left, right) for name in side.names.foreign if name not in found.sizes}
-    findings += [
-        finding
-        for name in both
-        if name not in foreign and (finding := found.of_tensor(name, is_shared=group is not None)) is not None
-    ]
+        findings += _only_findings(left, right, getattr(left.names, kind), getattr(right.names, kind))
+    each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
+    findings += [finding for finding in each if finding is not None]
     findings += found.on_others
-    within = " bit by bit" if exact else f" within rtol={rtol}, atol={atol}"
-    covers = (
-        f"names, shapes, dtypes, and objects compared; {format_bytes(found.read_bytes)} of {format_bytes(total)} of "
-        f"values on each side read and compared{within}"
-    )
-    if "" in found.known.values():
-        covers += ", the rest only by their saved fingerprints"
-    if foreign:
-        covers += (
-            f"; not compared: {format_names(sorted(foreign))}, whose elements another rank will overwrite, as "
-            "DistributedDataParallel does with buffers"
-        )
+    within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
-        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes), covers,
-        found.measures() if is_measured else None, (left.label, right.label),
+        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes),
+        _in_words(found, total, foreign, within), found.measures() if is_measured else None,
+        (left.label, right.label),
     )  # fmt: skip
+
+
+def _in_words(found: _JointFindings, total: int, foreign: Collection[str], within: str) -> str:
+    """What was compared, and what was not."""
+    read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
+    words = f"names, shapes, dtypes, and objects compared; {read} read and compared {within}"
+    if "" in found.known.values():
+        words += ", the rest only by their saved fingerprints"
+    if foreign:
+        words += (
+            f"; not compared: {format_names(sorted(foreign))}, whose elements another rank will "
+            "overwrite, as DistributedDataParallel does with buffers"
+        )
+    return words
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -351,12 +357,11 @@ class _JointFindings:
         its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
         text, element = total.text(elements)
         if text:
-            rank = next(rank for rank, one in its.values() if one.error or (one.count and one.first == total.first))
-            return Finding(text, name, rank if is_shared else None, element)
+            seen = (rank for rank, one in its.values() if one.error or one.first == total.first)
+            return Finding(text, name, next(seen) if is_shared else None, element)
         lacking = elements - sum(box.numel for box in its)
-        return (
-            Finding(f"{lacking} of {elements} elements were not compared: no rank has them", name) if lacking else None
-        )
+        text = f"{lacking} of {elements} elements were not compared: no rank has them"
+        return Finding(text, name) if lacking else None
 
     @property
     def read_bytes(self) -> int:

@@ -172,7 +172,7 @@ def holdings(
     """Return what `rank` holds, summed up. A tensor of which it holds no element is still named.
     Asks no other rank.
 
-    `ranks`: all ranks that take part, if they are known. What another of them will overwrite is left out.
+    `ranks`: all ranks that take part, if they are known. What another of them will overwrite is omitted.
 
     Raises:
         LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout
