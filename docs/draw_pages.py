@@ -96,7 +96,7 @@ def main() -> int:
 
     if PATH is None:
         sys.exit("no Chromium is installed (Debian: apt-get install chromium)")
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # the browser may still write there
         folder = Path(name)
         made = pages(folder)
         with Browser(folder / "profile") as browser:
