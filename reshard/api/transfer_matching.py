@@ -256,8 +256,8 @@ class TransferSide:
 
     @classmethod
     def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout], group: Group) -> TransferSide:
-        """Like `of`, for a source, which may be an immutable mapping. What another rank will overwrite is left
-        out."""
+        """Like `of`, for a source, which may be an immutable mapping, without tensors that another rank will
+        overwrite."""
         fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
         side = cls.of(dict(state) if fixed and state is not None else state, layouts)
         tensors = side.state.tensors
