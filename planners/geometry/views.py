@@ -283,8 +283,8 @@ class View:
         return self.crop(Box(offsets, sizes)).rearrange(kept)
 
     def rearrange(self, dims: Sequence[int | None]) -> View:
-        """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of size 1 may be left
-        out.
+        """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of size 1 may be
+        omitted.
 
         Raises PlanError if a dim is named twice, or if one of another size is omitted.
         """
