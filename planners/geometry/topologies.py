@@ -523,10 +523,13 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
-        of_checkpoint = f", or axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
-        meant = did_you_mean(name, [*_NAMES, *recorded]) or "."
+        of_checkpoint = f", or only axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
+        problem = f"has the unknown axis {name!r}{did_you_mean(name, [*_NAMES, *recorded]) or '.'}"
+        if name in recorded:
+            others = ", ".join(sorted(sizes.keys() - {*recorded}))
+            problem = f"has the checkpoint's axis {name!r} beside {others}, which the checkpoint does not record."
         raise PlanError(
-            f"the topology {text!r} has the unknown axis {name!r}{meant} Write {WORDS}{of_checkpoint}. "
+            f"the topology {text!r} {problem} Write {WORDS}{of_checkpoint}. "
             "Axes of your own need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}

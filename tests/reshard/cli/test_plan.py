@@ -138,6 +138,14 @@ def test_axes_of_files_without_layouts_need_rules(say, gpt, tmp_path) -> None:
     assert "the unknown axis 'dp': did you mean 'ddp'?" in said.err
 
 
+def test_axes_of_a_checkpoint_beside_others_are_named(say, gpt) -> None:
+    said = say("plan", gpt, "dp=2,pp=2")  # it records dp and tp
+
+    assert said.code == 2
+    assert "has the checkpoint's axis 'dp' beside pp, which the checkpoint does not record. Write fsdp=3, " in said.err
+    assert "or only axes that the checkpoint records: dp, tp" in said.err
+
+
 def test_layers_over_the_stages_of_a_pipeline(say, gpt) -> None:
     import torch
 
