@@ -43,6 +43,7 @@ from reshard.api.save_job import (
 )
 from reshard.arguments import check_arguments, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
+from reshard.formats.opening import refuse_run
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -266,7 +267,8 @@ def _prepare(
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
     """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
     there."""
-    commit.refuse_foreign(storage)
+    if there := commit.refuse_foreign(storage):
+        refuse_run(storage.url, there)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
             f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"

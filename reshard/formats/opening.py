@@ -32,7 +32,7 @@ from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
-__all__ = ["RunStep", "look_at", "look_in", "open_contents", "path_below", "step_of", "steps_at"]
+__all__ = ["RunStep", "look_at", "look_in", "open_contents", "path_below", "refuse_run", "step_of", "steps_at"]
 
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
@@ -152,6 +152,21 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
     if not _OF_TREES & set(names):
         return False
     return any(format.is_composite and format.detect(storage, names) for format in formats())
+
+
+def refuse_run(url: str, names: Iterable[str]) -> None:
+    """Raise FormatError if these are the names in the folder of a run.
+
+    A checkpoint at its top could not be opened.
+    """
+    look = look_in(names)
+    steps = steps_seen(look)
+    if any(is_certain(look, step) for step in steps):
+        raise FormatError(
+            f"{url} is the folder of a run with the steps {_listed(steps)}, and a checkpoint beside "
+            "them could not be opened. Nothing was saved: save to "
+            f"{path_below(url, 'step-N')}, or to another folder"
+        )
 
 
 def _listed(steps: Sequence[RunStep]) -> str:

@@ -292,8 +292,10 @@ def folder_of(save_id: str) -> str:
     return f"data-{save_id}"
 
 
-def refuse_foreign(storage: Storage) -> None:
+def refuse_foreign(storage: Storage) -> Mapping[str, int]:
     """Make sure that a save here would neither replace foreign files nor be lost among them.
+
+    Returns the names and sizes of what is there.
 
     Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
     which ours would look ambiguous; FormatError for a checkpoint of a newer version.
@@ -309,6 +311,7 @@ def refuse_foreign(storage: Storage) -> None:
             f"{storage.url} contains {foreign[0]}, which is not from a checkpoint of this library. Nothing was "
             "saved: choose another folder"
         )
+    return names
 
 
 def claim(storage: Storage, save_id: str) -> None:

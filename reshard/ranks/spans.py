@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from planners.units import format_seconds
+
 __all__ = ["Span"]
 
 
@@ -40,4 +42,4 @@ class Span(msgspec.Struct):
 
     def __str__(self) -> str:
         """The same, in words."""
-        return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.by_phase().items())
+        return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.by_phase().items())

@@ -108,6 +108,15 @@ def test_without_any_step_the_time_of_a_save_is_its_age(tmp_path):
     assert reshard.prune(run, keep_last=2) == [str(run / "c")]
 
 
+def test_nothing_is_saved_at_the_top_of_a_run(tmp_path):
+    """Neither the checkpoint nor the run could be opened afterwards."""
+    run = saved(tmp_path, "step-1", "step-2")
+    with pytest.raises(FormatError, match=r"run with the steps step-2, step-1, .*: save to .*/step-N, or to another"):
+        reshard.save(STATE, run)
+    assert left_in(run) == ["step-1", "step-2"]
+    assert reshard.open(run).url == str(run / "step-2")
+
+
 def test_pruning_removes_what_holds_nothing(tmp_path):
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")

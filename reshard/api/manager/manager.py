@@ -65,7 +65,7 @@ class StepReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        did = {"saved to storage": self.storage, "saved to memory": self.memory, "preempted": self.preempted}
+        did = {"save to storage": self.storage, "save to memory": self.memory, "preempted": self.preempted}
         did["without the metric"] = self.unranked
         words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
