@@ -22,7 +22,7 @@ def test_reads_are_counted_as_if_every_item_were_listed(pair, max_gap_bytes):
         items, requests, read_bytes = plan.items(rank), 0, 0
         for item in items:
             window = Window.row_major(0, item.chunk.sizes, plan.saved[item.fqn].spec.itemsize)
-            for _, length, _ in window.crop(item.source).runs().coalesced(max_gap_bytes):
+            for _, length in window.crop(item.source).runs().joined(max_gap_bytes):
                 requests, read_bytes = requests + 1, read_bytes + length
         assert (counts.items[rank], counts.requests[rank], counts.read_bytes[rank]) == (
             len(items),

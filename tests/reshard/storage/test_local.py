@@ -121,7 +121,7 @@ def test_what_cleans_up_asks_for_no_sizes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "scandir", lambda path: _Seen(path, asked))
     assert remove_dead(LocalStorage(tmp_path / "step-3")) == []
     assert asked == []
-    assert [step for _, step, _ in complete(tmp_path)] == [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
+    assert [one.path for one in complete(tmp_path)] == [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
     opened = len(asked)  # whose files have their length
     assert len(reshard.prune(tmp_path, keep_last=1)) == 2
     assert len(asked) == 2 * opened
