@@ -8,7 +8,7 @@ from typing import Protocol
 
 __all__ = [
     "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "ReshardError",
-    "did_you_mean",
+    "did_you_mean", "sentence",
 ]  # fmt: skip
 
 
@@ -74,3 +74,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def sentence(text: str) -> str:
+    """The text, with a period unless it ends a sentence already, as with a suggestion."""
+    return f"{text}{'' if text[-1:] in '?.!' else '.'}"

@@ -160,7 +160,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
     for key, value in [("", state), *below]:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             where = f"the value under {key!r}" if key else "the first argument"
-            raise _refused(f"{where} of {verb} is a {type(value).__name__}, not its state. {_fix(verb, value, key)}")
+            raise _refused(
+                f"{where} of {verb} is of the type {type(value).__name__}, not its state. {_fix(verb, value, key)}"
+            )
 
 
 def _refused(message: str) -> OptionError:

@@ -6,16 +6,17 @@ import functools
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from planners.errors import ReshardError as ReshardError, did_you_mean as did_you_mean
+from planners.errors import ReshardError as ReshardError, did_you_mean as did_you_mean, sentence as sentence
 
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "format_names", "format_ranks", "how_to_install", "option_error", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "framework", "how_to_install", "option_error", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
@@ -27,8 +28,7 @@ class CheckpointError(ReshardError):
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint at the path."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
+    __str__ = Exception.__str__
 
 
 class FormatError(CheckpointError, ValueError):
@@ -53,8 +53,7 @@ class UnsafeDataError(CheckpointError, ValueError):
 class KeyMismatchError(ReshardError, KeyError, RuntimeError):
     """Names, shapes, or dtypes of checkpoint and target differ. The message lists them."""
 
-    def __str__(self) -> str:  # KeyError would print the repr of a long, many-line message
-        return Exception.__str__(self)
+    __str__ = Exception.__str__  # KeyError would print the repr of a long, many-line message
 
 
 class LayoutError(ReshardError, ValueError):
@@ -90,8 +89,7 @@ class NormalizationError(ReshardError, ValueError):
 class StorageError(ReshardError, OSError):
     """Storage failed: no space, no permission, or a lost connection."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
+    __str__ = Exception.__str__
 
 
 class RankFailedError(ReshardError):
@@ -136,8 +134,7 @@ class UndefinedTargetsError(RankFailedError):
 class DeadlineError(ReshardError, TimeoutError):
     """A rank did not answer before the timeout."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
+    __str__ = Exception.__str__
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
@@ -169,6 +166,15 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
 def how_to_install(requirement: str) -> str:
     """The command that installs an optional package. It does not need reshard to be on a package index."""
     return f"pip install '{requirement}'"
+
+
+@contextmanager
+def framework(requirement: str) -> Iterator[None]:
+    """Let imports of a framework say, where it is missing, how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}. Install {requirement}: {how_to_install(requirement)}") from error
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

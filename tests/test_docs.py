@@ -189,6 +189,33 @@ def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
         assert {name.id for name in names} - known == set()
 
 
+def test_names_of_reshard_that_unrun_snippets_import_are_there() -> None:
+    """Snippets of frameworks that are not installed; modules of `reshard.integrations` need theirs, so only the text of
+    the module is asked for."""
+    found = 0
+    for page in TEXTS.values():
+        for program in re.findall(r"^```text\n((?:.*\n)*?)```", page, re.M):
+            for module, names in re.findall(r"^from (reshard[\w.]*) import (.+)$", program, re.M):
+                source = (ROOT / module.replace(".", "/")).with_suffix(".py")
+                tree = ast.parse(source.read_text(encoding="utf-8")) if "integrations" in module else None
+                for name in re.findall(r"\w+", names.partition("#")[0]):
+                    found += 1
+                    if tree is None:
+                        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+                    else:
+                        assert name in _imported_or_made(tree), f"{module}.{name}"
+    assert found >= 12
+
+
+def _imported_or_made(tree: ast.Module) -> set[str]:
+    made = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            made |= set(ast.literal_eval(node.value))  # ruff sees to it that these are there
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return made | {each.asname or each.name for node in imports for each in node.names}
+
+
 def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:
     """Else take them again: `python -m docs.draw_pages`."""
     assert RECORD.read_text(encoding="utf-8") == headings(pages(tmp_path))

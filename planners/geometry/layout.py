@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from planners.errors import CodecError, PlanError
+from planners.errors import CodecError, PlanError, did_you_mean
 from planners.geometry.box import Box, flat_boxes
 from planners.geometry.mesh import (
     Ints,
@@ -53,8 +53,8 @@ def itemsize(dtype: str) -> int:
     try:
         return ITEM_SIZES[dtype]
     except (KeyError, TypeError):
-        known = ", ".join(ITEM_SIZES)
-        raise PlanError(f"unknown dtype {dtype!r}: give a name out of {known}") from None
+        near = did_you_mean(str(dtype).removeprefix("torch."), ITEM_SIZES) or f"; known: {', '.join(ITEM_SIZES)}"
+        raise PlanError(f"unknown dtype {dtype!r}{near}") from None
 
 
 # The three forms of a layout: product of placements, explicit boxes, flat ranges. Each answers for

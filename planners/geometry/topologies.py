@@ -200,10 +200,10 @@ class Topology:
                 raise PlanError("two tensors have the same name", fqn=spec.fqn)
             tensors[spec.fqn] = self._place(spec, rule, at)
         if lost:
-            patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5]) or "there is none"
+            patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5])
             raise PlanError(
                 f"no rule matches {format_count(len(lost), 'tensor')}: {lost[:20]}. "
-                f"The rules are for {patterns}. Add a last "
+                f"{f'The rules are for {patterns}' if patterns else 'There are no rules'}. Add a last "
                 "rule for all other tensors, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
             )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)

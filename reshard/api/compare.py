@@ -36,6 +36,7 @@ from reshard.errors import (
     FormatError,
     KeyMismatchError,
     LayoutError,
+    OptionError,
     StorageError,
     format_names,
     option_error,
@@ -126,6 +127,8 @@ def compare(
     read and compared with those of `b`, not counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
+    if not (rtol >= 0 <= atol):
+        raise OptionError(f"rtol and atol must be >= 0, got rtol={rtol}, atol={atol}")
     how = (rtol, atol, measure)
     with engine(executor, workers) as hands:
         if process_group is None and not any(map(_is_sharded, (a, b))):
@@ -389,12 +392,7 @@ class CompareWork:
 
 
 def _differences(
-    left: _Side,
-    right: _Side,
-    names: Sequence[str],
-    how: _How,
-    executor: Executor | None,
-    step: Phase,
+    left: _Side, right: _Side, names: Sequence[str], how: _How, executor: Executor | None, step: Phase
 ) -> list[tuple[str, Sizes, Sizes, _Difference]]:
     """Return the differences of all elements that this process has on both sides, box by box."""
     asked = shares(

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout
-from planners.geometry.topologies import Topology
+from planners.geometry.topologies import Topology, topology_of
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.options import globs_of
@@ -85,7 +85,7 @@ def convert(
     *,
     format: FormatName = "native",
     mapping: Mapping[str, str] | StateMapping | None = None,
-    onto: StateLayout | Topology | None = None,
+    onto: StateLayout | Topology | str | None = None,
     select: str | Iterable[str] | None = None,
     dtype: Any = None,
     normalized: bool = False,
@@ -119,7 +119,7 @@ def convert(
             canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict from new names to names in the source.
         onto: write the files that the ranks of this layout or topology would have written (native
-            and dcp).
+            and dcp). A topology can be in words, such as "fsdp=8".
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
@@ -157,6 +157,7 @@ def convert(
         globs = globs_of(select or None) or ()
         wanted = None if dtype is None else str(dtype).removeprefix("torch.")
         name = ALSO_CALLED.get(format, format)
+        onto = topology_of(onto) if isinstance(onto, str) else onto
         job = ConvertJob(
             source, target, name, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
         )

@@ -1,5 +1,5 @@
-"""The arguments of a conversion, as a value that workers receive; its files, one task each; and what is already
-done."""
+"""The arguments of a conversion, as a value that workers receive; its files, one task
+each; and what is already done."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ class ConvertJob:
     def __post_init__(self) -> None:
         """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not fit together."""
         if not isinstance(self.onto, StateLayout | Topology | None):
-            raise OptionError(f"onto must be a StateLayout or Topology (planners.fsdp(4)), got {self.onto!r:.60}")
+            raise OptionError(
+                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {self.onto!r:.60}"
+            )
         if not isinstance(self.mapping, Mapping | StateMapping | None):
             raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
         if self.dtype is not None and self.dtype not in BY_NAME:
-            words = f"unknown dtype {self.dtype!r}{did_you_mean(self.dtype, BY_NAME)}"
-            raise option_error(f"{words}; write a torch dtype by name, such as 'bfloat16'", FormatError)
+            near = did_you_mean(str(self.dtype), BY_NAME) or ". Write a torch dtype by name, such as 'bfloat16'"
+            raise option_error(f"unknown dtype {self.dtype!r}{near}", FormatError)
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
@@ -369,8 +371,8 @@ class Journal:
         Args:
             is_shared: several jobs may write into the target at once, each a file of its own.
 
-        Raises StorageError if another job is running here: of a process that cannot be seen from here it is waited for
-        that it says so.
+        Raises StorageError if another job is running here: of a process that cannot be
+        seen from here it is waited for that it says so.
         """
         names = self.storage.list()
         for folder, claim, job_id in _jobs(self.storage, names):
@@ -417,8 +419,8 @@ class Journal:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
     def give_up(self) -> bool:
-        """Processes that write for this job must stop, and any process may continue it. False if another one, which
-        took this one for dead, does so already."""
+        """Processes that write for this job must stop, and any process may continue it.
+        False if another one, which took this one for dead, does so already."""
         return self._lease is not None and self._lease.give_up()
 
     def leave(self) -> None:
@@ -427,8 +429,9 @@ class Journal:
             self._lease.stop()
 
     def tidy(self) -> None:
-        """After a failure, when no process writes any more: complete files stay for the next try, and nothing else.
-        If the job has finished no file, nothing stays. Where another process continues it, all is that one's."""
+        """After a failure, when no process writes any more: complete files stay for the
+        next try, and nothing else. If the job has finished no file, nothing stays. Where
+        another process continues it, all is that one's."""
         if not self.give_up():
             return
         names = self.storage.list()
@@ -479,8 +482,8 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """Remove the records after everything is published. Those of another process, which took this one for dead,
-        stay."""
+        """Remove the records after everything is published. Those of another process,
+        which took this one for dead, stay."""
         self.leave()
         if self._lease is not None and self._lease.is_taken:
             return
@@ -503,8 +506,8 @@ def _flat(file: str) -> str:
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
     """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
 
-    A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
-    `names` are those of the storage. Returns the ids of the jobs.
+    A job that may still be running keeps all of it, and so does the one whose records are
+    in the folder `spare`. `names` are those of the storage. Returns the ids of the jobs.
     """
     removed = []
     for folder, claim, job_id in _jobs(storage, names):
@@ -538,8 +541,9 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _has_ended(storage: Storage, job_id: str) -> bool:
-    """Return whether the target is what the job has published: its records are about to be removed,
-    or a killed process left them. A conversion that resumed it would write into files that
+    """Return whether the target is what the job has published: its records are about to
+    be removed, or a killed process left them. A conversion that resumed it would write
+    into files that
     count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True

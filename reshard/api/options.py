@@ -150,12 +150,10 @@ class SaveOptions:
     ranks_per_file: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("memory_budget_bytes", "divide_above_bytes"):
+        for name in ("memory_budget_bytes", "divide_above_bytes", "ranks_per_file"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a number of bytes >= 1, got {value!r}")
-        if type(self.ranks_per_file) is not int or self.ranks_per_file < 1:
-            raise OptionError(f"ranks_per_file must be a number of ranks >= 1, got {self.ranks_per_file!r}")
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
         if self.select is not None:

@@ -21,11 +21,7 @@ from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
-from reshard.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LayoutError,
-)
+from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.live.garbage_collection import gc_paused

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from planners.errors import sentence
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
@@ -148,10 +149,7 @@ def _option(param: Any, command: str) -> tuple[str, str]:
 def _help_text(usage: str, text: str, sections: dict[str, list[tuple[str, str]]], examples: Sequence[str] = ()) -> str:
     width = max(min(shutil.get_terminal_size().columns, 110), 30)
     wrap = partial(textwrap.fill, width=width, break_on_hyphens=False)
-    parts = [
-        wrap(f"Usage: {usage.rstrip()}", subsequent_indent="  "),
-        *map(wrap, text.split("\n\n")),
-    ]
+    parts = [wrap(f"Usage: {usage.rstrip()}", subsequent_indent="  "), *map(wrap, text.split("\n\n"))]
     for title, rows in sections.items():
         if lines := list(columns([row for row in rows if row[0]], width)):
             parts.append("\n".join([f"{title}:", *lines]))
@@ -201,8 +199,10 @@ def run(arguments: list[str] | None = None) -> None:
         if traceback or not _is_known(error):
             raise
         message, help_of = str(error), getattr(error, "ctx", None)
+        if isinstance(error, OSError) and error.filename:
+            message = f"cannot open {str(error.filename)!r}: {error.strerror}"
         if help_of is not None:
-            message = f"{error.format_message().rstrip('.')}. See {help_of.command_path} --help"  # type: ignore[attr-defined]
+            message = f"{sentence(error.format_message())} See {help_of.command_path} --help"  # type: ignore[attr-defined]
         _tell(in_words_of_the_command_line(message))
         sys.exit(EXIT_USAGE if help_of or isinstance(error, UsageError) else EXIT_ERROR)
 

@@ -25,6 +25,7 @@ from reshard.errors import (
     ReshardError,
     did_you_mean,
     how_to_install,
+    sentence,
 )
 
 if TYPE_CHECKING:
@@ -250,7 +251,9 @@ def side(
     try:
         checkpoint = reshard.open(newest(text, step))
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error}. Or give a topology: {WORDS}, or any other with --rule") from None
+        raise CheckpointNotFoundError(
+            f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
+        ) from None
     layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
     if not select:
         return layout
@@ -322,10 +325,10 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
     from reshard.mapping.families import NAMINGS, ready
 
     source, colon, target = names.partition(":")
+    for naming_of_a_side in (source, target) if colon else ():
+        choice(naming_of_a_side, NAMINGS, "naming")
     if not colon or config is None:
         raise UsageError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
-    for naming_of_a_side in (source, target):
-        choice(naming_of_a_side, NAMINGS, "naming")
     return ready(config, source, target, **_options(naming or [], ready))
 
 

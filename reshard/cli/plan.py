@@ -74,10 +74,7 @@ def plan(
     from planners.plans.plan import verify
     from reshard.api.plan import unsharded_text
 
-    hints, cluster = (
-        arguments.read_hints(hint, used=normalized),
-        _cluster(read_rate, ranks_per_host),
-    )
+    hints, cluster = arguments.read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
     sides = arguments.both_sides(
         source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select, step=step
     )

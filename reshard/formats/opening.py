@@ -203,8 +203,8 @@ def _open_step(
     if passed:
         why = "; ".join((*passed, *run.not_opened(path)))
         raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
-    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "no steps"
-    raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: it has {known}")
+    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "none"
+    raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: its steps are {known}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from reshard.api.load import load
 from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, framework
 from reshard.stored.tensor import LazyTensor
+
+with framework("accelerate>=1"):
+    from accelerate import Accelerator
 
 __all__ = ["load_state", "save_state", "state_of"]
 

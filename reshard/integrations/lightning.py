@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
-from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer import call
 
 from reshard.api.manager import CheckpointManager, RestoreReport
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, framework
 from reshard.live.state import PerRank
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
 from reshard.stored.tensor import whole
+
+with framework("lightning>=2.5"):
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+    from lightning.pytorch.plugins.io import CheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.trainer import call
 
 __all__ = ["ReshardCheckpoint", "ReshardIO", "ReshardModelParallel"]
 

@@ -1,6 +1,7 @@
 """`RayExecutor`: a `concurrent.futures.Executor` whose workers are those of a Ray cluster. Ray
 itself has none.
 
+from reshard.errors import framework
 from reshard.integrations.ray import RayExecutor
 
 with RayExecutor("ray://head:10001") as executor:
@@ -14,8 +15,12 @@ from concurrent.futures import Executor, Future, InvalidStateError, wait as wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from reshard.errors import framework
+
+with framework("ray>=2.30"):
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 
 __all__ = ["RayExecutor"]
 

@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from reshard.api.weights import WeightBucket, WeightSource
-from reshard.errors import OptionError, ReshardError
+from reshard.errors import OptionError, ReshardError, framework
 from reshard.live.dtypes import dtype_name
 from reshard.ranks.group import Group
+
+with framework("sglang"):
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 __all__ = ["flattened", "update_from_distributed", "update_from_tensor"]
 

@@ -20,21 +20,23 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import torch_checkpointing as _theirs
-from torch_checkpointing import ItemSpec
-from torch_checkpointing.config import SyncCheckpointSaverConfig
-from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from reshard.api.convert import convert
 from reshard.api.load import load
 from reshard.api.save import async_save, save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import KeyMismatchError, OptionError
+from reshard.errors import KeyMismatchError, OptionError, framework
 from reshard.live.tensors import is_sharded, this_rank
 from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, key_of
 from reshard.stored.tensor import whole
+
+with framework("torch-checkpointing"):
+    import torch_checkpointing as _theirs
+    from torch_checkpointing import ItemSpec
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 __all__ = ["CheckpointManager", "ItemSpec"]
 

@@ -19,15 +19,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torchft.checkpointing.transport import CheckpointTransport
 
 from reshard.api.load import load
 from reshard.api.retention import prune
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
-from reshard.errors import CheckpointNotFoundError, DeadlineError
+from reshard.errors import CheckpointNotFoundError, DeadlineError, framework
 from reshard.formats.opening import path_below
 from reshard.stored.tensor import whole
+
+with framework("torchft>=0.2"):
+    from torchft.checkpointing.transport import CheckpointTransport
 
 __all__ = ["ReshardTransport"]
 

@@ -24,18 +24,20 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer import dcp as _theirs
-from torchtitan.components.checkpointer.base import MODEL
 
 from reshard import dcp
 from reshard.api import convert, load, retention, save
 from reshard.api.manager import CheckpointManager as Manager, Every, Keep
-from reshard.errors import CheckpointError, NormalizationError
+from reshard.errors import CheckpointError, NormalizationError, framework
 from reshard.mapping import Mapping
 from reshard.mapping.families import ready
+
+with framework("torchtitan>=0.3"):
+    import tyro
+    from torchtitan.components.checkpointer import dcp as _theirs
+    from torchtitan.components.checkpointer.base import MODEL
 
 __all__ = ["CheckpointManager", "ReshardManager"]
 

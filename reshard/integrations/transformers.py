@@ -19,17 +19,14 @@ import os
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from reshard.api.load import load
 from reshard.api.optimizer_destinations import optimizer_destinations
 from reshard.api.retention import steps
 from reshard.api.save import save
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointNotFoundError, ReshardError, format_names
+from reshard.errors import CheckpointNotFoundError, ReshardError, format_names, framework
 from reshard.native.manifest import MANIFEST
 from reshard.state_dict import (
     fqn_map,
@@ -39,6 +36,11 @@ from reshard.state_dict import (
     set_optimizer_state_dict,
 )
 from reshard.state_dict.options import StateDictOptions
+
+with framework("transformers>=5"):
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 __all__ = ["ReshardTrainer"]
 

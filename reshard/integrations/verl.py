@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
 from reshard.api.weights import ChangedElements, SinceLastPass, WeightBucket, WeightPlace, WeightSource, marked_last
-from reshard.errors import OptionError, ReshardError
+from reshard.errors import OptionError, ReshardError, framework
 from reshard.live.dtypes import dtype_from_name, dtype_name
+
+with framework("verl"):
+    from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+    from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
 __all__ = ["ReshardCheckpointEngine", "ReshardDeltaEngine"]
 

@@ -21,14 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource as EngineSource
 
 from planners.geometry import mesh as cut
 from planners.geometry.layout import TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh
 from reshard.api.weights import WeightSource
+from reshard.errors import framework
 from reshard.live.dtypes import dtype_from_name
 from reshard.ranks.group import Group
+
+with framework("vllm"):
+    from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource as EngineSource
 
 __all__ = ["ShardSource", "StateSource"]
 

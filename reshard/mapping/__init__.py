@@ -5,9 +5,11 @@
     mapping = Mapping([Concat(separate, "{l+}.wqkv.weight", parts=(4, 1, 1))])
     reshard.load(state, path, mapping=mapping)         # each rank reads its slice of the parts, by byte range
 
-`reshard.mapping.families` has predefined mappings between Hugging Face, torchtitan, and Megatron.
+`ready` returns predefined mappings between Hugging Face, torchtitan, Megatron, and others: see
+`reshard.mapping.families`.
 """
 
+from reshard.mapping.families import ready as ready
 from reshard.mapping.mapping import Mapping as Mapping, apply_dict as apply_dict
 from reshard.mapping.rules import (
     Cast as Cast,

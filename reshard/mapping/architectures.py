@@ -6,7 +6,6 @@ DeepSeek have on disk: a matrix each for gate, up, queries, keys, values, and ev
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping as Dict
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, did_you_mean
 
 __all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder"]
 
@@ -190,10 +189,9 @@ class Decoder:
         """What is known of the family. Raises NormalizationError, naming the nearest one, if that is nothing."""
         if self.family in ARCHITECTURES:
             return ARCHITECTURES[self.family]
-        near = difflib.get_close_matches(self.family, ARCHITECTURES, 3, 0.5)
-        hint = f"; the nearest of them is {near[0]!r}" if near else ""
         raise NormalizationError(
-            f"there is no ready mapping for {self.family!r}: known are {', '.join(ARCHITECTURES)}{hint}. If the names "
+            f"there is no ready mapping for {self.family!r}{did_you_mean(self.family, ARCHITECTURES) or '.'} "
+            f"Known: {', '.join(ARCHITECTURES)}. If the names "
             "and shapes of one of these are the same, set the config's model_type to it; else write a Mapping of rules"
         )
 

@@ -18,19 +18,7 @@ from reshard.errors import NormalizationError
 from reshard.mapping import vision
 from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder
 from reshard.mapping.mapping import Mapping, between
-from reshard.mapping.rules import (
-    Concat,
-    Drop,
-    Offset,
-    Rename,
-    Resize,
-    Rope,
-    Rule,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)  # fmt: skip
+from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
 
 __all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
 

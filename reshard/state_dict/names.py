@@ -44,8 +44,10 @@ class Stage:
     """
 
     def __post_init__(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise NormalizationError(f"Stage takes the module of a pipeline stage, got {self.module!r:.80}")
         for name, offset in self.offsets.items():
-            if not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+            if type(offset) is not int or offset < 0:
                 raise NormalizationError(f"offset of {name!r} in a stage must be an integer >= 0, got {offset!r}")
 
 

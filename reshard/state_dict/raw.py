@@ -145,7 +145,7 @@ class _Normalizing:
         """Return the canonical name of a key of optimizer state."""
         if isinstance(key, str):
             return self.name(key, wrappers)
-        if not isinstance(key, int) or isinstance(key, bool):
+        if type(key) is not int:
             return key
         if self.order is None:
             raise NormalizationError(

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -204,9 +204,7 @@ class Feed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
         for source in self._sources:
             source.release()

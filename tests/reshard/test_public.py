@@ -71,6 +71,14 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
     assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
 
 
+def test_a_suggestion_ends_its_sentence() -> None:
+    from reshard.errors import sentence
+
+    assert sentence("no 'x': did you mean 'y'?") == "no 'x': did you mean 'y'?"
+    assert sentence("no 'x'") == "no 'x'."
+    assert sentence("No such command.") == "No such command."
+
+
 def test_a_misspelt_name_is_told() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sav': did you mean 'save'"):
         _ = reshard.sav
@@ -175,12 +183,12 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         ),
         (
             lambda path: reshard.load(NET, path),
-            "first argument of load is a Linear, not its state. Write: state = resh",
+            "first argument of load is of the type Linear, not its state. Write: state = resh",
         ),
         (lambda path: reshard.save(NET, path), "get_model_state_dict.model.; reshard.save.state, path.$"),
         (
             lambda path: reshard.load({"m": NET}, path),
-            "under 'm' of load is a Linear, .* reshard.load..'m': state., path.",
+            "under 'm' of load is of the type Linear, .* reshard.load..'m': state., path.",
         ),
         (
             lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
@@ -239,12 +247,26 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (lambda: reshard.layout_of([optimizer]), OptionError, "under 0 is SGD: pass reshard.get_optimizer_state_dict"),
         (lambda: reshard.layout_of(path), OptionError, "layout_of takes a state dict or a tensor, got PosixPath"),
         (lambda: reshard.convert(path, path, max_shard_bytes="5GB"), FormatError, "such as 5_000_000_000, got '5GB'"),
-        (lambda: reshard.convert(path, path, dtype="bfloat61"), FormatError, "'bfloat61': did you mean 'bfloat16'?; "),
+        (lambda: reshard.convert(path, path, dtype="bfloat61"), FormatError, "'bfloat61': did you mean 'bfloat16'?"),
         (
-            lambda: reshard.convert(path, path, onto="fsdp=2"),
+            lambda: reshard.convert(path, path, onto=2),
             OptionError,
-            "a StateLayout or Topology (planners.fsdp(4)), got",
+            "onto must be a StateLayout or Topology, or words such as 'fsdp=4', got 2",
         ),
+        (lambda: reshard.compare(path, path, rtol=-1), OptionError, "must be >= 0, got rtol=-1, atol=0.0"),
+        (lambda: reshard.compare(path, path, atol=float("nan")), OptionError, "must be >= 0, got rtol=0.0, atol=nan"),
+        (lambda: reshard.verify(path, workers="two"), OptionError, "workers must be an integer >= 1, got 'two'"),
+        (
+            lambda: reshard.open(path).mapped({"w": "v"}),
+            OptionError,
+            "pass a reshard.mapping.Mapping, such as Mapping([",
+        ),
+        (
+            lambda: reshard.load(optimizer, path),
+            FormatError,
+            "first argument of load is of the type SGD, not its state",
+        ),
+        (lambda: reshard.save(state, path, ranks_per_file=True), OptionError, "must be an integer >= 1, got True"),
         (lambda: reshard.convert(path, path, mapping=3), OptionError, "mapping must be a dict or a reshard.mapping"),
         (lambda: reshard.convert(path, path, select=3), OptionError, "must be a glob or a list of globs, got 3"),
         (lambda: reshard.prepare(state, state, max_inflight_bytes=3), LayoutError, "must be at least 1024, got 3"),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 import msgspec
@@ -161,19 +160,18 @@ class CheckpointManager:
         group = self._group()
         with group.together("CheckpointManager"):
             self._check_options(options)
-            shown = (
-                self.root,
-                every,
-                keep,
-                memory_every,
-                full_every,
-                background,
-                ask_every,
-                bytes_per_s,
-                read_only,
-                options,
-            )
-            group.same_options("CheckpointManager", {"arguments": shown})
+            shared = {
+                "root": self.root,
+                "every": every,
+                "keep": keep,
+                "memory_every": memory_every,
+                "full_every": full_every,
+                "background": background,
+                "ask_every": ask_every,
+                "bytes_per_s": bytes_per_s,
+                "read_only": read_only,
+            }
+            group.same_options("CheckpointManager", {**shared, **options})
             if group.rank == 0:
                 self._claim = None if read_only else RootClaim(self.root)
                 self._ledger = Ledger.read(self.root)
@@ -513,9 +511,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as second:

@@ -177,7 +177,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
     if wanted and found and wanted not in found:
         raise OptionError(
             f"keep ranks steps by the metric {wanted!r}, but metrics= has {format_names(found)}"
-            f"{did_you_mean(wanted, found)}. Nothing was saved at this step. At steps without {wanted!r}, leave "
+            f"{did_you_mean(wanted, found) or '.'} Nothing was saved at this step. At steps without {wanted!r}, leave "
             "metrics= out"
         )
     return found

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from planners import Mesh, PlanError
+from planners import Mesh, PlanError, fsdp
 
 GRID = Mesh({"pp": 2, "dp": 3, "tp": 2})
 
@@ -61,6 +61,11 @@ def test_submeshes_keep_the_order_asked_for():
     [
         (lambda: Mesh([("a", 2), ("a", 3)]), "the same name"),
         (lambda: Mesh({"a": 0}), "size >= 1, got 0"),
+        (lambda: Mesh(4), r"needs axes with sizes, such as Mesh\(\{'dp': 4\}\), got 4$"),
+        (lambda: Mesh("dp=4"), "needs axes with sizes, .* got 'dp=4'"),
+        (lambda: Mesh({"dp": "2"}), r"needs axes with sizes, .* got \{'dp': '2'\}"),
+        (lambda: fsdp("8"), "needs axes with sizes, .* got .*'8'"),
+        (lambda: fsdp(8.0), "needs axes with sizes, .* got .*8.0"),
         (lambda: Mesh({"a": 2}, [1]), "has 2 ranks, but 1 were given"),
         (lambda: Mesh({"a": 2}, [1, 1]), "must be distinct"),
         (lambda: Mesh({"a": 2}, [-1, 1]), "must be distinct and >= 0"),

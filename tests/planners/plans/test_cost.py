@@ -177,6 +177,8 @@ def test_a_summary_of_nothing():
 def test_what_is_no_plan_is_refused():
     with pytest.raises(PlanError, match="cannot summarize a StateLayout"):
         summarize(ROWS)
+    with pytest.raises(PlanError, match="needs a Cluster, got None"):
+        estimate(plan_reads(StateLayout({}), StateLayout({})), None)
     with pytest.raises(PlanError, match="cannot estimate a StateLayout"):
         estimate(ROWS, Cluster())
     with pytest.raises(PlanError, match="one bin or more"):

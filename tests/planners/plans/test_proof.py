@@ -162,5 +162,5 @@ def test_a_report_can_be_raised():
 
 
 def test_nothing_else_can_be_verified():
-    with pytest.raises(PlanError, match="cannot verify a ndarray"):
+    with pytest.raises(PlanError, match="verify takes a layout, a plan, or a schedule, got array"):
         verify(np.zeros(3))

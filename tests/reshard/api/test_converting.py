@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import reshard
-from planners.geometry.topologies import Topology
+from planners.errors import PlanError
+from planners.geometry.topologies import Topology, fsdp
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
 from reshard.formats.safetensors import SafetensorsWriter
 from reshard.stored.streaming import FormatWriter
@@ -476,6 +477,18 @@ def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
+def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path) -> None:
+    for name, onto in (("words", "fsdp=3"), ("python", fsdp(3))):
+        reshard.convert(saved, tmp_path / name, onto=onto)
+    words, python = (reshard.open(tmp_path / name) for name in ("words", "python"))
+
+    assert words.layout == python.layout
+    assert words.layout.world_size == 3
+    assert reshard.compare(words, python).ok
+    with pytest.raises(PlanError, match="did you mean 'fsdp'"):
+        reshard.convert(saved, tmp_path / "c", onto="fspd=3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -483,9 +496,15 @@ def test_ranks_share_the_work(saved: Path, tmp_path: Path) -> None:
         ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
         ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
-        ({"workers": 0}, CheckpointError, "workers must be >= 1"),
+        ({"workers": 0}, CheckpointError, "workers must be an integer >= 1, got 0"),
         ({"max_shard_bytes": 0}, FormatError, "must be a number >= 1, .* got 0"),
-        ({"onto": None, "hints": None, "dtype": "float7"}, FormatError, "unknown dtype"),
+        (
+            {"onto": None, "hints": None, "dtype": "float7"},
+            FormatError,
+            "unknown dtype 'float7'(: did you mean '.*'\\?|. Write a .*)$",
+        ),
+        ({"onto": 8}, CheckpointError, "StateLayout or Topology, or words such as 'fsdp=4', got 8"),
+        ({"workers": "two"}, CheckpointError, "workers must be an integer >= 1, got 'two'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -72,6 +72,10 @@ def _differ(folder: str) -> dict[str, tuple[str, str]]:
     }
     key = fingerprints.Key(b"mine") if odd else fingerprints.Key()
     out = {"fingerprint key": _told(lambda: reshard.fingerprint({"w": W}, key=key))}
+    managers = {"every": reshard.Every(steps=1 + odd), "full_every": 1 + odd, "ranks_per_file": 1 + odd}
+    for name, value in managers.items():
+        more = {"every": reshard.Every(steps=1), name: value}
+        out[f"CheckpointManager {name}"] = _told(lambda more=more: reshard.CheckpointManager(f"{folder}/bad", **more))
     for verb, (call, options) in calls.items():
         for name, value in options.items():
             more = {name: value} if odd else {}
@@ -165,6 +169,21 @@ def _names_of(options: Any) -> set[str]:
 )
 def test_no_option_is_left_out_of_that(options: set[str], given: dict[str, Any], own: set[str]) -> None:
     assert options == set(given) | own
+
+
+def _mesh_as_group(folder: str) -> tuple[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    return _told(lambda: reshard.save({"w": W}, f"{folder}/bad", process_group=mesh))
+
+
+@pytest.mark.gloo
+def test_a_mesh_in_place_of_a_process_group_is_told_its_group(tmp_path: Path) -> None:
+    kind, words = gloo.run(_mesh_as_group, 2, str(tmp_path))[0]
+
+    assert kind == "OptionError"
+    assert words.startswith("process_group is a DeviceMesh: pass mesh.get_group()")
 
 
 def _alone(folder: str) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def test_the_newest_by_number_or_the_step_that_is_asked_for(tmp_path: Path, kind
     assert newest["w"][...].tolist() == [100, 100]
     assert newest.url == str(tmp_path / name.format(100))
     assert reshard.open(tmp_path, step=9)["w"][...].tolist() == [9, 9]
-    with pytest.raises(CheckpointNotFoundError, match=r"has no step 10: it has 9, 100"):
+    with pytest.raises(CheckpointNotFoundError, match=r"has no step 10: its steps are 9, 100"):
         reshard.open(tmp_path, step=10)
     for load in (reshard.load, lambda target, path: reshard.dcp.load(target, checkpoint_id=path)):
         load(target := {"w": torch.zeros(2)}, tmp_path)

@@ -154,7 +154,7 @@ def test_kimi_k2_has_deepseek_s_names() -> None:
 
 
 def test_an_unknown_family_names_the_nearest() -> None:
-    with pytest.raises(NormalizationError, match=r"known are llama, .*; the nearest of them is 'glm4_moe'\. .*Mapping"):
+    with pytest.raises(NormalizationError, match=r"did you mean 'glm4_moe'\? Known: llama, .*Mapping"):
         ready({"model_type": "glm4_moes", "num_attention_heads": 2, "vocab_size": 4}, "huggingface", "megatron")
 
 

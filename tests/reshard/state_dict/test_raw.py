@@ -129,6 +129,10 @@ def test_stages_with_local_layer_numbers() -> None:
         get_model_state_dict(halves(0))
     with pytest.raises(NormalizationError, match="no numbered children under 'blocks'"):
         get_model_state_dict(Stage(zoo.make(0), {"blocks": 1}))
+    with pytest.raises(NormalizationError, match="Stage takes the module of a pipeline stage, got 3"):
+        Stage(3)
+    with pytest.raises(NormalizationError, match="must be an integer >= 0, got True"):
+        Stage(zoo.make(0), {"layers": True})
 
 
 def test_a_buffer_that_stages_share_must_agree() -> None:
