@@ -322,10 +322,10 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
     from reshard.mapping.families import NAMINGS, ready
 
     source, colon, target = names.partition(":")
+    for naming_of_a_side in (source, target) if colon else ():
+        choice(naming_of_a_side, NAMINGS, "naming")
     if not colon or config is None:
         raise UsageError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
-    for naming_of_a_side in (source, target):
-        choice(naming_of_a_side, NAMINGS, "naming")
     return ready(config, source, target, **_options(naming or [], ready))
 
 
@@ -364,11 +364,13 @@ def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
     """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
     if given and not used:
         raise UsageError("--hint needs canonical names: add --normalized")
+    from reshard.formats.canonical import HINTS
+
     hints = {}
     for text in given or []:
         name, equals, value = text.partition("=")
         try:
-            hints[name] = json.loads(value)
+            hints[choice(name, HINTS, "hint") if equals else name] = json.loads(value)
         except ValueError:
             fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
             raise UsageError(f"cannot read the hint {text!r}: {fix}, such as --hint 'vocab_size=32000'") from None
@@ -447,7 +449,6 @@ _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
-    (r"unknown hint '(\w+)'", r"unknown --hint '\1'"),
     (r"leave out onto\b", "leave out --onto"),
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
