@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_count", "format_each", "format_rate", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_each", "format_rate", "format_seconds", "format_some"]
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -40,6 +40,12 @@ def format_count(number: int, what: str) -> str:
     """How many: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
     many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{number} {what if number == 1 else many}"
+
+
+def format_some(names: Sequence[object], most: int = 5) -> str:
+    """The first of many: `"'a', 'b' and 3 more"`."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -16,7 +16,7 @@ from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, Ten
 from planners.geometry.layout_text import in_sharding_order
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, grouped, parse_placements
 from planners.notebooks import preformatted
-from planners.units import format_count
+from planners.units import format_count, format_some
 
 __all__ = [
     "LLAMA_TP_DIMS", "WORDS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
@@ -202,7 +202,7 @@ class Topology:
         if lost:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5])
             raise PlanError(
-                f"no rule matches {format_count(len(lost), 'tensor')}: {lost[:20]}. "
+                f"no rule matches {format_count(len(lost), 'tensor')}: {format_some([*map(repr, lost)])}. "
                 f"{f'The rules are for {patterns}' if patterns else 'There are no rules'}. Add a last "
                 "rule for all other tensors, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
             )

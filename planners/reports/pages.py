@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_seconds
+from planners.units import format_bytes, format_seconds, format_some
 
 __all__ = ["to_html"]
 
@@ -235,7 +235,7 @@ def _table(story: _Story) -> str:
     rows.sort(key=lambda row: (-row[3], row[0]))
     heads = ["tensors", "count", "shape", "bytes", *(caption for caption, _ in story.sides)]
     body = "".join(
-        f"<tr><td>{escape(name)}</td><td>{count:,}</td><td>{escape(shape)}</td>"
+        f"<tr><td>{escape(name).replace('.', '.<wbr>')}</td><td>{count:,}</td><td>{escape(shape)}</td>"
         f'<td data-sort="{nbytes}">{format_bytes(nbytes)}</td>{"".join(f"<td>{escape(p)}</td>" for p in placed)}</tr>'
         for name, count, shape, nbytes, placed in rows[:_MAX_ROWS]
     )
@@ -363,7 +363,7 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: 
             "<title>no rank</title></rect>"
         )
     color = rank_color(ranks[0], world_size)
-    words = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4:,} more" if len(ranks) > 4 else "")
+    words = format_some(ranks, 4)
     out = (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{color}">'
         f"<title>rank{'s' * (len(ranks) > 1)} {words}</title></rect>"
@@ -398,7 +398,7 @@ def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
             f'<rect x="{left + j * wide:.1f}" y="{top + i * high:.1f}" width="{wide - gap:.2f}" '
             f'height="{high - gap:.2f}" fill-opacity="{level:.2f}"><title>{words}</title></rect>'
         )
-        if wide > 66 and high > 13:
+        if wide > 70 and high > 13:
             x, y = left + (j + 0.5) * wide, top + (i + 0.5) * high
             body.append(f'<text class="tick number" x="{x:.1f}" y="{y:.1f}">{format_bytes(value)}</text>')
     middle = 0.5 if each == 1 else 0.0
@@ -496,9 +496,9 @@ def _round_sizes(most: int) -> list[int]:
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --paper: #fbfcfd; --card: #fff;
-  --accent: #21808d; --faint: #edf1f5; --right: #2f8f5b; --wrong: #c0392b; }
+  --accent: #21808d; --heat: #56b0ba; --faint: #edf1f5; --right: #2f8f5b; --wrong: #c0392b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b4; --line: #303945; --paper: #12161b;
-  --card: #1a2027; --accent: #5cc3c9; --faint: #232b34; --right: #5cc98f; --wrong: #ff7b6b; } }
+  --card: #1a2027; --accent: #5cc3c9; --heat: #2a7178; --faint: #232b34; --right: #5cc98f; --wrong: #ff7b6b; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Liberation Sans", "DejaVu Sans", sans-serif; }
@@ -534,18 +534,18 @@ svg { display: block; width: 100%; height: auto; }
 .pair rect.missing { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
 .pair text { fill: #fff; font-size: 12px; font-weight: 600; text-anchor: middle; dominant-baseline: central;
   pointer-events: none; }
-.matrix rect { fill: var(--accent); }
+.matrix rect { fill: var(--heat); }
 .matrix rect.ground { fill: var(--faint); }
 .matrix rect:not(.ground):hover, .bars g:hover rect { stroke: var(--ink); stroke-width: 1.5; }
 .tick { fill: var(--soft); font-size: 11px; text-anchor: middle; dominant-baseline: central;
   font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
-.tick.number { fill: var(--ink); paint-order: stroke; stroke: var(--card); stroke-width: 3px; pointer-events: none; }
+.tick.number { fill: var(--ink); font-size: 12px; pointer-events: none; }
 .bars rect { fill: var(--accent); }
 .bars rect.peak { fill-opacity: .35; }
 .bars line { stroke: var(--line); }
 .legend { display: flex; white-space: nowrap; align-items: center; gap: 8px; font-size: 13px; margin-top: 10px; }
-.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--accent); }
+.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--heat); }
 .swatch.faint { opacity: .25; }
 label { color: var(--soft); font-size: 13px; }
 select, input { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--line);
@@ -559,7 +559,7 @@ th { position: sticky; top: 0; background: var(--card); color: var(--soft); font
 th, td { vertical-align: top; padding: 7px 16px 7px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td:nth-child(n+5) { white-space: normal; min-width: 150px; }
 td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace;
-  white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
+  white-space: normal; overflow-wrap: anywhere; min-width: min(260px, 50vw); }
 td:nth-child(2), th:nth-child(2), td:nth-child(4), th:nth-child(4) { text-align: right; }
 .js .tensor:not(.shown) { display: none; }
 """

@@ -19,7 +19,7 @@ from planners.geometry.layout import Part
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
-from planners.units import format_bytes, format_count
+from planners.units import format_bytes, format_count, format_some
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import (
@@ -234,11 +234,11 @@ class Prepared:
 
     def _undefined(self, error: Exception) -> UndefinedTargetsError:
         keys = tuple(dict.fromkeys(transfer.target for transfer in self.pairing.transfers.values()))
-        shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if keys[20:] else "")
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
-            f"the transfer failed midway, and its targets are undefined: {shown}. Fill them again in a new process "
-            f"group, because the old one may have pending messages or closed connections. The cause: {error}",
+            "the transfer failed midway, and its targets are undefined: "
+            f"{format_some(keys, 20)}. Fill them again in a new process group, because the old one "
+            f"may have pending messages or closed connections. The cause: {error}",
             rank=rank,
             targets=keys,
         )

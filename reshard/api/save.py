@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from planners.plans.save import SavePlan
-from planners.units import format_bytes, format_count
+from planners.units import format_bytes, format_count, format_some
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
@@ -700,6 +700,5 @@ class SaveReport(WrittenReport):
         odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.passed_over:
-            more = f" and {len(self.passed_over) - 1} more" if len(self.passed_over) > 1 else ""
-            odd.append(f"skipped: {self.passed_over[0]}{more}")
+            odd.append(f"skipped: {format_some(self.passed_over, 1)}")
         return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

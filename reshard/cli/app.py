@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -190,21 +191,21 @@ def _main(
 def run(arguments: list[str] | None = None) -> None:
     """Run the command line and exit. Known errors become a message on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    traceback = "--traceback" in given
+    words = [word for word in given if word != "--traceback"]
     try:
-        sys.exit(
-            app(args=[word for word in given if word != "--traceback"], prog_name="reshard", standalone_mode=False)
-        )
+        sys.exit(app(args=words, prog_name="reshard", standalone_mode=False))
     except Exception as error:
-        if traceback or not _is_known(error):
-            raise
-        message, help_of = str(error), getattr(error, "ctx", None)
+        message = str(error)
         if isinstance(error, OSError) and error.filename:
             message = f"cannot open {str(error.filename)!r}: {error.strerror}"
-        if help_of is not None:
-            message = f"{sentence(error.format_message())} See {help_of.command_path} --help"  # type: ignore[attr-defined]
-        _tell(in_words_of_the_command_line(message))
-        sys.exit(EXIT_USAGE if help_of or isinstance(error, UsageError) else EXIT_ERROR)
+        if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
+            command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
+            message = f"{sentence(error.format_message())} See {command} --help"  # type: ignore[attr-defined]
+        if "--traceback" in given or not _is_known(error):
+            traceback.print_exception(error)
+        else:
+            _tell(in_words_of_the_command_line(message))
+        sys.exit(EXIT_USAGE if is_typers or isinstance(error, UsageError) else EXIT_ERROR)
 
 
 def _tell(message: str) -> None:

@@ -367,11 +367,13 @@ def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
     """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
     if given and not used:
         raise UsageError("--hint needs canonical names: add --normalized")
+    from reshard.formats.canonical import HINTS
+
     hints = {}
     for text in given or []:
         name, equals, value = text.partition("=")
         try:
-            hints[name] = json.loads(value)
+            hints[choice(name, HINTS, "hint") if equals else name] = json.loads(value)
         except ValueError:
             fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
             raise UsageError(f"cannot read the hint {text!r}: {fix}, such as --hint 'vocab_size=32000'") from None
@@ -450,7 +452,6 @@ _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
-    (r"unknown hint '(\w+)'", r"unknown --hint '\1'"),
     (r"leave out onto\b", "leave out --onto"),
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),

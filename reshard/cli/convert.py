@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -25,7 +25,7 @@ from reshard.cli.arguments import (
     Workers,
 )
 from reshard.cli.completion import dtypes, formats, topologies
-from reshard.cli.show import console, counted, print_json, print_text, size
+from reshard.cli.show import console, counted, print_json, print_text, size, some
 from reshard.formats.table import ALSO_CALLED, WRITTEN, writing_of
 
 if TYPE_CHECKING:
@@ -177,10 +177,5 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         ("not renamed by --names", kept),
         ("note", list(report.warnings)),
     ):
-        _print_some(screen, text, keys)
-
-
-def _print_some(screen: Any, text: str, keys: list[str], most: int = 5) -> None:
-    if keys:
-        more = f" and {len(keys) - most} more" if len(keys) > most else ""
-        print_text(screen, ", ".join(keys[:most]) + more, text, "yellow")
+        if keys:
+            print_text(screen, some(keys), text, "yellow")

@@ -14,7 +14,7 @@ from planners.units import format_each
 from reshard.cli import show
 from reshard.cli.arguments import Depth, Html, Select, Source, Step, UsageError
 from reshard.cli.completion import tensor_names
-from reshard.errors import KeyMismatchError, did_you_mean
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def inspect(
 
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
-    Exits with 1 if regions of a tensor are missing or overlap, if a file is missing, or if no checkpoint of a run is
-    complete.
+    Exits with 1 if regions of a tensor are missing or overlap, if a file is missing, too short, or
+    damaged, or if no checkpoint of a run is complete.
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")
@@ -79,13 +79,13 @@ def inspect(
         if as_json:
             show.print_json(_run_as_json(path, steps))
         raise typer.Exit(1)
-    checkpoint = reshard.open(path, step=step)
+    try:
+        checkpoint = reshard.open(path, step=step)
+    except CorruptCheckpointError as error:
+        raise _damage(path, str(error), as_json) from None
     if is_shown and (checkpoint.run or not is_named):
-        show.print_text(
-            show.console(),
-            f"{checkpoint.url}{', the newest complete checkpoint' * bool(steps)}",
-            style="bold",
-        )
+        note = ", the newest complete checkpoint" * bool(steps)
+        show.print_text(show.console(), checkpoint.url + note, style="bold")
     if drawn is not None:
         _draw(checkpoint, drawn)
         return
@@ -102,6 +102,15 @@ def inspect(
         _print(checkpoint, list(checkpoint), list(checkpoint.objects), problems, depth)
     if problems:
         raise typer.Exit(1)
+
+
+def _damage(path: str, problem: str, as_json: bool) -> typer.Exit:
+    """The answer is that of verify."""
+    if as_json:
+        show.print_json({"path": path, "ok": False, "problems": [problem]})
+    else:
+        show.print_text(show.console(), show.as_given(problem, path), "damaged", "red")
+    return typer.Exit(1)
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planners.units import format_bytes as size, format_count as counted
+from planners.units import format_bytes as size, format_count as counted, format_some as some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from planners.findings import Report
 
 __all__ = [
-    "Branch", "PrintedLeaf", "columns", "console", "counted", "fold", "print_json", "print_legend", "print_report",
-    "print_rows", "print_text", "print_totals", "print_tree", "report_as_json", "short", "size", "write_page",
+    "Branch", "PrintedLeaf", "as_given", "columns", "console", "counted", "fold", "print_json",
+    "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
+    "report_as_json", "short", "size", "some", "write_page",
 ]  # fmt: skip
 
 
@@ -62,12 +64,17 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
 
     indent = len(head) + 2 if head else len(text) - len(text.lstrip())
     if screen.is_terminal and 0 < indent < screen.width // 3:
-        grid = Table.grid(Column(width=indent), Column())
+        grid = Table.grid(Column(width=indent), Column(overflow="fold"))
         grid.add_row(Text(head, style), Text(text.lstrip(), "" if head else style))
         screen.print(grid)
         return
     shown = Text.assemble((head, style), "  " * bool(head), text) if head else Text(text, style)
     screen.print(shown, soft_wrap=not screen.is_terminal)
+
+
+def as_given(text: str, path: str) -> str:
+    """A text with a path as it was given, where errors have it in full."""
+    return text.replace(os.path.abspath(path), path.rstrip("/") or path) if path else text
 
 
 def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
@@ -138,15 +145,15 @@ def short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def print_report(report: Report, *, right: str, limit: int = 20, more: str = "--json") -> None:
-    """The verdict, or at most `limit` findings."""
+def print_report(report: Report, *, right: str, path: str = "", limit: int = 20, more: str = "--json") -> None:
+    """The verdict, or at most `limit` findings, with `path` as it was given."""
     screen = console()
     wrong = f", {counted(len(report.findings), 'finding')}" if report.findings else ""
-    print_text(screen, f"{report.subject}: {counted(report.tensors, 'tensor')}{wrong}")
+    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{wrong}")
     if report.ok:
         print_text(screen, right, style="green")
     for finding in report.findings[:limit]:
-        print_text(screen, str(finding), "·", "red")
+        print_text(screen, as_given(str(finding), path), "·", "red")
     if len(report.findings) > limit:
         print_text(screen, f"and {len(report.findings) - limit} more: see {more}", "·", "red")
 

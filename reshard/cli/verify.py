@@ -35,7 +35,7 @@ def verify(
     """
     import reshard
 
-    path, against = newest(path, step), against and newest(against)
+    given, path, against = path, newest(path, step), against and newest(against)
     with executor_on(on) as executor:
         report = reshard.verify(
             path, against, deep=not shallow, workers=workers, executor=executor, progress=not as_json
@@ -46,7 +46,7 @@ def verify(
         right = ""
         if (covered := report.covered) is not None:
             right = "; ".join(filter(None, (_verdict(covered, against), covered.leaves_open)))
-        print_report(report, right=right)
+        print_report(report, right=right, path=given)
     if not report.ok:
         raise typer.Exit(1)
 

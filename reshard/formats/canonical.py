@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, did_you_mean
 from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
 from reshard.live.optimizer_state import is_flat_key, split_flat_key
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
@@ -119,8 +119,8 @@ class Hints:
         self._given = dict(given or {})
         unknown = sorted(set(self._given) - set(HINTS), key=str)
         if unknown:
-            known = "; ".join(f"{name}: {what}" for name, what in HINTS.items())
-            raise NormalizationError(f"unknown hint {unknown[0]!r}. Known hints are {known}")
+            near = did_you_mean(str(unknown[0]), HINTS) or "."
+            raise NormalizationError(f"unknown hint {unknown[0]!r}{near} Known hints are {', '.join(HINTS)}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The hint's value."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
+from planners.units import format_some
 from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -63,9 +64,8 @@ class _Run(NamedTuple):
         """Return what to say of the latter."""
         if not self.beside:
             return []
-        more = f", and {len(self.beside) - 1} more" if len(self.beside) > 1 else ""
         where = path_below(path, self.beside[0])
-        return [f"{self.beside[0]}{more} beside the steps was not opened: to open it, pass its path, {where}"]
+        return [f"{format_some(self.beside, 1)} beside the steps was not opened: to open it, pass its path, {where}"]
 
 
 @gc_paused()
@@ -171,8 +171,7 @@ def refuse_run(url: str, names: Iterable[str]) -> None:
 
 def _listed(steps: Sequence[RunStep]) -> str:
     """The newest few steps, for a message."""
-    newest = [step.name for step in reversed(steps)]
-    return ", ".join(newest[:3]) + (f" and {len(newest) - 3} more" if len(newest) > 3 else "")
+    return format_some([step.name for step in reversed(steps)], 3)
 
 
 def _text(path: str | os.PathLike[str] | Storage) -> str:
@@ -288,8 +287,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     contents = format.open(files)
     if format.name != "native" or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
         return contents
-    more = f", and {len(beside) - 1} more" if len(beside) > 1 else ""
-    warning = f"{beside[0]}{more} beside {MANIFEST} was not opened: to open it, pass its path"
+    warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"
     return replace(contents, warnings=(*contents.warnings, warning))
 
 
@@ -354,7 +352,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
-    some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+    some = format_some(sorted(names))
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
         f"Known formats are {known}. A folder "

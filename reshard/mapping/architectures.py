@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from planners.units import format_some
 from reshard.errors import NormalizationError, did_you_mean
 
 __all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder"]
@@ -191,8 +192,8 @@ class Decoder:
             return ARCHITECTURES[self.family]
         raise NormalizationError(
             f"there is no ready mapping for {self.family!r}{did_you_mean(self.family, ARCHITECTURES) or '.'} "
-            f"Known: {', '.join(ARCHITECTURES)}. If the names "
-            "and shapes of one of these are the same, set the config's model_type to it; else write a Mapping of rules"
+            f"Known: {format_some([*ARCHITECTURES], 8)}. If the names and shapes of one "
+            "of these are the same, set the config's model_type to it; else write a Mapping of rules"
         )
 
     @property
@@ -221,6 +222,8 @@ class Decoder:
         config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
+            if "model_type" not in missing:
+                _ = cls(config["model_type"], 1, 1, 1, 1).architecture  # one that is not known is named first
             raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
         heads = int(config["num_attention_heads"])
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from planners.units import format_some
 from reshard.errors import NormalizationError, option_error
 from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, is_flat
@@ -225,8 +226,7 @@ class LiveModel:
         to do.
         """
         if self.partitioned:
-            more = f" and {len(self.partitioned) - 5} more" if len(self.partitioned) > 5 else ""
-            names = ", ".join(slot.name for slot in self.partitioned[:5]) + more
+            names = format_some([slot.name for slot in self.partitioned])
             raise NormalizationError(
                 f"DeepSpeed's ZeRO-3 has sharded {names}{where()}, so that the parameters themselves are empty: {fix}"
             )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from planners.units import format_bytes, format_count, format_rate, format_seconds
+from planners.units import format_bytes, format_count, format_rate, format_seconds, format_some
 
 
 def test_counts():
     assert [format_count(n, "tensor") for n in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
     assert format_count(2, "geometry") == "2 geometries"
+
+
+def test_the_first_of_many():
+    assert format_some([]) == ""
+    assert format_some(["a", "b"], 2) == "a, b"
+    assert format_some(range(7)) == "0, 1, 2, 3, 4 and 2 more"
 
 
 @pytest.mark.parametrize(

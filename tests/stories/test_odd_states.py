@@ -108,7 +108,9 @@ class TestLoading:
 
     def test_strictness_that_is_neither_a_bool_nor_a_dict(self, tmp_path):
         reshard.save({"a": 1}, tmp_path / "c")
-        with pytest.raises(OptionError, match=r"strict must be one of 'strict', .*, True, False \(like 'partial'\), or a dict"):
+        with pytest.raises(
+            OptionError, match=r"strict must be one of 'strict', .*, True, False \(like 'partial'\), or a dict"
+        ):
             reshard.load({"a": 0}, tmp_path / "c", strict="half")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.cli.app import EXAMPLES, app, run
+from reshard.cli.app import EXAMPLES, app
 from reshard.cli.arguments import in_words_of_the_command_line
 from reshard.cli.show import columns
 
@@ -88,6 +88,10 @@ def test_version(say) -> None:
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint NAME=JSON"),
+        (["normalize", ".", "--hint", "prefx=0"], 2, "no hint 'prefx': did you mean 'prefix'? Known: param_names, "),
+        (["inspect", ".", "--select"], 2, "Option '--select' requires an argument. See reshard inspect --help"),
+        (["convert", ".", "out", "--format"], 2, "requires an argument. See reshard convert --help"),
+        (["convert", ".", "out", "--names", "torchtitan"], 2, "write --names FROM:TO --config config.json"),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
         (["convert", ".", "out", "-f", "hf"], 2, "there is no format 'hf': did you mean 'huggingface'?"),
@@ -275,6 +279,17 @@ def test_narrow_and_colorless_terminals(checkpoint) -> None:
     assert "\x1b[" not in on_a_terminal(["inspect", str(checkpoint / "nowhere")], columns=60)
 
 
+def test_names_of_files_are_seen_whole_on_45_columns(checkpoint) -> None:
+    [file] = checkpoint.glob("data-*/*.safetensors")
+    file.unlink()
+
+    for command in ("verify", "inspect"):
+        said = on_a_terminal([command, str(checkpoint)], columns=45)
+        said = re.sub(r"\x1b\[[\d;]*m|\s", "", said)  # a name that is too wide takes several lines
+        assert str(file.relative_to(checkpoint)) in said
+        assert "…" not in said
+
+
 def on_a_terminal(words, columns) -> str:
     """What a command says on a pseudo-terminal."""
     master, slave = pty.openpty()
@@ -290,9 +305,27 @@ def on_a_terminal(words, columns) -> str:
     return out.decode().replace("\r\n", "\n")
 
 
-def test_traceback_on_request_anywhere(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError):
-        run(["inspect", str(tmp_path / "nowhere"), "--traceback"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["verify", "nowhere"], 3), (["inspect", ".", "--step", "30"], 3), (["plan", ".", "tp=2", "--rule", "S(0)"], 2)],
+)
+def test_traceback_on_request_anywhere_with_the_same_exit_code(say, monkeypatch, checkpoint, words, code) -> None:
+    monkeypatch.chdir(checkpoint)
+
+    assert say(*words).code == code
+    said = say(*words, "--traceback")
+
+    assert said.code == code
+    assert said.err.startswith("Traceback (most recent call last)")
+
+
+def test_a_bug_shows_its_traceback_and_is_not_the_answer_no(say, monkeypatch, checkpoint) -> None:
+    monkeypatch.setattr(reshard, "verify", lambda *_, **__: 1 / 0)
+
+    said = say("verify", checkpoint)
+
+    assert said.code == 3
+    assert "ZeroDivisionError" in said.err
 
 
 def test_completion_is_offered() -> None:

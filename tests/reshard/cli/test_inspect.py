@@ -168,10 +168,28 @@ def test_depth_hides_what_is_below(say, checkpoint) -> None:
 def test_a_torn_checkpoint_is_told(say, checkpoint) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
-    said = say("inspect", checkpoint)
+    assert_damaged(say, checkpoint, "manifest.json")
 
-    assert said.code == 3
-    assert "manifest.json" in said.err
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_missing_or_truncated_file_is_damage_as_it_is_to_verify(say, checkpoint, is_missing) -> None:
+    [file] = checkpoint.glob("data-*/*.safetensors")
+    kept = file.read_bytes()[:99]
+    file.unlink()
+    if not is_missing:
+        file.write_bytes(kept)
+
+    assert_damaged(say, checkpoint, f"{file.name} must have ")
+
+
+def assert_damaged(say, checkpoint: Path, told: str) -> None:
+    said, as_json = say("inspect", checkpoint), say("inspect", checkpoint, "--json")
+
+    assert (said.code, said.err) == (as_json.code, as_json.err) == (say("verify", checkpoint).code, "") == (1, "")
+    assert f"damaged  {checkpoint}" in said.out
+    assert told in said.out
+    assert not json.loads(as_json.out)["ok"]
+    assert told in json.loads(as_json.out)["problems"][0]
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,29 @@ def test_a_checkpoint_is_seen_and_moved_in_by_keys(
 
 
 @needs_browser
+def test_a_tensor_is_chosen_at_first_one_whose_values_were_asked_for(
+    browser: Browser, saved: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    chosen = "document.getElementById(tree.getAttribute('aria-activedescendant')).title"
+    file.write_text(reshard.open(saved).to_html(), encoding="utf-8")
+    page = browser.open(file)
+    assert page.ask("detail.querySelectorAll('.pair svg').length") == 1
+    assert page.ask("document.getElementById('asked').hidden")
+    assert "▪" not in page.ask("tree.textContent")
+
+    file.write_text(reshard.open(saved).to_html(histograms="*.layers.9.b"), encoding="utf-8")
+    page = browser.open(file)
+    assert page.ask(chosen) == "model.layers.{0–11}.b"
+    assert page.ask("detail.querySelectorAll('.values svg').length") == 1
+    assert not page.ask("document.getElementById('asked').hidden")
+    assert page.ask("[...tree.querySelectorAll('.row')].filter(row => row.textContent.includes('▪')).length") == 1
+    page.ask("(search.value = 'w', search.oninput(), search.value = '', search.oninput())")
+    assert page.ask(chosen) == "model.layers.{0–11}.b"
+    assert_sound(page, 1400)
+
+
+@needs_browser
 def test_sizes_on_the_page_are_those_of_the_command(browser: Browser, saved: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(reshard.open(saved).to_html(), encoding="utf-8")
@@ -285,6 +308,44 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
     page.ask("document.querySelector('th button').click()")
     assert page.ask("document.querySelector('#worst tbody td').textContent") == "model.layers.7.w"
     assert_sound(page, width)
+
+
+@needs_browser
+def test_a_tall_map_begins_at_its_first_rows_under_a_header_that_stays(browser: Browser, tmp_path: Path) -> None:
+    first = {f"model.layers.{i}.part{'x' * j}.weight": torch.ones(4) for j in range(50) for i in range(4)}
+    second = {name: value * (2 if "x" * 49 in name else 1.1) for name, value in first.items()}  # the last row is worst
+    file = tmp_path / "page.html"
+    file.write_text(reshard.compare(first, second, measure=True).to_html(), encoding="utf-8")
+    page = browser.open(file, width=1300)
+    top = "document.querySelector('#map td.head').getBoundingClientRect().top - box.getBoundingClientRect().top"
+
+    assert page.ask("[box.scrollTop, box.scrollLeft]") == [0, 0]
+    at_first = page.ask(top)
+    assert page.ask("box.scrollTop = 300") < page.ask("box.scrollHeight - box.clientHeight")
+    assert abs(page.ask(top) - at_first) <= 2
+    assert page.ask("box.querySelector('tr:last-child td').offsetWidth") > 100, "four columns share the width"
+    assert_sound(page, 1300)
+
+
+@needs_browser
+def test_names_in_a_plan_s_table_break_at_dots_and_numbers_have_no_rim(browser: Browser, tmp_path: Path, say) -> None:
+    names = [f"layers.{i}.post_attention.feed_forward.gate.weight" for i in range(3)]
+    reshard.save({name: torch.zeros(8, 8) for name in names}, tmp_path / "c")
+    file = tmp_path / "plan.html"
+    say("plan", tmp_path / "c", "fsdp=2", "--html", file)
+    page = browser.open(file, width=1300)
+    cell = "document.querySelector('.scroll td')"
+
+    assert page.ask(f"{cell}.textContent") == "layers.*.post_attention.feed_forward.gate.weight"
+    assert page.ask(f"""[...{cell}.childNodes].filter(part => part.nodeType === 3).every(part => {{
+        const range = document.createRange();
+        range.selectNode(part);
+        return range.getClientRects().length === 1;
+    }})""")
+    assert page.ask("getComputedStyle(document.querySelector('.tick.number')).stroke") == "none"
+    page.ask("(search.value = 'feed_forward.gate', search.oninput({ target: search }))")
+    assert not page.ask("document.querySelector('.scroll tbody tr').hidden")
+    assert_sound(page, 1300)
 
 
 @needs_browser

@@ -55,6 +55,18 @@ def test_a_missing_file(say, checkpoint) -> None:
     assert "safetensors" in told["findings"][0]["message"]
 
 
+def test_paths_are_as_they_were_given(say, checkpoint, monkeypatch) -> None:
+    file = _flip(checkpoint)
+    monkeypatch.chdir(checkpoint.parent)
+
+    damaged = say("verify", "checkpoint/").out
+    file.unlink()
+    for said in (damaged, say("verify", "checkpoint/").out, say("inspect", "checkpoint/").out):
+        assert file.name in said
+        assert "checkpoint" in said
+        assert str(checkpoint.parent) not in said
+
+
 def test_nothing_there_is_no_verdict(say, tmp_path) -> None:
     assert say("verify", tmp_path / "nowhere").code == 3
 

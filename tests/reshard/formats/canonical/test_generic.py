@@ -272,7 +272,10 @@ def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
 
 
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(NormalizationError, match=r"unknown hint 'parm_names'\. Known hints are param_names"):
+    with pytest.raises(
+        NormalizationError,
+        match=r"'parm_names': did you mean 'param_names'\? Known hints are param_names, ",
+    ):
         normalized(tmp_path, weights(), {"parm_names": []})
     with pytest.raises(NormalizationError, match="must be a dict"):
         normalized(tmp_path, weights(), {"names": ["a"]})
