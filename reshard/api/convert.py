@@ -25,6 +25,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
+from reshard.formats.opening import refuse_run
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
@@ -295,6 +296,8 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
 
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
     names = storage.list()
+    if job.format == "native":  # other formats may be for tools that look at the top only
+        refuse_run(storage.url, names)
     found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise FormatError(

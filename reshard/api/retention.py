@@ -97,7 +97,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise OptionError(
-            f"keep_last must be an integer >= 1, got {keep_last}: remove a folder yourself to keep nothing of it"
+            f"keep_last must be an integer >= 1, got {keep_last!r}: remove a folder yourself to keep nothing of it"
         )
     check_executor(executor, 1, folder)
     found = [one for one in complete(folder) if one.is_below]

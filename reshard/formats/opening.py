@@ -157,14 +157,14 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
 def refuse_run(url: str, names: Iterable[str]) -> None:
     """Raise FormatError if these are the names in the folder of a run.
 
-    A checkpoint at its top could not be opened.
+    With a checkpoint at its top, the path could mean either.
     """
     look = look_in(names)
     steps = steps_seen(look)
     if any(is_certain(look, step) for step in steps):
         raise FormatError(
-            f"{url} is the folder of a run with the steps {_listed(steps)}, and a checkpoint beside "
-            "them could not be opened. Nothing was saved: save to "
+            f"{url} is the folder of a run with the steps {_listed(steps)}: with a checkpoint at its "
+            "top, the path could mean either. Nothing was saved: save to "
             f"{path_below(url, 'step-N')}, or to another folder"
         )
 

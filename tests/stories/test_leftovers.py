@@ -109,10 +109,14 @@ def test_without_any_step_the_time_of_a_save_is_its_age(tmp_path):
 
 
 def test_nothing_is_saved_at_the_top_of_a_run(tmp_path):
-    """Neither the checkpoint nor the run could be opened afterwards."""
-    run = saved(tmp_path, "step-1", "step-2")
-    with pytest.raises(FormatError, match=r"run with the steps step-2, step-1, .*: save to .*/step-N, or to another"):
-        reshard.save(STATE, run)
+    """Afterwards, the path would mean either."""
+    run = saved(tmp_path / "run", "step-1", "step-2")
+    saved(tmp_path, "other")
+    for attempt in (lambda: reshard.save(STATE, run), lambda: reshard.convert(tmp_path / "other", run)):
+        with pytest.raises(
+            FormatError, match=r"run with the steps step-2, step-1: .* save to .*/step-N, or to another"
+        ):
+            attempt()
     assert left_in(run) == ["step-1", "step-2"]
     assert reshard.open(run).url == str(run / "step-2")
 
