@@ -42,9 +42,8 @@ _MOST_HISTOGRAMS = 512
 
 
 class NormalizedState(dict[str, Any]):
-    """The result of `Checkpoint.normalized`: a dict with "model" and "optim".
-    `Checkpoint.canonical` returns the same state as a checkpoint, which calls take that
-    need one."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim". `Checkpoint.canonical` returns the same
+    state as a checkpoint, which calls take that need one."""
 
     INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
@@ -73,9 +72,8 @@ class StateMapping(Protocol):
 class Checkpoint(Mapping[str, LazyTensor]):
     """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint contains.
 
-    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data.
-    You can look up further names of tied weights (`aliases`), but iteration leaves them
-    out.
+    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can look up further names
+    of tied weights (`aliases`), but iteration leaves them out.
     """
 
     def __init__(self, contents: Contents, url: str, asked: str | os.PathLike[str] | None = None) -> None:
@@ -114,8 +112,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def layout(self) -> StateLayout:
-        """How the checkpoint stores its tensors: the saved mesh and placements if the
-        format has them, or the boxes of the chunks, each under the rank that wrote it."""
+        """How the checkpoint stores its tensors: the saved mesh and placements if the format has them, or the boxes of
+        the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     @property
@@ -125,9 +123,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not compared: the format has no
-        checksums, `check` is off, or the check would have read too much
-        (`MAX_CHECK_MULTIPLE`)."""
+        """Bytes of elements that were read so far and not compared: the format has no checksums, `check` is off, or the
+        check would have read too much (`MAX_CHECK_MULTIPLE`)."""
         return self.contents.checking.bytes_unchecked
 
     @property
@@ -136,8 +133,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
-        """Return one text for each missing file, and for each tensor with a missing
-        region or with chunks that overlap or exceed it. Reads no tensor data.
+        """Return one text for each missing file, and for each tensor with a missing region or with chunks that overlap
+        or exceed it. Reads no tensor data.
 
         `deep` also checks that every stored item contains what the metadata says.
         """
@@ -157,8 +154,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return found
 
     def nested(self) -> Any:
-        """Return the state with the nesting that it was saved with. Leaves are
-        `LazyTensor`s and plain objects, with tied tensors under all their names."""
+        """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and plain objects, with
+        tied tensors under all their names."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         paths = self.contents.paths
@@ -171,24 +168,21 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it, as a dict
-        to look at and to set from. To load, plan, compare, or convert it, call
-        `canonical` instead. Tensors stay lazy.
+        """Return the state under canonical names, whatever framework wrote it, as a dict to look at and to set from.
+        To load, plan, compare, or convert it, call `canonical` instead. Tensors stay lazy.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
 
-        Prefixes of wrappers are removed. Stacks of layers and experts, and flat or
-        bucketed optimizer shards, are split into parameters. Padding is removed. `.notes`
-        of the result lists what could not be done.
+        Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed optimizer shards, are split
+        into parameters. Padding is removed. `.notes` of the result lists what could not be done.
 
         Args:
             hints: facts that the checkpoint lacks. The page "Canonical names" lists them.
 
         Raises:
-            NormalizationError: a hint is missing or wrong. The message names it and shows
-            what it looks like. CorruptCheckpointError: parts of a tensor are missing or
-            do not fit together.
+            NormalizationError: a hint is missing or wrong. The message names it and shows what it looks like.
+            CorruptCheckpointError: parts of a tensor are missing or do not fit together.
         """
         from reshard.formats.normalize import normalize
 
@@ -201,9 +195,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-        """Return what `normalized` does, as a checkpoint that you can load, plan,
-        compare, and convert. Its keys are "model.<fqn>", "optim.state.<fqn>.<name>", and
-        "optim.param_groups.<i>.<name>"; with `model_only`, bare parameter names.
+        """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and convert. Its keys are
+        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>"; with `model_only`, bare
+        parameter names.
 
         Raises the errors of `normalized`.
         """
@@ -213,8 +207,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
-        """Return a self-contained HTML page: names as a tree, the layout of each tensor
-        as a picture, files, and problems. Notebooks display a checkpoint as this page.
+        """Return a self-contained HTML page: names as a tree, the layout of each tensor as a picture, files, and
+        problems. Notebooks display a checkpoint as this page.
 
         Args:
             histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. They are read when the page
@@ -347,8 +341,8 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
             recover data from a damaged checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or
-        no step is complete. FormatError: the files have no known format, or several.
+        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.
+        FormatError: the files have no known format, or several.
         CorruptCheckpointError: the metadata cannot be read or contradicts itself.
         UnsafeDataError: a pickle needs something that could run code.
     """

@@ -116,3 +116,32 @@ def test_each_exception_is_needed() -> None:
     for module, text in ALLOWED:
         assert text in [text for _, text in texts_of((ROOT / module).read_text(encoding="utf-8"))]
         assert retired_in(text)
+
+
+_SECTION = re.compile(r"^\s*(?:Args|Attributes|Raises):\s*$", re.MULTILINE)
+
+
+def merged_items_in(source: str) -> list[str]:
+    """Items of a docstring's sections that do not begin a line, so that the reference shows them as part of others."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        section = _SECTION.search(text)
+        names = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        for item in re.finditer(r"\. (\w+): ", text[section.end() :] if section else ""):
+            if item[1] in names or item[1].endswith("Error"):
+                found.append(f"{node.name}: {item[1]}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_item_of_a_section_begins_a_line(module: str) -> None:
+    assert merged_items_in((ROOT / module).read_text(encoding="utf-8")) == []
+
+
+def test_merged_items_are_found() -> None:
+    text = "Args:\n    a: one. b: another.\n\nRaises:\n    ValueError: so. OtherError: no.\n"
+    source = f"def f(a, b):\n    {text!r}\n"
+    assert merged_items_in(source) == ["f: b", "f: OtherError"]

@@ -25,9 +25,8 @@ __all__ = [
 class Mesh:
     """Named axes with sizes, and the rank at each coordinate (row-major: the last axis varies fastest).
 
-    A list of placements has one placement per axis, in the order of the axes. A mesh may
-    contain any distinct ranks, so a pipeline stage or an expert group is a mesh with
-    explicit `ranks`.
+    A list of placements has one placement per axis, in the order of the axes. A mesh may contain any distinct ranks, so
+    a pipeline stage or an expert group is a mesh with explicit `ranks`.
 
         >>> Mesh({"dp": 2, "tp": 2}).rank_at((1, 0))
         2
@@ -126,8 +125,8 @@ class Mesh:
         return np.asarray(order[np.searchsorted(self.ranks, ranks, sorter=order)], dtype=np.int64)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`.
-        Raises PlanError if the mesh does not contain the rank."""
+        """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError if the mesh does
+        not contain the rank."""
         return unravel(self.position(rank), self.shape)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
@@ -244,8 +243,8 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis shards `dim` as `torch.chunk` does: chunks of ceil(size / n), of which the
-    last ones are shorter or empty."""
+    """The axis shards `dim` as `torch.chunk` does: chunks of ceil(size / n), of which the last ones are shorter or
+    empty."""
 
     dim: int
 
@@ -258,8 +257,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """DTensor's `_StridedShard`: `dim` is split into `split_factor` pieces, and the axis
-    shards each piece. Coordinate k holds shard k of every piece, in order.
+    """DTensor's `_StridedShard`: `dim` is split into `split_factor` pieces, and the axis shards each piece. Coordinate
+    k holds shard k of every piece, in order.
 
     12 elements, split_factor 2, axis of size 2:   0 0 0 1 1 1 | 0 0 0 1 1 1
     """
@@ -278,9 +277,8 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class BlockShard:
-    """`dim` is a concatenation of blocks (a fused q, k, and v; a gate and an up
-    projection), and the axis shards each block as `Shard` would. Coordinate k holds shard
-    k of every block, in order.
+    """`dim` is a concatenation of blocks (a fused q, k, and v; a gate and an up projection), and the axis shards each
+    block as `Shard` would. Coordinate k holds shard k of every block, in order.
 
     q=4, k=2, v=2 elements, axis of size 2:   0 0 1 1 | 0 1 | 0 1
 
@@ -375,9 +373,8 @@ V = TypeVar("V")
 class Ownership:
     """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
 
-    No interval is empty, and no two neighbors in local order touch. Owners are numbered
-    row-major over the axes that shard the dim, in mesh order. A dim that no axis shards
-    has one owner, 0.
+    No interval is empty, and no two neighbors in local order touch. Owners are numbered row-major over
+    the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
     """
 
     size: int
@@ -461,8 +458,8 @@ def _ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
 
 
 def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
-    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k
-    of piece j of owner c is `[bounds[c, j, k], bounds[c, j, k + 1])`."""
+    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j of owner c is
+    `[bounds[c, j, k], bounds[c, j, k + 1])`."""
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
         if not first:
@@ -534,8 +531,8 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def distinct(values: Ints) -> Ints:
-    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its
-    first call imports `numpy.ma`, which takes longer than most plans."""
+    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
+    which takes longer than most plans."""
     ordered = np.sort(values, axis=None, kind="stable")
     new = np.ones(len(ordered), dtype=bool)
     new[1:] = ordered[1:] != ordered[:-1]
@@ -546,9 +543,8 @@ def distinct(values: Ints) -> Ints:
 class Segments:
     """The common refinement of two ownerships of one dim: rows sorted by wanted owner and its local order.
 
-    Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the
-    saved ownership and begin at `local_starts[i]` in the local dim of wanted owner
-    `wanted_owner[i]`.
+    Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the saved ownership and begin at
+    `local_starts[i]` in the local dim of wanted owner `wanted_owner[i]`.
     """
 
     saved: Ownership

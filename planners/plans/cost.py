@@ -54,8 +54,8 @@ class Cluster:
     host_memory_bytes: float | None = None
     """Memory for the tensors of one host's ranks."""
     store_questions_per_s: float | None = None
-    """Number of requests per second that the store of the process group, usually one
-    process, answers for all ranks; None if that takes no time."""
+    """Number of requests per second that the store of the process group, usually one process, answers for all ranks;
+    None if that takes no time."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_host", "requests_in_flight"):
@@ -290,8 +290,8 @@ def compare_topologies(
     *,
     live: bool = False,
 ) -> Comparison:
-    """Estimate the cost of moving a state from `source` to each of several targets: by a
-    load, or, if `live`, by transfers between running ranks.
+    """Estimate the cost of moving a state from `source` to each of several targets: by a load, or, if `live`, by
+    transfers between running ranks.
 
     Raises PlanError if there are no targets, or for a cluster without the bandwidth that is needed.
     """

@@ -45,9 +45,8 @@ class ReadItem(NamedTuple):
     saved_as: str | None = None
     """Name of the saved tensor if a view gives it another."""
     dims: Dims | None = None
-    """Per dim of the target, the dim of the chunk that it comes from, or None for a new
-    dim of size 1. Dims of the chunk that are not named have size 1. None: the same dims
-    in the same order."""
+    """Per dim of the target, the dim of the chunk that it comes from, or None for a new dim of size 1. Dims of the
+    chunk that are not named have size 1. None: the same dims in the same order."""
 
     @property
     def saved_fqn(self) -> str:
@@ -86,9 +85,9 @@ class ReadItems(PlanItems[ReadItem]):
 class LoadPlan(Plan[ReadItems]):
     """What every rank reads. Immutable.
 
-    A plan consists of its two layouts, and of views if target tensors are composed of
-    saved ones. Items are computed for the rank that you ask for. A plan with explicitly
-    listed items (`with_items`) keeps them, and `verify` checks them.
+    A plan consists of its two layouts, and of views if target tensors are composed of saved ones. Items are computed
+    for the rank that you ask for. A plan with explicitly listed items (`with_items`) keeps them, and `verify` checks
+    them.
     """
 
     __slots__ = ("_groups", "_rank_bytes", "saved", "views", "wanted")
@@ -118,8 +117,8 @@ class LoadPlan(Plan[ReadItems]):
         self._groups: tuple[dict[str, int], ...] | None = None
 
     def overlap(self, fqn: str) -> Overlap:
-        """Return the overlap of the saved and the target layout of a tensor, shared by
-        all tensors of the same geometry."""
+        """Return the overlap of the saved and the target layout of a tensor, shared by all tensors of the same
+        geometry."""
         wanted, view = self.wanted[fqn], self.views.get(fqn)
         if view is None:
             return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
@@ -265,9 +264,8 @@ def plan_reads(
 ) -> LoadPlan:
     """Plan what every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
 
-    `views` lists target tensors that are composed of saved ones with other names or
-    shapes. Views of tensors that are not in `wanted` are not used. Deterministic: the
-    result depends only on the arguments and is the same on every rank.
+    `views` lists target tensors that are composed of saved ones with other names or shapes. Views of tensors that are
+    not in `wanted` are not used. Deterministic: the result depends only on the arguments and is the same on every rank.
 
     Raises:
         LayoutMismatchError: names all target tensors, and all sources of views, that are not saved, or that are saved
@@ -329,8 +327,8 @@ def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
 
 
 def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:
-    """Yield what is wrong with tensors of one geometry: dim by dim if both sides are
-    products, else rank by rank."""
+    """Yield what is wrong with tensors of one geometry: dim by dim if both sides are products, else
+    rank by rank."""
     overlap = plan.overlap(fqn)
     if overlap.product is not None:
         yield from product_findings(overlap.product)
@@ -389,8 +387,8 @@ def _item_fault(item: ReadItem, plan: LoadPlan, parts: Sequence[Part]) -> str | 
 
 
 def _origin_fault(item: ReadItem, plan: LoadPlan, meant: Box) -> str | None:
-    """Return what is wrong with where the elements of `meant`, in global coordinates of
-    the target, come from; or None."""
+    """Return what is wrong with where the elements of `meant`, in global coordinates of the target,
+    come from; or None."""
     identity, names = tuple(range(meant.ndim)), plan.sources(item.fqn)
     found = (meant, item.saved_fqn, item.box, item.dims or identity)
     for box, tensor, source, dims in plan.overlap(item.fqn).origins(meant):

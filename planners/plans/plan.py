@@ -1,10 +1,9 @@
-"""The common type of all plans: what goes from where to where, listed for the rank that
-asks; and `verify`, the proof.
+"""The common type of all plans: what goes from where to where, listed for the rank that asks; and `verify`, the
+proof.
 
-Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a
-form is a product, each dim is proved on its own: if the segments of every dim tile what
-each owner holds exactly once and agree on global coordinates, so do their products.
-Everything else is listed and swept.
+Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a product, each dim is
+proved on its own: if the segments of every dim tile what each owner holds exactly once and agree on global coordinates,
+so do their products. Everything else is listed and swept.
 """
 
 from __future__ import annotations
@@ -89,19 +88,17 @@ class Provable(Protocol):
 
 
 def verify(subject: object) -> Report:
-    """Prove that a layout or plan is correct, or report what is wrong with it. `covers`
-    of the report says what was proved. The proof does not say that a layout is the
-    intended one: `Topology.unsharded_axes` lists axes that shard nothing.
+    """Prove that a layout or plan is correct, or report what is wrong with it. `covers` of the report says what was
+    proved. The proof does not say that a layout is the intended one: `Topology.unsharded_axes` lists axes that shard
+    nothing.
 
-    A layout is correct if its regions cover every tensor, each element once per group of
-    replicas. A load plan is correct if every target element is written exactly once, from
-    the saved element with the same global coordinates (or the one that a view maps to
-    it), out of a chunk that its owner holds, or is a constant of a view. A save plan is
-    correct if every element is written exactly once, by a rank that holds it. A transfer
-    plan is correct if every needed element arrives exactly once, from a rank that holds
-    it. A schedule is correct if its plan is, if no rank sends to two ranks or receives
-    from two in one round, if it stays within its budget, and if every byte of the plan is
-    sent once. A copy plan is correct if the bytes of each rank are on `copies + 1` hosts.
+    A layout is correct if its regions cover every tensor, each element once per group of replicas. A load plan is
+    correct if every target element is written exactly once, from the saved element with the same global coordinates (or
+    the one that a view maps to it), out of a chunk that its owner holds, or is a constant of a view. A save plan is
+    correct if every element is written exactly once, by a rank that holds it. A transfer plan is correct if every
+    needed element arrives exactly once, from a rank that holds it. A schedule is correct if its plan is, if no rank
+    sends to two ranks or receives from two in one round, if it stays within its budget, and if every byte of the plan
+    is sent once. A copy plan is correct if the bytes of each rank are on `copies + 1` hosts.
 
     Raises PlanError for a value that is not a layout, plan, or schedule.
     """
@@ -125,8 +122,8 @@ def _layout_findings(layout: StateLayout) -> Iterator[Finding]:
 class Plan(ABC, Pictured, Generic[ItemsT]):
     """What every rank is to read, write or get. Frozen; a function of its layouts alone.
 
-    Items are enumerated for the rank that asks. A plan whose items were listed explicitly
-    (`with_items`) keeps them, and `verify` checks them.
+    Items are enumerated for the rank that asks. A plan whose items were listed explicitly (`with_items`) keeps them,
+    and `verify` checks them.
     """
 
     __slots__ = ("explicit", "names", "world_size")

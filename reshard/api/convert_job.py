@@ -1,5 +1,5 @@
-"""The arguments of a conversion, as a value that workers receive; its files, one task
-each; and what is already done."""
+"""The arguments of a conversion, as a value that workers receive; its files, one task each; and what is already
+done."""
 
 from __future__ import annotations
 
@@ -371,8 +371,8 @@ class Journal:
         Args:
             is_shared: several jobs may write into the target at once, each a file of its own.
 
-        Raises StorageError if another job is running here: of a process that cannot be
-        seen from here it is waited for that it says so.
+        Raises StorageError if another job is running here: of a process that cannot be seen from here it is waited for
+        that it says so.
         """
         names = self.storage.list()
         for folder, claim, job_id in _jobs(self.storage, names):
@@ -419,8 +419,8 @@ class Journal:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
     def give_up(self) -> bool:
-        """Processes that write for this job must stop, and any process may continue it.
-        False if another one, which took this one for dead, does so already."""
+        """Processes that write for this job must stop, and any process may continue it. False if another one, which
+        took this one for dead, does so already."""
         return self._lease is not None and self._lease.give_up()
 
     def leave(self) -> None:
@@ -429,9 +429,8 @@ class Journal:
             self._lease.stop()
 
     def tidy(self) -> None:
-        """After a failure, when no process writes any more: complete files stay for the
-        next try, and nothing else. If the job has finished no file, nothing stays. Where
-        another process continues it, all is that one's."""
+        """After a failure, when no process writes any more: complete files stay for the next try, and nothing else.
+        If the job has finished no file, nothing stays. Where another process continues it, all is that one's."""
         if not self.give_up():
             return
         names = self.storage.list()
@@ -482,8 +481,8 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """Remove the records after everything is published. Those of another process,
-        which took this one for dead, stay."""
+        """Remove the records after everything is published. Those of another process, which took this one for dead,
+        stay."""
         self.leave()
         if self._lease is not None and self._lease.is_taken:
             return
@@ -506,8 +505,8 @@ def _flat(file: str) -> str:
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
     """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
 
-    A job that may still be running keeps all of it, and so does the one whose records are
-    in the folder `spare`. `names` are those of the storage. Returns the ids of the jobs.
+    A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
+    `names` are those of the storage. Returns the ids of the jobs.
     """
     removed = []
     for folder, claim, job_id in _jobs(storage, names):
@@ -541,9 +540,8 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _has_ended(storage: Storage, job_id: str) -> bool:
-    """Return whether the target is what the job has published: its records are about to
-    be removed, or a killed process left them. A conversion that resumed it would write
-    into files that
+    """Return whether the target is what the job has published: its records are about to be removed,
+    or a killed process left them. A conversion that resumed it would write into files that
     count."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True

@@ -2,13 +2,11 @@
 
     run_tasks(work, tasks, executor, on_done)
 
-`work` is what all tasks have in common, a picklable value. Each worker opens it once, and
-is then handed one task after another. A task is small, and may be done twice. The result
-of all does not depend on who did which.
+`work` is what all tasks have in common, a picklable value. Each worker opens it once, and is then handed one task after
+another. A task is small, and may be done twice. The result of all does not depend on who did which.
 
-What a task raises ends the work: it comes back as a value, with the worker's name. So
-whatever a future raises itself is the engine's, and that task is lost and given out
-again, at most `TRIES` times.
+What a task raises ends the work: it comes back as a value, with the worker's name. So whatever a future raises itself
+is the engine's, and that task is lost and given out again, at most `TRIES` times.
 """
 
 from __future__ import annotations
@@ -160,9 +158,8 @@ def run_tasks(
     """Run all tasks, by the executor or, without one, one after another in this process. Call `on_done` for each.
 
     Args:
-        work: None where there is no executor, and something that does a task `here`, in
-        this process. on_stop: called when the work is given up, before running tasks are
-        waited for.
+        work: None where there is no executor, and something that does a task `here`, in this process.
+        on_stop: called when the work is given up, before running tasks are waited for.
 
     Raises what a task raises, and CheckpointError if the executor does not do them.
     """
@@ -201,9 +198,8 @@ def _packed(work: object) -> bytes:
 class _Driver:
     """Submits the tasks of one call, from a thread of its own.
 
-    Python raises KeyboardInterrupt in the main thread, at any moment. In a method of a
-    future, this could leave the future's lock taken, and the executor would wait for it
-    forever. So the main thread uses no future.
+    Python raises KeyboardInterrupt in the main thread, at any moment. In a method of a future, this could leave the
+    future's lock taken, and the executor would wait for it forever. So the main thread uses no future.
     """
 
     def __init__(self, executor: Executor, packed: bytes, tasks: deque[Any]) -> None:
@@ -255,9 +251,8 @@ class _Driver:
             self._result(answer, worker)
 
     def _ask(self, question: Callable[[Any], Any], about: object) -> list[tuple[str, Any]]:
-        """The answers of all workers, as far as the executor knows them and they are
-        there; also that one cannot import something. Raises CheckpointError if there is
-        none."""
+        """The answers of all workers, as far as the executor knows them and they are there; also that one cannot import
+        something. Raises CheckpointError if there is none."""
         ask_each = _ask_each(self._executor)
         if ask_each is not None:
             answers = sorted(ask_each(question, about).items())

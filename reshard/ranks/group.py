@@ -5,10 +5,9 @@
         kept = group.merge({"a"}, lambda parts: set().union(*parts), "names")
         ...                                     # a rank that raises here ends the phase on every rank
 
-Nothing here touches a tensor, a device or a collective of the backend: ranks talk through
-the store that the process group was made with, so a group that has only NCCL serves as
-well as gloo, and a background thread may talk while the training loop runs its own
-collectives. With no process group at all everything works for a single rank.
+Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store that the process
+group was made with, so a group that has only NCCL serves as well as gloo, and a background thread may talk while the
+training loop runs its own collectives. With no process group at all everything works for a single rank.
 """
 
 from __future__ import annotations
@@ -74,30 +73,26 @@ class _GroupPhase(NamedTuple):
 class Group:
     """The ranks that do one thing together, a save or a load: a new one for each, made by all ranks in the same order.
 
-    The verbs are collective: all ranks call the same ones in the same order, one at a
-    time. Making a group is not: it does not wait. Once a phase has failed, every later
-    verb raises that same failure.
+    The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
+    it does not wait. Once a phase has failed, every later verb raises that same failure.
 
     Args:
-        process_group: default: the default group if torch.distributed is initialized,
-        else this process alone. alone: this process by itself, even if torch.distributed
-        is initialized: it does not ask or wait for others. deadline_s: how long a verb or
-        a phase may take, in seconds, where `together` does not say otherwise.
+        process_group: default: the default group if torch.distributed is initialized, else this process alone.
+        alone: this process by itself, even if torch.distributed is initialized: it does not ask or wait for others.
+        deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
 
     Attributes:
         rank: this process's place in the group, from 0.
         world_size: number of ranks in the group.
         job_rank: this process's rank in the default group, by which plans are numbered.
-        ranks: the ranks in the default group of these processes, in group order; messages
-        name these. tag: of the messages over `torch.distributed`. Each group has its own,
-        so that none that a failed one left in
+        ranks: the ranks in the default group of these processes, in group order; messages name these.
+        tag: of the messages over `torch.distributed`. Each group has its own, so that none that a failed one left in
             flight reaches the next. Gloo obeys tags; NCCL does not know them.
 
     Raises:
         ReshardError: this process is no member of the process group, the group has no store that answers, or this is
-            one process of a job that has not been initialized: all of them would act at
-            once, each for itself; a timeout that is none, or a group for a process alone,
-            which all members then raise.
+            one process of a job that has not been initialized: all of them would act at once, each for itself; a
+            timeout that is none, or a group for a process alone, which all members then raise.
     """
 
     def __init__(
@@ -205,9 +200,8 @@ class Group:
     def merge_within(
         self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b"", *, kind: Any = None
     ) -> tuple[T, dict[int, bytes]]:
-        """`merge`, and what ranks sent that gave the same name as this one, such as that
-        of their machine, by place in the group and in its order. They are few: 1,024 at
-        most give one name."""
+        """`merge`, and what ranks sent that gave the same name as this one, such as that of their machine, by
+        place in the group and in its order. They are few: 1,024 at most give one name."""
         if self._rounds is None:
             return combine([value]), {0: told}
         box = f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -272,8 +266,8 @@ class Group:
         """Return what the ranks have to say: each distinct answer, and the ranks that gave it, in
         the order of the ranks.
 
-        A digest of each travels first, unless the pool of all `digest_of` is `known`; if
-        all are equal nothing else does, and if not, each distinct answer once.
+        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
+        does, and if not, each distinct answer once.
         """
         if self._rounds is None:
             return [(value, self.ranks)]
@@ -368,8 +362,8 @@ class Group:
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
-        """Raise an error if another rank has failed. Cheap, for the inside of long work,
-        from any thread, not collective."""
+        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any thread, not
+        collective."""
         if self._rounds is not None:
             self._rounds.look()
             if self._rounds.failure is not None:
@@ -379,11 +373,10 @@ class Group:
     def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
         """A phase that ends in the same way on all ranks: all leave it when all are done, or with an error.
 
-        The rank that fails raises its own error at once. The others raise a
-        `RankFailedError` with its rank, message and traceback as soon as they reach a
-        verb, a `check` or the end of the phase; so they do, within a second or two, if a
-        rank on the same machine as another died. A rank that does not get there in time,
-        hanging or dead far away, makes a `DeadlineError` on all others that names it.
+        The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
+        and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
+        two, if a rank on the same machine as another died. A rank that does not get there in time, hanging or dead far
+        away, makes a `DeadlineError` on all others that names it.
 
         Args:
             name: for messages: "write".
@@ -488,8 +481,8 @@ _FROM_HOST = ("gloo", "mpi")
 
 
 def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
-    """Return the kinds of device that the backends of a group send from, on this machine:
-    "cpu", "cuda", "xpu", and so on."""
+    """Return the kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu", and
+    so on."""
     if not (dist.is_available() and dist.is_initialized()):
         return ["cpu"]
     backends = _backends(process_group)
@@ -512,9 +505,8 @@ def _is_here(kind: str) -> bool:
 
 
 def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
-    """The device of this process: that of most of its tensors of that kind, whatever the
-    current device is; without any, the current one. It has a number, as tensors say
-    theirs, and what is compared with them must."""
+    """The device of this process: that of most of its tensors of that kind, whatever the current device is; without
+    any, the current one. It has a number, as tensors say theirs, and what is compared with them must."""
     if kind == "cpu":
         return torch.device("cpu")
     held: Counter[torch.device] = Counter()
@@ -527,8 +519,8 @@ def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.dev
 
 
 def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device from which the collectives of a group take elements of `device`:
-    itself, or one that its backends support."""
+    """Return the device from which the collectives of a group take elements of `device`: itself, or one that its
+    backends support."""
     kinds = sending_kinds(process_group)
     return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])
 
@@ -548,8 +540,8 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
     count: int
     """How many ranks' they are."""
     places: bytes
-    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly
-    few answers come again and again. Nothing where all gave the same."""
+    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few answers come again and
+    again. Nothing where all gave the same."""
 
     @staticmethod
     def of(data: bytes) -> DistinctValues:

@@ -1,9 +1,8 @@
 """What a storage is: a folder of named objects, byte ranges in and whole objects out.
 
-Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage
-beneath. Every error is a `StorageError`, or a `CheckpointNotFoundError` where an object
-is absent, and says which object of which storage. A third-party storage implements the
-abstract methods here and hands an instance to `open_storage`.
+Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage beneath. Every error is a
+`StorageError`, or a `CheckpointNotFoundError` where an object is absent, and says which object of which storage.
+A third-party storage implements the abstract methods here and hands an instance to `open_storage`.
 """
 
 from __future__ import annotations
@@ -29,19 +28,16 @@ NOTHING = "nothing"
 class Storage(ABC):
     """A folder of named objects, on a disk, in an object store or in memory.
 
-    Methods may be called from several threads at once. Objects that are read must not be
-    rewritten meanwhile, except through `publish`, which readers see as either the old
-    object or the new one.
+    Methods may be called from several threads at once. Objects that are read must not be rewritten meanwhile, except
+    through `publish`, which readers see as either the old object or the new one.
 
     Attributes:
         url: where it is, for messages.
-        max_gap_bytes: reading up to this many bytes that were not requested is cheaper
-        than one more request. is_common: whether all processes of a machine that open
-        this URL see the same objects, so that one may read for
+        max_gap_bytes: reading up to this many bytes that were not requested is cheaper than one more request.
+        is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
             another.
-        supports_shared_write: whether several processes of a machine can write one object
-        together, see `open_shared`. requests: how many requests should be in flight at
-        once; 1 if answers come without delay.
+        supports_shared_write: whether several processes of a machine can write one object together, see `open_shared`.
+        requests: how many requests should be in flight at once; 1 if answers come without delay.
     """
 
     url: str
@@ -83,9 +79,8 @@ class Storage(ABC):
         """A new object, written from front to end; it must not exist yet."""
 
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
-        """An object of `nbytes` that several processes of one machine write at once, each
-        its own bytes of it. All of them call this with the same arguments; the first to
-        come makes it. Bytes that no process writes are zero."""
+        """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
+        them call this with the same arguments; the first to come makes it. Bytes that no process writes are zero."""
         raise StorageError(
             f"{self.url} does not support objects that several processes write: let each process write its own"
         )
@@ -95,9 +90,8 @@ class Storage(ABC):
         """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        """`publish`, unless `check` raises, which is called as shortly before as can be;
-        where the storage can write on condition, also unless another process publishes
-        the object between the two."""
+        """`publish`, unless `check` raises, which is called as shortly before as can be; where the storage can write on
+        condition, also unless another process publishes the object between the two."""
         check()
         self.publish(name, data)
 
@@ -122,9 +116,8 @@ class Storage(ABC):
             raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
-        """Give an object, which does not change any more, a second name, without reading
-        its bytes: it stays as long as it has one of them. A second time does nothing.
-        False where this storage cannot.
+        """Give an object, which does not change any more, a second name, without reading its bytes: it stays as long
+        as it has one of them. A second time does nothing. False where this storage cannot.
 
         Raises CheckpointNotFoundError if there is no such object.
         """
@@ -229,8 +222,8 @@ class Writer(ABC):
 class PlacedWriter(Writer):
     """A writer that puts bytes where they belong: what is written next goes to `at`, which moves on by its length.
 
-    A clean exit makes what this process wrote durable. An exit by an exception removes
-    the object, also for the other processes: without this one's bytes it is of no use.
+    A clean exit makes what this process wrote durable. An exit by an exception removes the object, also for the other
+    processes: without this one's bytes it is of no use.
 
     Attributes:
         at: a position in the object, in bytes; may be set.

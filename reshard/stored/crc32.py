@@ -22,7 +22,7 @@ __all__ = ["RecordChecksums", "combined", "crc32"]
 
 
 @dataclass(slots=True)
-class _Record:
+class _RecordSum:
     stop: int
     look_up: Callable[[], int | None]
     is_right: bool = False
@@ -46,7 +46,7 @@ class RecordChecksums(Checksums):
     def __init__(self) -> None:
         super().__init__()
         self._starts: list[int] = []
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, _RecordSum] = {}
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
@@ -54,7 +54,7 @@ class RecordChecksums(Checksums):
         if start < stop and start not in self._records:
             with self._lock:
                 if start not in self._records:
-                    self._records[start] = _Record(stop, crc)
+                    self._records[start] = _RecordSum(stop, crc)
                     self._starts.insert(bisect_left(self._starts, start), start)
 
     def _near(self, start: int, stop: int) -> list[int]:

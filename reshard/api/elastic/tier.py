@@ -63,17 +63,15 @@ _PACED_BYTES = 4 << 20
 
 @renamed(keep="save", async_keep="async_save", recover="restore")
 class Tier:
-    """An in-memory checkpoint: a folder on each host that holds the last states of a job.
-    In shared memory it survives the processes; on a local disk it also survives a restart
-    of the host.
+    """An in-memory checkpoint: a folder on each host that holds the last states of a job. In shared
+    memory it survives the processes; on a local disk it also survives a restart of the host.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
         tier.save(state, step=100)    # on all ranks, every few steps
         report = tier.restore(state)  # on all ranks, after a loss; hosts, ranks, and layouts may differ
 
-    Each host has its own folder below `folder`. It holds at most two generations: the
-    last complete one, and the next one while it is written. If hosts come back with
-    different generations, each
+    Each host has its own folder below `folder`. It holds at most two generations: the last complete
+    one, and the next one while it is written. If hosts come back with different generations, each
     keeps its own until then.
 
     Args:
@@ -162,9 +160,8 @@ class Tier:
     ) -> PendingKeep:
         """Like `save`, but return as soon as each rank has copied its part in memory.
 
-        The generation has the values at the time of the call. Files are written and
-        copies are sent while the job trains, over a separate gloo group. The previous
-        generation counts until all
+        The generation has the values at the time of the call. Files are written and copies are sent
+        while the job trains, over a separate gloo group. The previous generation counts until all
         copies are there.
 
         At most one save is in progress: the next call of any method first waits for it and raises
@@ -222,8 +219,8 @@ class Tier:
         Args:
             state_dict: as for `reshard.load`.
             fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are
-                read from it if it has the same values by fingerprint. Otherwise an older
-                generation or the complete fallback is loaded, whichever is newer.
+                read from it if it has the same values by fingerprint. Otherwise an older generation
+                or the complete fallback is loaded, whichever is newer.
             step: load a generation of this step, or none. Default: the newest.
             strict, dtype_policy, mapping: as in `reshard.load`.
 
@@ -399,8 +396,8 @@ class _KeepJob:
     def finish(
         self, data: ToWrite, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None = None
     ) -> TierSaveReport:
-        """Finish. Collective. The previous generation counts until all hosts have all of
-        their files; then it is removed."""
+        """Finish. Collective. The previous generation counts until all hosts have all of their files; then it is
+        removed."""
         group, hosts = self.save.group, self.hosts
         may_count = False
         try:
@@ -452,9 +449,8 @@ class _KeepJob:
         return received
 
     def give_up(self, cause: BaseException) -> None:
-        """Remove what this rank has put into a generation that will never count, and the
-        first of the host what is of the host. Other ranks may still read and write their
-        files, and must meet the cause and not their absence."""
+        """Remove what this rank has put into a generation that will never count, and the first of the host what is of
+        the host. Other ranks may still read and write their files, and must meet the cause and not their absence."""
         group, storage = self.save.group, LocalStorage(self.hosts.folder)
         places = [place for place, those in enumerate(self.copies.keepers) if group.rank in (place, *those)]
         own = {f"{group.ranks[place]:05d}" for place in places}
@@ -519,8 +515,8 @@ def _begin(
 
 
 def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnation | None) -> _NextKept:
-    """Return the next generation. Of the earlier ones, the newest that all hosts have
-    stays; if there is none, all stay."""
+    """Return the next generation. Of the earlier ones, the newest that all hosts have stays; if there is none, all
+    stay."""
     incarnation = incarnation or found.begin(None)
     number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))
     everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]
