@@ -11,6 +11,7 @@ from typing import Any
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
+from planners.units import format_some
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError, option_error
@@ -70,8 +71,7 @@ def plan(
 
 def unsharded_text(axis: str, fqns: Sequence[str]) -> str:
     """What an axis that shards no tensor does with these."""
-    shown = ", ".join(fqns[:3]) + (f", and {len(fqns) - 3} more" if len(fqns) > 3 else "")
-    return f"axis {axis!r} shards no tensor: all ranks along it hold all of {shown}"
+    return f"axis {axis!r} shards no tensor: all ranks along it hold all of {format_some(fqns, 3)}"
 
 
 def _side(given: Any, rules: Mapping[str, str] | None, saved: StateLayout | None = None) -> Any:
