@@ -144,7 +144,6 @@ def section(
     keys: Mapping[str, str],
     others: Iterable[str] = (),
     there: Iterable[str] = (),
-    kinds: Mapping[str, str] | None = None,
     mapped: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Lines about keys, each with its note, and the name out of `others` that may be meant.
@@ -162,9 +161,6 @@ def section(
     others = list(others)
     known = set(others)
     for i, (key, where) in enumerate(keys.items()):
-        if kinds and key in kinds:
-            out.append(f"    {key}{where}   (there it is {kinds[key]}, which does not fit what the target has)")
-            continue
         name = mapped.get(key, key) if mapped else key
         close = (
             difflib.get_close_matches(name, others, n=1, cutoff=0.75)

@@ -126,6 +126,10 @@ class KeyMatch:
             return other
         return key if saved is None or other_key_of(saved) not in self.targets.paths else other_key_of(saved)
 
+    def looked_for(self, key: str) -> str:
+        """The name that a key of the target was given by the mapping, or its own."""
+        return self.mapping.get(key, key)
+
     def _use(self, name: str) -> None:
         self.used.add(name)
         self.used.add(self.checkpoint.aliases.get(name, name))
@@ -453,8 +457,10 @@ class Mismatches:
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
-        kinds = _kinds(match)
-        where, fixes = _on_ranks(missing, group), []
+        of_another_kind = {key: text for key, text in _kinds(match).items() if key in missing}
+        where = {key: text for key, text in _on_ranks(missing, group).items() if key not in of_another_kind}
+        unexpected = [name for name in unexpected if name not in {match.looked_for(key) for key in of_another_kind}]
+        fixes = []
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
             what.append(f"  {moved.what}")
@@ -473,14 +479,20 @@ class Mismatches:
             if any(map(NUMBERED.fullmatch, unexpected)):
                 fix = f"the checkpoint has its state by number: with path = {named_from_numbers('path')}, {fix}"
             fixes.append(f"the optimizer has no state yet: {fix}")
-        lines += section(wording.missing, where, [] if by_number else known, match.names, kinds, match.mapping)
+        lines += section(wording.missing, where, [] if by_number else known, match.names, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",
             dict.fromkeys(unexpected, ""),
             [] if by_number else [*missing],
             match.targets.paths,
         )
+        lines += section("of another kind", of_another_kind)
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
+        if of_another_kind:
+            fixes.append(
+                "pass a torch.Tensor where a tensor was saved (torch.from_numpy shares an array's memory), and a plain "
+                "value where one was saved"
+            )
         if where:
             fixes.append(wording.allow)
         elif unexpected and moved is None:
@@ -576,14 +588,17 @@ def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:
-    """Return what is under the names of keys that this rank misses, in words, where it is of
-    another kind than its target."""
-    checkpoint = match.checkpoint
-    what = {True: "a tensor", False: "each rank's own value"}
-    kinds = {name: what[name in checkpoint] for name in match.names if name not in checkpoint.objects}
-    kinds |= dict.fromkeys(checkpoint.objects, "a plain value")
-    return {
-        key: kinds[key]
-        for key in match.missing
-        if key in kinds and (kinds[key] == "a tensor") != (key in match.targets.tensors)
-    }
+    """Keys that this rank misses though the checkpoint has their names, for something of another kind: what it is, and
+    what the target has, in words."""
+    checkpoint, targets = match.checkpoint, match.targets
+    out = {}
+    for key in match.missing:
+        name = match.looked_for(key)
+        is_saved = name in checkpoint or name in checkpoint.objects or name in checkpoint.contents.per_rank
+        if is_saved and (name in checkpoint) != (key in targets.tensors):
+            saved = "a tensor" if name in checkpoint else "a plain value"
+            if name in checkpoint.contents.per_rank:
+                saved = "each rank's own value"
+            found = "a tensor" if key in targets.tensors else class_name(targets.live(key))
+            out[key] = f"   (saved as {saved}, but the target has {found})"
+    return out

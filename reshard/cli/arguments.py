@@ -96,18 +96,18 @@ On = Annotated[
 
 
 def newest(path: str, step: int | None = None) -> str:
-    """The checkpoint that a path means: in the folder of a run this step, or the newest complete one, which is printed
-    on stderr."""
-    from reshard.formats.opening import steps_at
+    """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
+    which is printed on stderr."""
+    from reshard.formats.opening import step_path, steps_at
 
-    if step is None and not steps_at(path):
+    if step is not None:
+        return step_path(path, step)
+    if not steps_at(path):
         return path
     import reshard
 
-    found = reshard.open(path, step=step).url
-    if step is None:
-        note = f"using {found}, the newest complete checkpoint of {path}"
-        print_text(console(stderr=True), note)
+    found = reshard.open(path).url
+    print_text(console(stderr=True), f"using {found}, the newest complete checkpoint of {path}")
     return found
 
 

@@ -82,7 +82,7 @@ def inspect(
     try:
         checkpoint = reshard.open(path, step=step)
     except CorruptCheckpointError as error:
-        raise _damage(path, str(error), as_json) from None
+        raise show.damaged(path, str(error), as_json) from None
     if is_shown and (checkpoint.run or not is_named):
         note = ", the newest complete checkpoint" * bool(steps)
         show.print_text(show.console(), checkpoint.url + note, style="bold")
@@ -102,15 +102,6 @@ def inspect(
         _print(checkpoint, list(checkpoint), list(checkpoint.objects), problems, depth)
     if problems:
         raise typer.Exit(1)
-
-
-def _damage(path: str, problem: str, as_json: bool) -> typer.Exit:
-    """The answer is that of verify."""
-    if as_json:
-        show.print_json({"path": path, "ok": False, "problems": [problem]})
-    else:
-        show.print_text(show.console(), show.as_given(problem, path), "damaged", "red")
-    return typer.Exit(1)
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
@@ -166,7 +157,7 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
     if name not in checkpoint:
         raise KeyMismatchError(
             f"{name!r} is {'a plain value, not a tensor,' if name in checkpoint.objects else 'not'} in {checkpoint.url}"
-            f"{did_you_mean(name, list(checkpoint)[:5000])}"
+            f"{_near(name, list(checkpoint))}"
         )
     from planners.geometry.layout_text import in_both_forms, short_form
 
@@ -174,6 +165,12 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
     show.print_text(screen, layout.described([name], in_both_forms)[name])
     screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
     show.print_legend(screen, layout.described([name], short_form).values())
+
+
+def _near(name: str, known: list[str]) -> str:
+    """The name that is meant, or those that contain it."""
+    meant, longer = did_you_mean(name, known[:5000]), [other for other in known if name in other]
+    return meant if meant or not longer else f". Names that contain it: {show.some(longer, 5)}"
 
 
 def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:

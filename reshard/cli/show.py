@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from planners.units import format_bytes as size, format_count as counted, format_some as some
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from planners.findings import Report
 
 __all__ = [
-    "Branch", "PrintedLeaf", "as_given", "columns", "console", "counted", "fold", "print_json",
+    "Branch", "PrintedLeaf", "as_given", "columns", "console", "counted", "damaged", "fold", "print_json",
     "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
     "report_as_json", "short", "size", "some", "write_page",
 ]  # fmt: skip
@@ -167,6 +169,15 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "covered": None if report.covered is None else asdict(report.covered),
         "findings": [asdict(finding) for finding in report.findings],
     }
+
+
+def damaged(path: str, problem: str, as_json: bool) -> typer.Exit:
+    """Print what is wrong with a checkpoint that cannot be opened. The answer is no."""
+    if as_json:
+        print_json({"path": path, "ok": False, "problems": [problem]})
+    else:
+        print_text(console(), as_given(problem, path), "damaged", "red")
+    return typer.Exit(1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
-from reshard.cli.show import print_json, print_report, report_as_json, size
+from reshard.cli.show import damaged, print_json, print_report, report_as_json, size
+from reshard.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from planners.findings import Coverage
@@ -34,8 +35,15 @@ def verify(
     Exits with 1 if something is wrong, and names the file, the tensor, and where known the byte range.
     """
     import reshard
+    from reshard.formats.opening import steps_at
 
-    given, path, against = path, newest(path, step), against and newest(against)
+    given, against = path, against and newest(against)
+    try:
+        path = newest(path, step)
+    except CheckpointNotFoundError as error:
+        if step is None and steps_at(path):  # none of them is complete
+            raise damaged(path, str(error), as_json) from None
+        raise
     with executor_on(on) as executor:
         report = reshard.verify(
             path, against, deep=not shallow, workers=workers, executor=executor, progress=not as_json

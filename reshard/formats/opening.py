@@ -33,7 +33,17 @@ from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
-__all__ = ["RunStep", "look_at", "look_in", "open_contents", "path_below", "refuse_run", "step_of", "steps_at"]
+__all__ = [
+    "RunStep",
+    "look_at",
+    "look_in",
+    "open_contents",
+    "path_below",
+    "refuse_run",
+    "step_of",
+    "step_path",
+    "steps_at",
+]
 
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
@@ -66,6 +76,14 @@ class _Run(NamedTuple):
             return []
         where = path_below(path, self.beside[0])
         return [f"{format_some(self.beside, 1)} beside the steps was not opened: to open it, pass its path, {where}"]
+
+    def having(self, number: int | None, path: str | os.PathLike[str]) -> list[RunStep]:
+        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
+        found = [step for step in reversed(self.steps) if number in (None, step.step)]
+        if not found:
+            known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps) or "none"
+            raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {number}: its steps are {known}")
+        return found
 
 
 @gc_paused()
@@ -103,6 +121,11 @@ def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -
     a checkpoint.
     """
     return _run_at(path, None if _is_here(path) else _find(path), None, is_sure=is_sure).steps
+
+
+def step_path(path: str | os.PathLike[str], number: int) -> str:
+    """The path of that step of a run, complete or not. Raises CheckpointNotFoundError if there is none."""
+    return path_below(path, _Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
 
 def _run_at(
@@ -187,23 +210,20 @@ def _open_step(
     check: bool,
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
-    chosen = [step for step in reversed(run.steps) if wanted in (None, step.step)]
-    passed: list[str] = []
-    for step in chosen:
+    skipped: dict[str, Exception] = {}
+    for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
             contents, url = _open_at(place, preferred, share, check)
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
-            passed.append(f"{step.name} is newer but was skipped because it is not complete: {error}")
+            skipped[step.name] = error
             continue
-        return replace(contents, warnings=(*contents.warnings, *passed, *run.not_opened(path))), url
-    if passed:
-        why = "; ".join((*passed, *run.not_opened(path)))
-        raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {why}")
-    known = ", ".join(str(step.step) if step.step is not None else step.name for step in run.steps) or "none"
-    raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {wanted}: its steps are {known}")
+        why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
+        return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path))), url
+    why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
+    raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

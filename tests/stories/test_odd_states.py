@@ -6,6 +6,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,17 +143,33 @@ class TestLoading:
         reshard.save({"w": torch.ones(2)}, tmp_path / "c")
         with pytest.raises(KeyMismatchError) as caught:
             reshard.load({"w": torch.zeros(2)}, tmp_path / "c", mapping={"w": "v"})
-        assert "there it is" not in str(caught.value)
+        assert "of another kind" not in str(caught.value)
         assert "w   (looked for as 'v')" in str(caught.value)
 
     def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
         reshard.save({"a": torch.ones(2), "n": {"t": torch.ones(1)}}, tmp_path / "c")
-        for target in ({"a": None, "n": {"t": torch.zeros(1)}}, {"a": torch.zeros(2), "n": None}):
-            with pytest.raises(KeyMismatchError, match=r"1 missing(.|\n)*1 unexpected") as caught:
-                reshard.load(target, tmp_path / "c")
-            assert "mean" not in str(caught.value)
-        with pytest.raises(KeyMismatchError, match="there it is a tensor"):
-            reshard.load({"a": None, "n": {"t": torch.zeros(1)}}, tmp_path / "c")
+        with pytest.raises(KeyMismatchError, match=r"1 missing(.|\n)*1 unexpected") as caught:
+            reshard.load({"a": torch.zeros(2), "n": None}, tmp_path / "c")
+        assert "mean" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("target", "found"),
+        [
+            ({"a": None, "s": 0}, "a   (saved as a tensor, but the target has NoneType)"),
+            ({"a": np.zeros(2), "s": 0}, "a   (saved as a tensor, but the target has numpy.ndarray)"),
+            ({"a": torch.zeros(2), "s": torch.zeros(2)}, "s   (saved as a plain value, but the target has a tensor)"),
+        ],
+    )
+    def test_a_key_of_another_kind_is_neither_missing_nor_unexpected(self, tmp_path, target, found):
+        reshard.save({"a": torch.ones(2), "s": 3}, tmp_path / "c")
+        with pytest.raises(KeyMismatchError) as caught:
+            reshard.load(target, tmp_path / "c")
+        text = str(caught.value)
+        assert found in text
+        assert "1 of another kind" in text
+        assert "torch.from_numpy" in text
+        assert "missing" not in text
+        assert "unexpected" not in text
 
 
 def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):

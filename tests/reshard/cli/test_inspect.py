@@ -374,3 +374,9 @@ def test_what_is_no_short_form(say, words, told) -> None:
     said = say("explain", *words)
 
     assert (said.code, told in said.err) == (2, True)
+
+
+def test_a_part_of_a_name_is_answered_with_the_names_that_contain_it(say, checkpoint) -> None:
+    said = say("inspect", checkpoint, "--map", "s.0.w")
+    assert said.code == 3
+    assert "Names that contain it: model.layers.0.w" in said.err

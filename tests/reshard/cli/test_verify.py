@@ -71,6 +71,17 @@ def test_nothing_there_is_no_verdict(say, tmp_path) -> None:
     assert say("verify", tmp_path / "nowhere").code == 3
 
 
+@pytest.mark.parametrize("options", [(), ("--step", "3")])
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, options) -> None:
+    """The exit code is that of the step by its own path."""
+    reshard.save({"a": torch.ones(3)}, tmp_path / "run" / "step-3")
+    (tmp_path / "run" / "step-3" / "manifest.json").write_text("x")
+    said = say(command, tmp_path / "run", *options)
+    assert said.code == 1
+    assert "manifest.json is not a complete manifest" in said.out
+
+
 @pytest.fixture
 def other(checkpoint: Path, tmp_path: Path) -> Path:
     """The same as `checkpoint`, but for one element, one name and one plain value."""
