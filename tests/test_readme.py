@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
+    DOCS / "README.md",
     DOCS / "manager.md",
     *sorted(DOCS.glob("migrate/*.md")),
     *sorted(DOCS.glob("recipes/*.md")),
@@ -51,7 +52,7 @@ MODULES = ("elastic", "errors", "mapping")
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 COMMANDS = [
     pytest.param(line, id=f"{page.stem}:{line[:60]}")
-    for page in [*PAGES, ROOT / "docs" / "README.md"]
+    for page in PAGES
     for block in re.findall(
         r"^```(?:console|text)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
@@ -289,4 +290,4 @@ def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_we
 
 
 def test_there_is_a_block_for_a_run_and_one_for_each_job() -> None:
-    assert len([block for block in BLOCKS if block.id.startswith("README")]) == 3
+    assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 3
