@@ -55,10 +55,10 @@ class Model:
         return there - {taken} - self.kept[taken].ancestors
 
 
-def told(passed_over: tuple[str, ...]) -> set[int]:
+def told(skipped: tuple[str, ...]) -> set[int]:
     """The steps of the generations that a report says were passed over."""
-    found = [re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text) for text in passed_over]
-    assert all(found), passed_over
+    found = [re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text) for text in skipped]
+    assert all(found), skipped
     return {int(match[1]) for match in found if match}
 
 
@@ -163,7 +163,7 @@ class Lives(RuleBasedStateMachine):
         expected = torch.full((ELEMENTS,), taken / 1.0).double()
         assert torch.equal(global_of(loaded, expected), expected)
         for end in ends:
-            assert told(end.passed_over) == self.model.left_behind(taken, counts)
+            assert told(end.skipped) == self.model.left_behind(taken, counts)
 
     def gathered(self, hosts: list[str], counts: set[int], whole: set[int]) -> None:
         """Folders that are gathered give what a recovery gives, but that no older one is taken unasked."""
@@ -178,7 +178,7 @@ class Lives(RuleBasedStateMachine):
             assert not set(newest) & whole
         else:
             assert [report.step] == newest
-            assert told(report.passed_over) == self.model.left_behind(report.step, counts)
+            assert told(report.skipped) == self.model.left_behind(report.step, counts)
 
     @rule(host=st.sampled_from(HOSTS))
     def wipe(self, host: str) -> None:

@@ -187,7 +187,7 @@ def test_states_come_back_bit_for_bit_or_are_named(case: Any) -> None:
     assert report is not None
     found = reshard.get_optimizer_state_dict(other, fresh)
     empty = {fqn for fqn, values in wanted["state"].items() if not values}
-    assert empty <= set(report.cold)
+    assert empty <= set(report.without_state)
     expected = {fqn: values for fqn, values in wanted["state"].items() if values}
     assert bits(found["state"]) == expected, case
     assert bits(found["param_groups"]) == wanted["param_groups"] or case["groups"] or case["flat"]

@@ -371,6 +371,12 @@ def _is_number(value: Any) -> bool:
 # allows it.
 
 
+_ITS_KIND = (
+    "pass a torch.Tensor where a tensor was saved (torch.from_numpy shares an array's memory), and a plain value where "
+    "one was saved"
+)
+
+
 class Truth(NamedTuple):
     """What was found out about keys that do not belong together, and is no error."""
 
@@ -489,15 +495,17 @@ class Mismatches:
         lines += section("of another kind", of_another_kind)
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
         if of_another_kind:
-            fixes.append(
-                "pass a torch.Tensor where a tensor was saved (torch.from_numpy shares an array's memory), and a plain "
-                "value where one was saved"
-            )
+            fixes.append(_ITS_KIND)
         if where:
             fixes.append(wording.allow)
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
-        needed, fixes = ["\n  or:  ".join(fixes)] * bool(fixes), []
+        every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
+        head = f"{match.checkpoint.url} does not match the state to load into:"
+        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in every), *lines])
+
+    def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
+        fixes = []
         if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
             fixes.append(
                 "shapes are those of full tensors: pass a shard as the DTensor, not as to_local(). The rule Resize of "
@@ -505,8 +513,7 @@ class Mismatches:
             )
         if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
-        head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in (*needed, *fixes)), *lines])
+        return fixes
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

@@ -286,7 +286,7 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
         _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
-        return None, choice._replace(passed_over=(*choice.passed_over, str(error)))
+        return None, choice._replace(skipped=(*choice.skipped, str(error)))
 
 
 def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
@@ -333,7 +333,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         phases=current.get(),
         base=job.choice.save_id,
         bytes_reused=reused,
-        passed_over=(*job.choice.passed_over, *(job.base.passed_over if job.base is not None else ())),
+        skipped=(*job.choice.skipped, *(job.base.skipped if job.base is not None else ())),
         select=job.options.globs or (),
     )
 
@@ -673,9 +673,10 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 # `SaveReport`: what a save did.
 
 
+@renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `passed_over` differ between ranks."""
+    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ between ranks."""
 
     path: str
     save_id: str
@@ -687,7 +688,7 @@ class SaveReport(WrittenReport):
     """The save id of the checkpoint that this save used as its base."""
     bytes_reused: int = 0
     """Bytes of tensors that this rank did not write because a file of an earlier save has them."""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data again."""
     select: tuple[str, ...] = ()
     """The globs of the keys that were saved. Empty if all were."""
@@ -699,6 +700,6 @@ class SaveReport(WrittenReport):
         odd = self._first_of_each("aliases", "per_rank")
         odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
-        if self.passed_over:
-            odd.append(f"skipped: {format_some(self.passed_over, 1)}")
+        if self.skipped:
+            odd.append(f"skipped: {format_some(self.skipped, 1)}")
         return f"SaveReport({', '.join([head, *odd])}, {format_bytes(self.bytes_written)} by this rank)"

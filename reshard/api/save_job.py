@@ -382,11 +382,11 @@ class Choice(NamedTuple):
     """None if there is none to be based on."""
     by_print: bool = False
     """Whether there are tensors that no rank can compare by itself: see `doubtful`."""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Checkpoints that might have been taken but for what is wrong with them, and what that is."""
 
 
-_MOST_PASSED_OVER = 8
+_MOST_SKIPPED = 8
 """The number that messages list."""
 
 
@@ -410,8 +410,8 @@ def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, 
             elif wanted != "auto":
                 raise type(error)(f"base={os.fspath(wanted)!r}: {error}") from error
             continue
-        return Choice(folder, manifest.save_id, unsure, tuple(passed[:_MOST_PASSED_OVER]))
-    return Choice(passed_over=tuple(passed[:_MOST_PASSED_OVER]))
+        return Choice(folder, manifest.save_id, unsure, tuple(passed[:_MOST_SKIPPED]))
+    return Choice(skipped=tuple(passed[:_MOST_SKIPPED]))
 
 
 def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:

@@ -37,5 +37,5 @@ def gather(
     print_text(
         screen, f"step {report.step}, generation {report.number}: {files}, {size(report.nbytes)}", report.path, "bold"
     )
-    for line in report.passed_over:
+    for line in report.skipped:
         print_text(screen, line, "note", "yellow")

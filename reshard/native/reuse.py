@@ -58,7 +58,7 @@ class Base:
     here: str
     """Folder of the new one, likewise."""
     facts: NativeFacts
-    passed_over: dict[str, None] = field(default_factory=dict)
+    skipped: dict[str, None] = field(default_factory=dict)
     """What of it could not be relied on, and why: each once, in the order in which it was found."""
 
     @cached_property
@@ -112,9 +112,9 @@ class Base:
 
     def pass_over(self, error: object) -> None:
         """Note and log what cannot be relied on; what of it would have been reused is written."""
-        if str(error) not in self.passed_over:
+        if str(error) not in self.skipped:
             _log.warning("data that the base of the save has is written again: %s", error)
-            self.passed_over[str(error)] = None
+            self.skipped[str(error)] = None
 
     def live_share(self, file: str) -> float:
         """Return how much of a file's bytes are elements of the earlier checkpoint."""

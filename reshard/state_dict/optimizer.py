@@ -165,15 +165,15 @@ def plan_optimizers(
     others = len(places.rows) < len(match.state)
     shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
     faults = [*match.faults, *shapes, *_apart(match.state, live)]
-    if faults or (options.strict and (match.missing or match.lost or match.strangers or match.foreign)):
+    if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
-        cold=tuple(match.cold),
+        without_state=tuple(match.without_state),
         unexpected=tuple(match.unexpected),
         outside=tuple(one.name for one in live.outside),
-        foreign=tuple(f"{one.name}.{key}" for one, key in match.foreign),
+        unused=tuple(f"{one.name}.{key}" for one, key in match.unused),
         filled=tuple(filled_names(match.state)) if live.live.pieces_of else (),
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
@@ -192,8 +192,8 @@ class _OptimizerMatch:
         self.state: list[Entry] = []
         self.missing: list[str] = []
         self.lost: list[str] = []
-        self.cold: list[str] = []
-        self.foreign: list[tuple[OptimizedParameter, Any]] = []
+        self.without_state: list[str] = []
+        self.unused: list[tuple[OptimizedParameter, Any]] = []
         self.faults: list[str] = []
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
@@ -237,7 +237,7 @@ class _OptimizerMatch:
         if listed and self._has_lost_state(one, kind):
             self.lost.append(one.name)
         elif one.parameter.requires_grad or listed:
-            (self.cold if listed else self.missing).append(one.name)
+            (self.without_state if listed else self.missing).append(one.name)
         return None
 
     def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
@@ -250,8 +250,8 @@ class _OptimizerMatch:
     def _useful(self, one: OptimizedParameter, values: State, misfit: Misfit, kind: StateKind) -> State | None:
         """The state without what the optimizer has no use for."""
         self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
-        self.foreign += [(one, key) for key in misfit.foreign]
-        return {key: value for key, value in values.items() if key not in misfit.foreign} or None
+        self.unused += [(one, key) for key in misfit.unused]
+        return {key: value for key, value in values.items() if key not in misfit.unused} or None
 
 
 def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -347,7 +347,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += [f"  Missing optimizer state: {name}; {told}" for name in match.lost]
         lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
-        for one, key in match.foreign:
+        for one, key in match.unused:
             kind = type(live.optimizers[one.optimizer]).__name__
             lines.append(f"  Unexpected key: state {key!r} of {one.name}, which {kind} does not use")
     lines += [f"  Mismatched: {fault}" for fault in faults]
@@ -356,7 +356,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
-    if strict and (match.missing or match.lost or match.strangers or match.foreign):
+    if strict and (match.missing or match.lost or match.strangers or match.unused):
         lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
     return "\n".join(lines)
 

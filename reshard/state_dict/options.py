@@ -94,6 +94,7 @@ class Cast:
         return f"{self.name}: {self.saved} -> {self.live}"
 
 
+@renamed(cold="without_state", foreign="unused")
 @dataclass(frozen=True, repr=False)
 class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
@@ -102,12 +103,12 @@ class OptimizerReport:
     """Parameters of the optimizers that the dict lacks. A flat dict also lacks a parameter if it
     neither has its state nor says that there was none. These parameters have no state afterwards.
     """
-    cold: tuple[str, ...] = ()
+    without_state: tuple[str, ...] = ()
     """Parameters that the dict lists in a group without state: they were saved before their first
     gradient."""
     unexpected: tuple[str, ...] = ()
     """Names in the dict that are not parameters of these optimizers."""
-    foreign: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was
     omitted."""
     outside: tuple[str, ...] = ()

@@ -433,7 +433,7 @@ class Misfit(NamedTuple):
 
     lacking: tuple[str, ...]
     """Keys without which the optimizer's next step would fail, or start over."""
-    foreign: tuple[Any, ...]
+    unused: tuple[Any, ...]
     """Keys that the optimizer has no use for."""
 
 
@@ -478,8 +478,8 @@ class StateKind:
         if found is None or self._base == "LBFGS":
             needed = self._needed(values, is_matrix, self._are_set)
             lacking = tuple(name for name in needed if name not in values)
-            foreign = tuple(key for key in values if self._has_no_use_for(str(key)))
-            found = self._checked[kind] = Misfit(lacking, foreign) if lacking or foreign else _FITS
+            unused = tuple(key for key in values if self._has_no_use_for(str(key)))
+            found = self._checked[kind] = Misfit(lacking, unused) if lacking or unused else _FITS
         if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # whose state depends on more
             self.fitting = list(values)
         return None if found is _FITS else found

@@ -13,7 +13,7 @@ import torch
 import planners
 import reshard
 from reshard import errors
-from reshard.elastic import Tier
+from reshard.elastic import GatherReport, Tier
 
 W = torch.ones(2)
 CALLS: dict[str, Any] = {
@@ -97,10 +97,18 @@ def test_full_saves_were_whole(tmp_path: Path) -> None:
         reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1), whole_every=2).close()
 
 
-def test_a_report_was_spelled_uninitialised() -> None:
-    report = reshard.SetReport(uninitialized=("w",))
-    with pytest.warns(DeprecationWarning, match=r"SetReport.uninitialised is now called uninitialized;"):
-        assert report.uninitialised == ("w",)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("report", "old", "new"),
+    [
+        (reshard.SetReport(uninitialized=("w",)), "uninitialised", "uninitialized"),
+        (reshard.OptimizerReport(without_state=("w",)), "cold", "without_state"),
+        (reshard.OptimizerReport(unused=("w",)), "foreign", "unused"),
+        (GatherReport("p", 1, 1, 1, 1, ("w",)), "passed_over", "skipped"),
+    ],
+)
+def test_fields_of_reports(report: Any, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{type(report).__name__}.{old} is now called {new};"):
+        assert getattr(report, old) == getattr(report, new) == ("w",)
 
 
 def test_unsharded_axes_were_uncut() -> None:

@@ -157,12 +157,12 @@ def test_digests_that_are_not_believed_only_cost_time(how, tmp_path, caplog):
     )
     report = reshard.save(lora(2), tmp_path / "step-2", base="auto")
     assert (report.base, report.bytes_reused) == (first.save_id, 0)
-    assert len(report.passed_over) == 1
-    assert f"{file.relative_to(tmp_path / 'step-1')} cannot be relied on" in report.passed_over[0]
+    assert len(report.skipped) == 1
+    assert f"{file.relative_to(tmp_path / 'step-1')} cannot be relied on" in report.skipped[0]
     assert "skipped: " in repr(report)
-    assert report.passed_over[0] in caplog.text
+    assert report.skipped[0] in caplog.text
     assert_same(loaded(tmp_path / "step-2"), lora(2))
-    assert reshard.save(lora(3), tmp_path / "step-3", base="auto").passed_over == ()
+    assert reshard.save(lora(3), tmp_path / "step-3", base="auto").skipped == ()
 
 
 def test_digests_of_another_save_of_the_same_form_are_not_believed(tmp_path):
@@ -177,7 +177,7 @@ def test_digests_of_another_save_of_the_same_form_are_not_believed(tmp_path):
     shutil.rmtree(tmp_path / "old")
     report = reshard.save(lora(1), tmp_path / "step-3", base="auto", fingerprints=False)
     assert report.bytes_reused == 0
-    assert "it belongs to another file" in report.passed_over[0]
+    assert "it belongs to another file" in report.skipped[0]
     assert_same(loaded(tmp_path / "step-3"), lora(1))
 
 
@@ -224,7 +224,7 @@ def test_whatever_is_wrong_with_a_base_a_save_goes_on_and_is_right(how, layout, 
             assert reshard.verify(tmp_path / "step-3").ok, (file, at)
             is_read = file.suffix not in (".blocks",) or not fingerprints
             if how != "removed" and is_read and _damaged(data, how, at) != data and file.name != HF_INDEX:
-                assert report.passed_over, (file, at)
+                assert report.skipped, (file, at)
             shutil.rmtree(tmp_path / "step-3")
             file.unlink(missing_ok=True)
             file.write_bytes(data)
@@ -236,7 +236,7 @@ def test_a_base_that_is_named_and_damaged_is_passed_over(tmp_path):
     manifest.write_bytes(manifest.read_bytes()[:-9])
     report = reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "step-1")
     assert report.base is None
-    assert "manifest.json" in report.passed_over[0]
+    assert "manifest.json" in report.skipped[0]
     assert_same(loaded(tmp_path / "step-2"), lora(2))
 
 
@@ -274,7 +274,7 @@ def test_a_base_that_goes_while_it_is_compared(tmp_path, monkeypatch, caplog):
     report = reshard.save(lora(2), tmp_path / "step-2", base="auto")
     assert report.bytes_reused == 0
     assert "is written again: there is no data-" in caplog.text
-    assert "there is no data-" in report.passed_over[0]
+    assert "there is no data-" in report.skipped[0]
     assert_same(loaded(tmp_path / "step-2"), lora(2))
 
 
@@ -395,6 +395,6 @@ def test_second_names_that_are_not_used_do_not_stay(tmp_path: Path) -> None:
             raise StorageError("input/output error")
 
     report = reshard.save(state, Faulty(open_storage(tmp_path / "c"), fault), base="auto")
-    assert report.passed_over
+    assert report.skipped
     assert not [name for name in open_storage(tmp_path / "c").list() if "from-" in name]
     assert reshard.verify(tmp_path / "c").ok

@@ -30,6 +30,7 @@ from planners.plans.transfer import plan_transfers
 from planners.units import format_bytes, format_count
 from reshard.api.load import LoadReport
 from reshard.api.reports import HostsReport
+from reshard.arguments import renamed
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.execute.reading import on_threads, subtract_ranges
@@ -630,6 +631,7 @@ class TierSaveReport(HostsReport):
         )
 
 
+@renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class TierRestoreReport(HostsReport):
     """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
@@ -641,7 +643,7 @@ class TierRestoreReport(HostsReport):
     from_fallback: tuple[str, ...]
     """Tensors that survived on no host and were read from the fallback, which has the same values
     by fingerprint."""
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
     """Generations that were not loaded, and why: newer ones, and those from which the job did not
     continue."""
     bytes_checked: int
@@ -653,10 +655,11 @@ class TierRestoreReport(HostsReport):
         """One line."""
         what = "the fallback" if self.number is None else f"generation {self.number}, step {self.step}"
         odd = [f"{format_names(self.from_fallback)} from the fallback"] if self.from_fallback else []
-        odd += [f"{len(self.passed_over)} skipped"] if self.passed_over else []
+        odd += [f"{len(self.skipped)} skipped"] if self.skipped else []
         return f"TierRestoreReport({', '.join([what, *odd])})"
 
 
+@renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class GatherReport(Tabled):
     """What `gather` did."""
@@ -667,12 +670,12 @@ class GatherReport(Tabled):
     files: int
     nbytes: int
     """Size of the data files in bytes."""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Generations that are not earlier states of this one, and why they were not used."""
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.passed_over)} skipped" if self.passed_over else ""
+        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         return (
             f"GatherReport(generation {self.number}, step {self.step}: {format_count(self.files, 'file')}, "
             f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"

@@ -175,7 +175,7 @@ def _report(
         number=found.kept.number if found is not None else None,
         step=found.kept.step if found is not None else None,
         from_fallback=lost,
-        passed_over=tuple(passed),
+        skipped=tuple(passed),
         bytes_received=found.received if found is not None else 0,
         bytes_checked=found.checked if found is not None else load.bytes_checked,
         load=load,

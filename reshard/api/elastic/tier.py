@@ -213,7 +213,7 @@ class Tier:
         All ranks load the same generation, or none. Blocks whose checksums do not match count as
         lost, and another host's copy is used. Each host receives what it lacks once, from hosts
         that have it. If a host brings back a generation from which the job did not continue, that
-        generation does not count as newer, whatever its number; `TierRestoreReport.passed_over`
+        generation does not count as newer, whatever its number; `TierRestoreReport.skipped`
         lists it. Everything else, including errors, is as in `reshard.load`.
 
         Args:

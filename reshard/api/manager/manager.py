@@ -70,6 +70,7 @@ class StepReport(Tabled):
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
 
+@renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class RestoreReport(Tabled):
     """What `CheckpointManager.restore` did. Only `load` differs between ranks."""
@@ -78,13 +79,13 @@ class RestoreReport(Tabled):
     path: str
     """Source of the state: the folder of the memory tier, or the checkpoint in storage."""
     from_memory: bool
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
     """Newer steps that could not be loaded, and why."""
     load: LoadReport
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.passed_over)} skipped" if self.passed_over else ""
+        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         return (
             f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
             f"{self.load.unchecked and f', {self.load.unchecked}'})"
@@ -378,7 +379,7 @@ class CheckpointManager:
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
         structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if no save
-        of the run was completed. A damaged step is skipped and listed in `passed_over`.
+        of the run was completed. A damaged step is skipped and listed in `skipped`.
 
         Args:
             state: as for `save`. It is filled in place.
@@ -450,7 +451,7 @@ class CheckpointManager:
             return RestoreReport(one or 0, path, False, passed, load(state, path, **ranks, **options))
         assert self._memory is not None
         got = self._memory.restore(state, path, step=wanted, **options)
-        passed += got.passed_over
+        passed += got.skipped
         if path is not None and got.step is None:
             return RestoreReport(one or 0, path, False, passed, got.load)
         return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)

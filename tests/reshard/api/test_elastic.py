@@ -217,8 +217,8 @@ def test_an_older_generation_is_taken_whole_and_the_report_says_why(tmp_path: Pa
 
     assert {end.step for end in ends} == {1}
     assert is_step(found, 1)
-    assert "generation 2 (step 2) is not complete" in ends[0].passed_over[0]
-    assert "'w' lacks Box[240:300, 0:1000], written by rank 4" in ends[0].passed_over[0]
+    assert "generation 2 (step 2) is not complete" in ends[0].skipped[0]
+    assert "'w' lacks Box[240:300, 0:1000], written by rank 4" in ends[0].skipped[0]
 
 
 def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path: Path) -> None:
@@ -246,14 +246,14 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
     assert is_step(found, 1)
     older, found = ends(1, tmp_path / "before")  # the same b, and another w: not the same state
     assert (older.number, older.load.loaded) == (None, ("w", "b", "step"))
-    assert "does not have the same 'w', by fingerprint" in older.passed_over[0]
+    assert "does not have the same 'w', by fingerprint" in older.skipped[0]
     assert is_step(found, 5)
     assert not files(tmp_path / "copy1", "b")
     with mock.patch("reshard.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
         damaged, _ = ends(2, tmp_path / "same")
     assert isinstance(damaged, ReshardError)
     newer, found = ends(3, tmp_path / "after")
-    assert (newer.number, newer.passed_over) == (None, ())
+    assert (newer.number, newer.skipped) == (None, ())
     assert is_step(found, 5)
 
 
@@ -353,7 +353,7 @@ def test_what_a_host_brings_back_is_not_newer_than_what_the_job_kept_without_it(
         run(["gather", *folders, str(tmp_path / "out")])
     report = small(tmp_path / "run", back, 40)
 
-    (why,) = report.passed_over
+    (why,) = report.skipped
     assert report.step == 15
     assert why == (
         "generation 3 (step 30) on host 'a' was not used: a later run of the job, by the clocks of the "
@@ -374,11 +374,11 @@ def test_a_later_incarnation_that_knew_of_an_earlier_is_later_whatever_the_clock
     small(tmp_path, ["a", "b"], 5, now=6e8, copies=1)
 
     report = small(tmp_path, ["away", "a", "b"], now=5e8)
-    assert (report.step, report.passed_over) == (5, ())  # what it went on from is older, and nothing odd
+    assert (report.step, report.skipped) == (5, ())  # what it went on from is older, and nothing odd
     small(tmp_path, ["a", "b"], 6, recovers=False, now=4e8, copies=1)
     report = small(tmp_path, ["later", "a"], now=3e8)
     assert report.step == 6
-    assert report.passed_over[0] == (
+    assert report.skipped[0] == (
         "generation 2 (step 20) on host 'later' was not used: a later run of the job, which knew of it, saved "
         "generation 4 (step 6) and had not restored this one"
     )
@@ -403,7 +403,7 @@ def test_lives_at_the_same_time_are_not_told_apart_by_guessing(tmp_path: Path) -
     assert "no generation of step 7" in str(none)
     assert "found on 2 hosts: 30, 15" in str(none)
     report = small(run_, ["a", "b"], step=30)
-    assert report.passed_over == ("generation 1 (step 15) on host 'b' was not used: step 30 was requested",)
+    assert report.skipped == ("generation 1 (step 15) on host 'b' was not used: step 30 was requested",)
     assert small(run_, ["a", "b"]).step == 30
 
 
@@ -422,7 +422,7 @@ def test_folders_of_earlier_releases_are_told_apart_by_number(tmp_path: Path) ->
         small(tmp_path, ["a", "b"], 1, 2, recovers=False)
     unrecorded(tmp_path)
     report = small(tmp_path, ["b", "a"], 3)
-    assert (report.number, report.step, report.passed_over) == (2, 2, ())
+    assert (report.number, report.step, report.skipped) == (2, 2, ())
     assert small(tmp_path, ["b", "a"]).number == 3
 
 

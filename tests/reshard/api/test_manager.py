@@ -150,7 +150,7 @@ def test_all_that_a_run_has_goes_on_as_if_never_interrupted(tmp_path: Path) -> N
             trained_on(again)
         report = manager.restore(again)
     assert report is not None
-    assert (report.step, report.from_memory, report.passed_over) == (3, False, ())
+    assert (report.step, report.from_memory, report.skipped) == (3, False, ())
     assert report.load.ok
     assert again["step"] == 3
     assert len(again["log"]["losses"]) == 3
@@ -197,7 +197,7 @@ def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -
 
     report, value = value_at(root)
     assert (report.step, value) == (1, 1.0)
-    assert [text.split(":")[0] for text in report.passed_over] == ["step 3", "step 2"]
+    assert [text.split(":")[0] for text in report.skipped] == ["step 3", "step 2"]
     assert run(root, [2], keep=Keep(last=2)) == [1, 2]
     assert value_at(root)[1] == 2.0
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
@@ -237,7 +237,7 @@ def test_a_published_step_that_does_not_open_is_damage_and_not_a_save_that_never
     damage(root / "step-2")
     report, value = value_at(root)
     assert (report.step, value) == (1, 1.0)
-    assert [text.split(":")[0] for text in report.passed_over] == ["step 2"]
+    assert [text.split(":")[0] for text in report.skipped] == ["step 2"]
     with pytest.raises(CheckpointNotFoundError, match=r"step 2 in .* cannot be restored: step 2: .*step-2"):
         value_at(root, 2)
     damage(root / "step-1")

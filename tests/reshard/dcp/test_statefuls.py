@@ -211,7 +211,7 @@ def test_a_load_keeps_of_what_is_offered_what_was_saved(tmp_path, options):
     ours.load(target, checkpoint_id=tmp_path)
 
     report = reshard.set_optimizer_state_dict(model, fresh, target["o"])
-    assert report.cold == ("1.weight", "1.bias")
+    assert report.without_state == ("1.weight", "1.bias")
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 

@@ -199,7 +199,7 @@ def test_parameters_without_gradients_stay_without_state(flat: bool) -> None:
             other(torch.ones(2)).sum().backward()
             other_optimizer.step()
         report = set_optimizer_state_dict(other, other_optimizer, given)
-        assert report.cold == ("1.weight", "1.bias")
+        assert report.without_state == ("1.weight", "1.bias")
         assert_same(get_optimizer_state_dict(other, other_optimizer), state)
         other(torch.ones(2)).sum().backward()
         other_optimizer.step()
@@ -490,7 +490,7 @@ def test_state_that_a_flat_dict_has_lost_is_told_from_state_that_never_was(tmp_p
     target = {"optim": get_optimizer_state_dict(model, fresh, options=FLAT)}
     reshard.load(target, tmp_path)
     report = set_optimizer_state_dict(model, fresh, target["optim"])
-    assert (report.cold, report.missing) == (("1.weight", "1.bias"), ())
+    assert (report.without_state, report.missing) == (("1.weight", "1.bias"), ())
     assert_same(get_optimizer_state_dict(model, fresh), get_optimizer_state_dict(model, optimizer))
     assert set(reshard.open(tmp_path).normalized()["optim"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
@@ -499,7 +499,7 @@ def test_state_that_a_flat_dict_has_lost_is_told_from_state_that_never_was(tmp_p
         set_optimizer_state_dict(model, fresh, lost)
     assert fresh.state[model[2].weight]
     report = set_optimizer_state_dict(model, fresh, lost, options=LENIENT)
-    assert (report.cold, report.missing) == (("1.weight", "1.bias"), ("2.weight",))
+    assert (report.without_state, report.missing) == (("1.weight", "1.bias"), ("2.weight",))
     assert model[2].weight not in fresh.state
 
     # state that the live optimizer lacks, and the checkpoint has, comes with a load
@@ -519,5 +519,5 @@ def test_a_flat_dict_without_any_state_says_that_there_was_none() -> None:
     model(torch.ones(2)).sum().backward()
     optimizer.step()
 
-    assert set_optimizer_state_dict(model, optimizer, flat).cold == ("weight", "bias")
+    assert set_optimizer_state_dict(model, optimizer, flat).without_state == ("weight", "bias")
     assert not optimizer.state

@@ -275,7 +275,7 @@ def run_fsdp1_without_gradients() -> None:
         other = zoo.fsdp1("FULL_SHARD", use_orig_params)(zoo.make(1, hidden=9))
         other_optimizer = zoo.OPTIMIZERS["adamw"](other.parameters())
         report = set_optimizer_state_dict(other, other_optimizer, state, options=FULL)
-        assert cold in report.cold
+        assert cold in report.without_state
         assert report.filled == (() if use_orig_params else (cold,))
         found = get_optimizer_state_dict(other, other_optimizer, options=FULL)
         assert (cold in found["state"]) is not use_orig_params

@@ -83,7 +83,7 @@ def test_every_single_key_left_out_is_named_before_anything_changes(name: str, o
         if name in ("SGD", "Muon") or (name == "LBFGS" and (key if flat else key[1]).endswith("al")):
             # LBFGS makes it anew; a parameter that has no other state is reported to have none
             report = set_optimizer_state_dict(model, optimizer, given)
-            assert name == "LBFGS" or fqn in report.cold
+            assert name == "LBFGS" or fqn in report.without_state
             step(optimizer)
             continue
         for lenient in (None, LENIENT):
@@ -130,7 +130,7 @@ def test_adams_state_in_sgd_is_refused_or_reported_and_never_left_behind() -> No
     assert sgd.param_groups[0]["lr"] == 0.5
     report = set_optimizer_state_dict(model, sgd, state, options=LENIENT)
     names = [name for name, _ in model.named_parameters()]
-    assert set(report.foreign) == {f"{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(report.unused) == {f"{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
     assert not sgd.state
 
 
