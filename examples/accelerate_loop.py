@@ -1,7 +1,7 @@
 """A training loop under accelerate. Its checkpoints resume on any number of processes; it also reads accelerate's own.
 
     python examples/accelerate_loop.py --folder ckpt
-    accelerate launch --num_processes 2 examples/accelerate_loop.py --folder ckpt            # resumes on two processes
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py --folder ckpt                    # resumes on two processes
     python examples/accelerate_loop.py --folder new --old state_of_accelerate                # from `save_state`
 
 `save` and `load` replace `Accelerator.save_state` and `load_state`. Pass the model as accelerate wrapped it (DDP,

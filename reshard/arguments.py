@@ -77,6 +77,9 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
         raise TypeError(_half(what, half[0])) from None
+    if what == "CheckpointManager" and "every" not in given:
+        fix = "pass when to save, every=reshard.Every(steps=500). To only read: reshard.load(state, folder)"
+        raise TypeError(f"{what}() got no every=: {fix}") from None
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -310,5 +310,6 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
     if foreign is not None:
         raise FormatError(
             f"{storage.url} contains {foreign}, a file of another kind of checkpoint: the converted checkpoint "
-            "could not be distinguished from it. Choose an empty folder"
+            "could not be distinguished from it. Choose an empty folder: overwrite=True replaces only a checkpoint of "
+            "the same format"
         )

@@ -256,6 +256,7 @@ class _Load:
             unchecked=unchecked,
             bytes_received=fetch.done.received,
             dry_run=options.dry_run,
+            not_requested=tuple(name for name in truth.unexpected if options.mode_of(name) == "subset"),
             resized=tuple(targets.resized),
             retyped=match.retyped,
             phases=current.get(),
@@ -546,6 +547,8 @@ class LoadReport(FilledReport, CheckedReport):
     """Bytes that this rank compared with saved checksums, including headers. The rank that reads a byte for others
     checks it."""
     dry_run: bool
+    not_requested: tuple[str, ...] = ()
+    """Names of `unexpected` that strict="subset" leaves in the checkpoint. `ok` allows them."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -556,15 +559,26 @@ class LoadReport(FilledReport, CheckedReport):
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and no value of the target was lost."""
-        return not (self.missing or self.unexpected or self.mismatched or self.dropped or self.retyped)
+        """True if both sides have the same keys, shapes, and types, and no value of the target was lost. What only the
+        checkpoint has counts unless strict="subset" leaves it there."""
+        extra = set(self.unexpected).difference(self.not_requested)
+        return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
         head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
-        kinds = ("missing", "unexpected", "outside", "mismatched", "dropped", "cast", "replaced", "resized")
+        kinds = (
+            "missing",
+            "not_requested" if self.ok else "unexpected",
+            "outside",
+            "mismatched",
+            "dropped",
+            "cast",
+            "replaced",
+            "resized",
+        )
         odd = self._first_of_each(*kinds)
         if self.retyped:
             odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")

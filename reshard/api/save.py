@@ -335,6 +335,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         bytes_reused=reused,
         skipped=(*job.choice.skipped, *(job.base.skipped if job.base is not None else ())),
         select=job.options.globs or (),
+        replaced=generation.replaces is not None,
     )
 
 
@@ -544,7 +545,8 @@ def agreed_plan(
                 _log.warning(
                     "reshard.save: the optimizer state is saved by parameter number (%r): only a model with the "
                     "same parameters in the same order can load it. Save reshard.get_optimizer_state_dict(model, "
-                    "optimizer) instead, which has names",
+                    "optimizer) instead, which has names. If a framework saves for you, see its section of "
+                    "docs/integrations.md",
                     numbered,
                 )
             kept = keep_plan(holdings, group, options, census, plan, met.pool)
@@ -692,12 +694,15 @@ class SaveReport(WrittenReport):
     """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data again."""
     select: tuple[str, ...] = ()
     """The globs of the keys that were saved. Empty if all were."""
+    replaced: bool = False
+    """Whether the save replaced an earlier one at the path, which `overwrite=False` does not allow."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""
         counts = f"{format_count(self.tensors, 'tensor')}, {format_count(self.objects, 'object')}"
         head = f"{counts}, {format_bytes(self.total_bytes)} in {self.path!r}"
-        odd = self._first_of_each("aliases", "per_rank")
+        odd = ["in place of an earlier save"] if self.replaced else []
+        odd += self._first_of_each("aliases", "per_rank")
         odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []
         if self.skipped:

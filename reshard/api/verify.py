@@ -221,7 +221,9 @@ class _Blocks:
         sums = self._sums[name]
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
-        return [(f"{source.label}: bytes [{a}, {b}) were changed since they were written", a, b) for a, b in bad]
+        return [
+            (f"{source.label}: some of bytes [{a}, {b}) were changed since they were written", a, b) for a, b in bad
+        ]
 
 
 def _block_findings(

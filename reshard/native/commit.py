@@ -297,8 +297,9 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
 
     Returns the names and sizes of what is there.
 
-    Raises StorageError if the folder holds an index or manifest that we did not write, or a DCP checkpoint, beside
-    which ours would look ambiguous; FormatError for a checkpoint of a newer version.
+    Raises StorageError if the folder holds an index or manifest that we did not write, a DCP checkpoint, or a
+    `model.safetensors`, which other readers would take for this checkpoint; FormatError for a checkpoint of a newer
+    version.
     """
     names = storage.list()
     ours = detect(storage, names)
@@ -306,6 +307,7 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
         refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
     foreign += [".metadata"] if has_dcp(names) else []
+    foreign += [name for name in names if name.endswith(".safetensors") and "/" not in name and not ours]
     if foreign:
         raise StorageError(
             f"{storage.url} contains {foreign[0]}, which is not from a checkpoint of this library. Nothing was "

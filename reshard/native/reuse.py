@@ -104,7 +104,9 @@ class Base:
             if len(sums) != -(-record.nbytes // size) or any(
                 xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
             ):
-                raise CorruptCheckpointError(f"bytes [0, {covered}) of {file} were changed since they were written")
+                raise CorruptCheckpointError(
+                    f"some of bytes [0, {covered}) of {file} were changed since they were written"
+                )
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)
             return False

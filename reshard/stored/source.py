@@ -208,8 +208,8 @@ class FileSource(Source):
         if bad:
             more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
             error = CorruptCheckpointError(
-                f"{self.label}: bytes [{bad[0][0]}, {bad[0][1]}) were changed since they were written{more}: restore "
-                "the file, or load another checkpoint (check=False reads it as it is)"
+                f"{self.label}: some of bytes [{bad[0][0]}, {bad[0][1]}) were changed since they were written{more}: "
+                "restore the file, or load another checkpoint (check=False reads it as it is)"
             )
             error.places = tuple((self.name, start, stop) for start, stop in bad)
             raise error

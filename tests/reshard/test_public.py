@@ -522,7 +522,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
     assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, omitted 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
-    assert repr(due) == "StepReport(step 2, save to storage: every 2 steps)"
+    assert repr(due) == "StepReport(step 2, save to storage begun: every 2 steps)"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"
     assert not again
     assert restored is not None

@@ -312,7 +312,7 @@ def test_a_failed_save_over_an_unreadable_manifest_tells_why_it_failed(text, tmp
     assert reshard.verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json", ".metadata"])
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata"])
 def test_somebody_else_s_files_are_never_replaced(name, tmp_path):
     (tmp_path / name).write_text('{"name": "my web application"}')
     for attempt in (reshard.save, lambda state, path: reshard.async_save(state, path).result()):
@@ -456,3 +456,10 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     with pytest.raises(FormatError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
         reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save", overwrite=True)
+
+
+def test_a_report_says_that_an_earlier_save_was_replaced(tmp_path):
+    first, second = reshard.save(STATE, tmp_path), reshard.save(STATE, tmp_path)
+    assert (first.replaced, second.replaced) == (False, True)
+    assert "in place of an earlier save" in repr(second)
+    assert "in place of" not in repr(first)

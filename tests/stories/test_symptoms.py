@@ -102,7 +102,14 @@ def test_the_model_alone_from_a_full_checkpoint_needs_subset_and_not_a_load_that
     assert [line for line in str(caught.value).splitlines() if "strict" in line] == [
         '  fix: strict="subset" ignores what only the checkpoint has; mapping= renames keys'
     ]
-    assert reshard.load({"model": names}, tmp_path / "c", strict="subset").missing == ()
+    report = reshard.load({"model": names}, tmp_path / "c", strict="subset")
+    assert report.ok
+    assert report.unexpected == report.not_requested != ()
+    assert "LoadReport(ok, loaded" in repr(report)
+    assert "not_requested" in repr(report)
+    everything = reshard.load({"model": names}, tmp_path / "c", strict=False)
+    assert not everything.ok
+    assert everything.not_requested == ()
 
 
 def test_one_of_two_fixes_is_enough_and_each_works(tmp_path: Path) -> None:

@@ -430,11 +430,12 @@ def gather(
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order(step=step)
     if not order.newest:
+        shown = [f"{place}" if place.exists() else f"{place} (no such folder)" for place in places]
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
         what = "no complete generation" if step is None else f"no complete generation of step {step}"
         raise CheckpointNotFoundError(
-            f"{what} in {', '.join(map(str, places)) or 'no folders'} (found there: {steps}). Give the folder of each "
-            "host, such as /dev/shm/run1/node3"
+            f"{what} in {', '.join(shown) or 'no folders'} (found there: {steps}). Give the folder of "
+            "each host, such as /dev/shm/run1/node3"
         )
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))

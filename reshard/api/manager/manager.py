@@ -64,7 +64,7 @@ class StepReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        did = {"save to storage": self.storage, "save to memory": self.memory, "preempted": self.preempted}
+        did = {"save to storage begun": self.storage, "save to memory begun": self.memory, "preempted": self.preempted}
         did["without the metric"] = self.unranked
         words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
@@ -476,7 +476,7 @@ class CheckpointManager:
         return self._read().current()
 
     def latest_step(self) -> int | None:
-        """The newest complete step in storage; None if there is none."""
+        """The newest complete step in storage; None if there is none. A save in the background counts after `wait`."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:

@@ -607,3 +607,8 @@ def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> No
         assert {epoch for _, epoch in found} == {int(world == 1)}
 
     assert sorted(seen) == list(range(101))
+
+
+def test_without_a_schedule_the_error_says_what_to_pass(tmp_path):
+    with pytest.raises(TypeError, match=r"CheckpointManager\(\) got no every=: .*reshard.Every\(steps=500\)"):
+        reshard.CheckpointManager(tmp_path / "run")
