@@ -52,8 +52,7 @@ def plan(
         )
     saved = _side(source, None)
     if not isinstance(saved, StateLayout):
-        what = f"{source!r}" if isinstance(source, str) else what_is_no_path(source)
-        raise option_error(f"source must be a path, Checkpoint, or StateLayout, got {what}", LayoutError)
+        raise option_error(f"source must be a path, Checkpoint, or StateLayout, got {_no_source(source)}", LayoutError)
     wanted = _side(onto, rules, saved)
     if isinstance(wanted, Topology):
         topology, wanted = wanted, wanted.layout(saved.specs)
@@ -67,6 +66,16 @@ def plan(
         words = "onto must be a path, Checkpoint, StateLayout, or Topology, or words such as 'fsdp=4,tp=2', got"
         raise option_error(f"{words} {what_is_no_path(onto)}", LayoutError)
     return plan_reads(saved, wanted)
+
+
+def _no_source(given: Any) -> str:
+    """What was given in place of a source, and what to pass."""
+    if isinstance(given, Mapping):
+        return f"{type(given).__name__}: pass the layout of the state, reshard.layout_of(state)"
+    if isinstance(given, str | Topology):
+        shown = repr(given) if isinstance(given, str) else "a Topology"
+        return f"{shown}: pass the checkpoint first, then the topology: reshard.plan(path, 'fsdp=4')"
+    return what_is_no_path(given)
 
 
 def unsharded_text(axis: str, fqns: Sequence[str]) -> str:

@@ -159,7 +159,9 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         reshard.plan(tmp_path / "c", "fspd=3")
     with pytest.raises(LayoutError, match="rules are for a topology"):
         reshard.plan(tmp_path / "c", tmp_path / "c", rules={"*": "R"})
-    with pytest.raises(LayoutError, match="source must be a path, Checkpoint, or StateLayout, got 'fsdp=3'"):
+    with pytest.raises(LayoutError, match=r"got dict: pass the layout of the state, reshard.layout_of\(state\)"):
+        reshard.plan({"a": torch.ones(3)}, "fsdp=3")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"StateLayout, got 'fsdp=3': pass the checkpoint first"):
         reshard.plan("fsdp=3", tmp_path / "c")
     with pytest.raises(LayoutMismatchError):
         reshard.plan(layout, planners.fsdp(2).layout({"c": planners.TensorSpec("c", (2,), "float32")}))
