@@ -328,11 +328,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def storage_by_position(call: Function) -> Function:
     """Let `call` accept its storage as the second positional argument. That was its position before
     torch 2.2, and torch warns about it.
+
+    Raises TypeError for a path in the place of either.
     """
     name = next(name for name in inspect.signature(call).parameters if name.startswith("storage_"))
 
     @functools.wraps(call)
     def either_way(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and any(isinstance(one, str | os.PathLike) for one in args):
+            raise TypeError(f"pass the path by its name: dcp.{call.__name__}(state_dict, checkpoint_id=path)")
         if len(args) == 2 and name not in kwargs:
             warnings.warn(f"{call.__name__} takes the storage as a keyword argument: {name}=...", stacklevel=2)
             return call(args[0], **{name: args[1]}, **kwargs)

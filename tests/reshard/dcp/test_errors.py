@@ -133,3 +133,11 @@ def test_a_call_that_does_not_say_where_is_torch_s_error(verb):
     for dcp in (ours, theirs):
         with pytest.raises(RuntimeError, match="`checkpoint_id` must be specified"):
             getattr(dcp, verb)({"w": torch.ones(2)})
+
+
+def test_a_path_by_position_is_told_its_name(tmp_path):
+    state = {"w": torch.ones(2)}
+    for call in (ours.save, ours.load):
+        for given in ((state, str(tmp_path)), (tmp_path, state)):
+            with pytest.raises(TypeError, match=rf"dcp.{call.__name__}\(state_dict, checkpoint_id=path\)"):
+                call(*given)
