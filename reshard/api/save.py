@@ -123,7 +123,7 @@ def save(
         StorageError: the storage failed, or ranks see different folders.
     """
     with phase("save", path=path):
-        with phase("earlier saves"):
+        with phase("wait for earlier saves"):
             _await_saves_to(path)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
@@ -195,7 +195,7 @@ def async_save(
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
-        with phase("earlier saves"):
+        with phase("wait for earlier saves"):
             _await_saves_to(path)
             earlier = ended_for(max_in_flight if may_wait else 1)
         group = Group(process_group, alone=alone, deadline_s=timeout)
@@ -318,7 +318,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
     if group.world_size > REMOVES_ALONE and generation.replaces is not None:
         _remove_together(group, generation)
     if told is not None:
-        with phase("tidy"):
+        with phase("clean up"):
             generation.tidy()  # before the phase of the caller ends on any rank
     census, plan = generation.census, generation.plan
     return SaveReport(
@@ -520,7 +520,7 @@ def agreed_plan(
         data, first = None, None
         try:
             if kept is not None and first_word is not None and group.rank == 0:
-                with phase("base"):
+                with phase("find base"):
                     first = first_word(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):
