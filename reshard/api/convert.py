@@ -298,7 +298,7 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
     refuse_first_step(job.target)
     names = storage.list()
-    if job.format == "safetensors" and (steps := run_in(names)):  # for tools that look at the top only
+    if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
         _log.warning(
             "%s is the folder of a run with the steps %s, and becomes a checkpoint, too: reshard.open will ask which "
             "is meant. Pass step=, or the path of the file that it names", storage.url, steps,
