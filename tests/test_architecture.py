@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 466_300,
+    "tokens": 467_200,
     "header %": 7.98,
     "mean line": 52.95,
     "lines over 100 %": 9.72,
@@ -48,9 +48,9 @@ MOST = {
     "load: modules": 45,
     "load: folders": 12,
     "load: functions": 481,
-    "save: modules": 38,
-    "save: folders": 10,
-    "save: functions": 408,
+    "save: modules": 39,
+    "save: folders": 11,
+    "save: functions": 412,
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions

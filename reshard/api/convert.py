@@ -25,10 +25,11 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
-from reshard.formats.opening import refuse_run
+from reshard.formats.opening import refuse_first_step, refuse_run, run_in
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
+from reshard.native.commit import generations_in
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -295,8 +296,14 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
 
 
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
+    refuse_first_step(job.target)
     names = storage.list()
-    if job.format == "native":  # other formats may be for tools that look at the top only
+    if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
+        _log.warning(
+            "%s is the folder of a run with the steps %s, and becomes a checkpoint, too: reshard.open will ask which "
+            "is meant. Pass step=, or the path of the file that it names", storage.url, steps,
+        )  # fmt: skip
+    elif not job.writing.is_one_file:
         refuse_run(storage.url, names)
     found = None if overwrite else writer.occupied(names)
     if found is not None:
@@ -307,9 +314,11 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
     ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
+    if foreign is None and job.format != "native" and not job.writing.is_one_file:
+        foreign = next((f"data-{save_id}" for save_id in generations_in(storage)), None)
     if foreign is not None:
         raise FormatError(
-            f"{storage.url} contains {foreign}, a file of another kind of checkpoint: the converted checkpoint "
+            f"{storage.url} contains {foreign}, of another kind of checkpoint: the converted checkpoint "
             "could not be distinguished from it. Choose an empty folder: overwrite=True replaces only a checkpoint of "
             "the same format"
         )

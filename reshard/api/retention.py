@@ -14,8 +14,8 @@ from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointError, CheckpointNotFoundError, OptionError, StorageError
-from reshard.formats.opening import RunStep, path_below, step_of, steps_at
+from reshard.errors import CheckpointError, CheckpointNotFoundError, NewerVersionError, OptionError, StorageError
+from reshard.formats.opening import RunStep, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
 from reshard.native.reader import detect
@@ -64,23 +64,33 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint at or directly below `folder`, or None: the step with the
-    highest number, as `reshard.open` chooses it. If no name has a number, it is the one whose save began
-    last. A folder that does not exist has none, as before the first save of a run.
+    """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
+    the step that `reshard.open` chooses. If no name has a step number, it is the native checkpoint at or
+    directly below `folder` whose save began last. A folder that does not exist has none, as before the
+    first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated.
 
     Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
-    newest.
+    newest; and as `reshard.steps`.
     """
+    for step in reversed(steps_at(folder, is_sure=True)):
+        path = path_below(folder, step.name)
+        try:
+            open_checkpoint(path)
+        except NewerVersionError:
+            raise
+        except CheckpointError:
+            continue
+        return path
     found = complete(folder)
     return found[-1].path if found else None
 
 
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
-    """Remove all complete checkpoints directly below `folder` except the `keep_last` newest. Return
-    the removed paths.
+    """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
+    Return the removed paths. Checkpoints in other formats stay, and do not count.
 
     The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints whose
     saves began last stay, too: after a return to an earlier step, these are what the run continues from.
@@ -169,10 +179,13 @@ class _Published:
 
 
 def complete(folder: str | os.PathLike[str]) -> list[_Published]:
-    """The steps of a run that are complete, the oldest first; or, if no name is that of a step, all checkpoints."""
-    found = (one for one in published(folder) if not one.problem)
-    by_time = sorted(found, key=lambda one: (one.created_unix_s, one.path))
+    """The native steps of a run that are complete, the oldest first; or, if no name is that of a step, all native
+    checkpoints."""
+    known = published(folder)
+    by_time = sorted((one for one in known if not one.problem), key=lambda one: (one.created_unix_s, one.path))
     steps = [(one.step.age, one) for one in by_time if one.step]
+    if not steps and run_in(open_storage(folder).names()):
+        return []
     return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time
 
 

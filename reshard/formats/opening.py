@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -14,6 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from planners.units import format_some
 from reshard.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
@@ -34,16 +36,9 @@ from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "RunStep",
-    "look_at",
-    "look_in",
-    "open_contents",
-    "path_below",
-    "refuse_run",
-    "step_of",
-    "step_path",
-    "steps_at",
-]
+    "RunStep", "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run",
+    "run_in", "step_of", "step_path", "steps_at",
+]  # fmt: skip
 
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
@@ -177,19 +172,59 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
     return any(format.is_composite and format.detect(storage, names) for format in formats())
 
 
+def run_in(names: Iterable[str]) -> str:
+    """The newest steps, for a message, if these are the names in the folder of a run; else ""."""
+    look = look_in(names)
+    steps = steps_seen(look)
+    return _listed(steps) if any(is_certain(look, step) for step in steps) else ""
+
+
 def refuse_run(url: str, names: Iterable[str]) -> None:
     """Raise FormatError if these are the names in the folder of a run.
 
     With a checkpoint at its top, the path could mean either.
     """
-    look = look_in(names)
-    steps = steps_seen(look)
-    if any(is_certain(look, step) for step in steps):
+    if steps := run_in(names):
         raise FormatError(
-            f"{url} is the folder of a run with the steps {_listed(steps)}: with a checkpoint at its "
+            f"{url} is the folder of a run with the steps {steps}: with a checkpoint at its "
             "top, the path could mean either. Nothing was saved: save to "
             f"{path_below(url, 'step-N')}, or to another folder"
         )
+
+
+def refuse_first_step(path: str | os.PathLike[str] | Storage) -> None:
+    """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is a checkpoint, native or
+    of DCP. That folder's path could mean either then. The tools of other formats leave both side by side.
+
+    Looks for two files. Of a `Storage`, and of a folder that cannot be looked into, it is not known what is above.
+    """
+    if isinstance(path, Storage):
+        return
+    text = os.path.abspath(_local(path_text(path))) if _is_here(path) else path_text(path).rstrip("/")
+    above, _, name = text.rpartition("/")
+    if (step := step_of(name)) is None or step.step is None:
+        return
+    over, _, last = above.rpartition("/")
+    for folder in (above, over) if _BELOW.fullmatch(last) else (above,):
+        with suppress(CheckpointError, StorageError):
+            storage = open_storage(folder or "/")
+            if (mark := _marker_in(storage)) and not run_in(storage.names()):
+                break
+    else:
+        return
+    raise FormatError(
+        f"{folder} is a checkpoint ({mark}): with a first step below it, {text.removeprefix(f'{folder}/')}, its path "
+        "could mean either. Nothing was saved: save to another folder, or move that checkpoint to another one first"
+    )
+
+
+def _marker_in(storage: Storage) -> str:
+    """The file that shows that there is a native checkpoint right there, or one of DCP; else ""."""
+    for name in _MARKERS:
+        with suppress(CheckpointNotFoundError):
+            if native.detect(storage, {name: storage.size(name)}) or name != MANIFEST:
+                return name
+    return ""
 
 
 def _listed(steps: Sequence[RunStep]) -> str:
@@ -356,6 +391,8 @@ def _is_local_file(text: str) -> bool:
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
+    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
+        names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
     composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
     if composite is None:
         fitting = [f for f in formats() if not f.is_composite and f.detect(storage, names)]

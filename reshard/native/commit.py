@@ -382,6 +382,8 @@ def remove_dead(storage: Storage) -> list[str]:
         elif published(storage) != save_id:
             remove(storage, save_id, names)
             removed.append(save_id)
+    if removed and published(storage) is None:
+        _remove_index_of(storage, {folder_of(save_id) for save_id in removed})
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
         for published_name in (MANIFEST, HF_INDEX):
             for name in storage.names(f"{published_name}."):
@@ -464,6 +466,14 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
     elif counting(storage) == save_id:
         storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
         if counting(storage) != save_id:
+            storage.delete(HF_INDEX)
+
+
+def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
+    """Remove the index of what is no checkpoint any more, since its manifest was deleted: it names these folders."""
+    with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # there is none of ours
+        index = msgspec.json.decode(storage.read(HF_INDEX), type=_Index)
+        if index.weight_map and all(file.partition("/")[0] in folders for file in index.weight_map.values()):
             storage.delete(HF_INDEX)
 
 

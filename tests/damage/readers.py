@@ -24,7 +24,7 @@ from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor, whole
 from tests.storages import Remote
 
-__all__ = ["METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
+__all__ = ["MEANINGS", "METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
 
 VALUES = "values unchecked"
 METADATA = "metadata unchecked"
@@ -308,9 +308,9 @@ def _live() -> dict[str, Any]:
     return dict(blank(state(1)))
 
 
-_MEANINGS = {
-    "a changed value would not have been found": VALUES,
-    "Of names, shapes and objects no checksum was saved": METADATA,
+MEANINGS = {
+    "would not be detected": VALUES,
+    "The format has no checksum of names, shapes, and objects": METADATA,
 }
 """Of what `reshard verify` says."""
 
@@ -331,7 +331,7 @@ def _command(*words: str) -> Callable[[Scene], Read]:
             return Read({}, printed.getvalue(), ok=False)
         made = scene.out / "out"
         said = " ".join(printed.getvalue().split())
-        for phrase, meaning in _MEANINGS.items():
+        for phrase, meaning in MEANINGS.items():
             said = said.replace(phrase, meaning)
         return Read(_unchecked(made if made.exists() else scene.path), said)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from reshard.cli import verify
 from tests.damage.damages import DAMAGES
 from tests.damage.formats import FORMATS
 from tests.damage.matrix import Cell, Checkpoints, Outcome, Result, any_folder, cells, random_cell, readers_of
 from tests.damage.ranks import WAYS, results_together, some_cells
-from tests.damage.readers import READERS
+from tests.damage.readers import MEANINGS, READERS
 
 pytestmark = pytest.mark.host_only("it is about what is read from files")
 
@@ -90,6 +92,12 @@ def test_a_reader_that_looks_at_nothing_is_not_let_through(format: str, checkpoi
         told = judged(cell, where, lambda: Read(read().values, "unchecked: whatever"), wanted)
         assert told.outcome is Outcome.MISSED  # since there is a checksum of these bytes
     assert judged(cell, where, read, wanted).outcome is Outcome.RIGHT
+
+
+def test_the_words_by_which_the_command_line_is_understood_are_its_own() -> None:
+    """They were not after it was reworded, and what it told to be unchecked counted as silent."""
+    its = inspect.getsource(verify)
+    assert [words for words in MEANINGS if words not in its] == []
 
 
 def test_every_reader_format_and_damage_is_in_the_share(checkpoints: Checkpoints) -> None:

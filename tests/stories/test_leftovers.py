@@ -108,11 +108,126 @@ def test_without_any_step_the_time_of_a_save_is_its_age(tmp_path):
     assert reshard.prune(run, keep_last=2) == [str(run / "c")]
 
 
+def test_the_newest_is_the_same_in_every_format(tmp_path):
+    """Once it was None for a run of DCP checkpoints, which `open` opened."""
+    saved(tmp_path, "step-1", "best")
+    reshard.dcp.save(dict(STATE), checkpoint_id=tmp_path / "step-2")
+
+    assert reshard.latest_complete(tmp_path) == reshard.open(tmp_path).url == str(tmp_path / "step-2")
+    assert reshard.prune(tmp_path, keep_last=1) == []
+    (tmp_path / "step-2" / ".metadata").unlink()
+    assert reshard.latest_complete(tmp_path) == reshard.open(tmp_path).url == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("left", [b"{", None])
+def test_a_run_whose_steps_are_damaged_is_still_a_run(left, tmp_path):
+    """Once `best` was its newest then, and pruning removed all but one of those without a number."""
+    run = saved(tmp_path, "best", "final", "step-1")
+    manifest = run / "step-1" / "manifest.json"
+    if left is None:
+        manifest.unlink()
+    else:
+        manifest.write_bytes(left)
+
+    assert reshard.latest_complete(run) is None
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of the run at .* is complete"):
+        reshard.open(run)
+    assert reshard.prune(run, keep_last=1) == []
+    assert {"best", "final"} < {*left_in(run), "either"}
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors", "torch_checkpointing"])
+def test_nothing_is_converted_into_what_a_killed_save_has_left(format, tmp_path):
+    """Once it was, and did not open."""
+    saved(tmp_path, "source")
+    calls = SystemCalls()
+    with calls.crashing(12), pytest.raises(Crash):
+        reshard.save({"w": torch.ones(9000)}, tmp_path / "step-1")
+    before = sorted((tmp_path / "step-1").rglob("*"))
+
+    with pytest.raises(FormatError, match=r"contains data-.*, of another kind of checkpoint"):
+        reshard.convert(tmp_path / "source", tmp_path / "step-1", format=format)
+
+    assert sorted((tmp_path / "step-1").rglob("*")) == before
+
+
+def test_what_a_killed_save_has_left_does_not_count_beside_a_dcp_checkpoint(tmp_path):
+    """Once the two were a mixture, and the run went on from an older step."""
+    calls = SystemCalls()
+    with calls.crashing(12), pytest.raises(Crash):
+        reshard.save({"w": torch.ones(9000)}, tmp_path / "step-1")
+    reshard.dcp.save(dict(STATE), checkpoint_id=tmp_path / "step-1")
+
+    assert reshard.open(tmp_path)["w"][...].tolist() == [1, 1, 1]
+    assert reshard.verify(tmp_path / "step-1").ok
+
+
+BELOW = ["step-5", "7", "checkpoints/step-5", "epoch=0-step=5.ckpt"]
+
+
+@pytest.mark.parametrize("name", BELOW)
+@pytest.mark.parametrize("kind", ["native", "dcp"])
+def test_no_first_step_is_saved_below_a_checkpoint(kind, name, tmp_path, monkeypatch):
+    """Afterwards, its path would mean either."""
+    top = tmp_path / "top"
+    if kind == "native":
+        saved(tmp_path, "top")
+    else:
+        reshard.dcp.save(dict(STATE), checkpoint_id=top)
+    saved(tmp_path, "other")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(top)
+    for path in (top / name, name, f"../top/{name}", (top / name).as_uri()):
+        for attempt in (
+            lambda path=path: reshard.save(STATE, path),
+            lambda path=path: reshard.async_save(STATE, path).result(),
+            lambda path=path: reshard.convert(tmp_path / "other", path, format="torch" if "." in name else "dcp"),
+        ):
+            with pytest.raises(FormatError, match=rf"{top} is a checkpoint \((manifest.json|.metadata)\): .*{name}"):
+                attempt()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert reshard.open(top)["w"][...].tolist() == [1, 1, 1]
+
+
+def test_what_has_no_number_is_saved_below_a_checkpoint_and_a_run_that_is_both_goes_on(tmp_path):
+    saved(tmp_path, "", "best", "data/x", "last")
+    assert reshard.open(tmp_path).url == str(tmp_path)
+    with pytest.raises(FormatError, match="is a checkpoint"):
+        reshard.save(STATE, tmp_path / "step-1")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "log").touch()  # from here on, the path means either
+    saved(tmp_path, "step-1", "step-2")
+    assert reshard.open(tmp_path, step=2).url == str(tmp_path / "step-2")
+
+
+def test_nothing_is_saved_below_a_checkpoint_on_another_storage():
+    reshard.save(STATE, "memory://both/top")
+    with pytest.raises(FormatError, match=r"memory://both/top is a checkpoint \(manifest.json\)"):
+        reshard.save(STATE, "memory://both/top/step-5")
+
+
+def test_files_for_hugging_face_tools_are_converted_to_the_top_of_a_run(tmp_path, caplog):
+    """As the Trainer leaves them; these tools look there."""
+    run = saved(tmp_path / "run", "step-1", "step-2")
+    reshard.convert(run / "step-1", run, format="safetensors")
+
+    assert "is the folder of a run with the steps step-2, step-1, and becomes a checkpoint, too" in caplog.text
+    with pytest.raises(FormatError, match=r"both a checkpoint \(model.safetensors\) and the folder of a run"):
+        reshard.open(run)
+    assert reshard.latest_complete(run) == str(run / "step-2")
+    assert reshard.open(run / "model.safetensors")["w"][...].tolist() == [1, 1, 1]
+    saved(run, "step-3")
+
+
 def test_nothing_is_saved_at_the_top_of_a_run(tmp_path):
     """Afterwards, the path would mean either."""
     run = saved(tmp_path / "run", "step-1", "step-2")
     saved(tmp_path, "other")
-    for attempt in (lambda: reshard.save(STATE, run), lambda: reshard.convert(tmp_path / "other", run)):
+    for attempt in (
+        lambda: reshard.save(STATE, run),
+        lambda: reshard.convert(tmp_path / "other", run),
+        lambda: reshard.convert(tmp_path / "other", run, format="dcp"),
+    ):
         with pytest.raises(
             FormatError, match=r"run with the steps step-2, step-1: .* save to .*/step-N, or to another"
         ):

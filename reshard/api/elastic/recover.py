@@ -49,7 +49,7 @@ from reshard.errors import (
     format_ranks,
 )
 from reshard.execute.reading import Workspace
-from reshard.formats.opening import refuse_run
+from reshard.formats.opening import refuse_first_step, refuse_run
 from reshard.native import commit, reader
 from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges
@@ -448,6 +448,7 @@ def gather(
         )
         raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
     refuse_run(storage.url, commit.refuse_foreign(storage))
+    refuse_first_step(out)
     there = commit.published(storage)
     if there == wanted.save_id:
         raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")

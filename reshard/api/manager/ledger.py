@@ -6,13 +6,15 @@ import math
 import re
 import weakref
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from reshard.api.retention import published, remove_checkpoints
-from reshard.errors import CheckpointError, CheckpointNotFoundError
-from reshard.formats.opening import path_below
+from reshard.checkpoint import open as open_checkpoint
+from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from reshard.formats.opening import path_below, refuse_first_step, steps_at
 from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
@@ -92,7 +94,7 @@ class Ledger:
         open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(_Text(self.steps))))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
-        """Record a step before its save begins. An abandoned checkpoint of that step is removed."""
+        """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one."""
         if step in self.aside():
             remove_checkpoints(self.root, [step_path(self.root, step)])
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
@@ -114,6 +116,14 @@ class Ledger:
         """The steps that count, in order, and why a damaged one cannot be opened."""
         return {step: why for step, why in _published(self.root).items() if step not in self.aside()}
 
+    def foreign(self) -> dict[str, int]:
+        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`."""
+        own, seen = {f"step-{step}" for step in _published(self.root)}, []
+        with suppress(FormatError):  # a root may hold anything besides
+            seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name and one.name not in own]
+        steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
+        return {path: step for path, step in steps.items() if _opens(path)}
+
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of the complete steps that count."""
         rows = {step: self._of(step).metrics for step in self.current()}
@@ -133,10 +143,13 @@ class Ledger:
         return {step for step, record in self.steps.items() if record.is_aside}
 
     def tidy(self, kept: Collection[int]) -> None:
-        """Remove all complete steps except these, and leftovers of killed saves."""
-        paths = {step_path(self.root, step): step for step in whole_steps(self.root) if step not in kept}
+        """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
+        so."""
+        published = _published(self.root)
+        paths = {step_path(self.root, step): step for step, why in published.items() if not why and step not in kept}
         gone = remove_checkpoints(self.root, paths)
-        stay = {*kept, *(step for path, step in paths.items() if path not in gone)}
+        damaged = {step for step in self.aside() if published.get(step)}
+        stay = {*kept, *damaged, *(step for path, step in paths.items() if path not in gone)}
         if gone_before := self.steps.keys() - stay:
             remove_empty(open_storage(self.root), [f"step-{step}" for step in gone_before])
             self.steps = {step: record for step, record in self.steps.items() if step in stay}
@@ -146,14 +159,24 @@ class Ledger:
         return self.steps.get(step, StepRecord())
 
 
+def _opens(path: str) -> bool:
+    try:
+        open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 class RootClaim:
     """The claim that this process saves in a root, until `release` or the end of the process.
 
-    Raises CheckpointError where a process that runs does; StorageError for a root that cannot be written.
+    Raises CheckpointError where a process that runs does; FormatError for a root that is a checkpoint; StorageError for
+    one that cannot be written.
     """
 
     def __init__(self, root: str) -> None:
         self._storage, self._root = open_storage(root), root
+        refuse_first_step(step_path(root, 0))
         work = f"manager {place_of(self._storage)}"
         found = liveness.read_lease(self._storage, _OWNER)
         if found is not None and found.is_running(work):

@@ -379,7 +379,8 @@ class CheckpointManager:
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
         structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if no save
-        of the run was completed. A damaged step is skipped and listed in `skipped`.
+        of the run was completed. A damaged step is skipped and listed in `skipped`, and so is a newer checkpoint that
+        no manager saved.
 
         Args:
             state: as for `save`. It is filled in place.
@@ -388,8 +389,8 @@ class CheckpointManager:
                 when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
-        Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist or no step is
-        complete.
+        Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist, no step is
+        complete, or all checkpoints of the run are from other tools.
         """
         self.wait()
         group = self._group()
@@ -398,14 +399,15 @@ class CheckpointManager:
                 raise CheckpointError(f"the manager of {self.root} is closed")
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
-            found = group.share(self._read().published() if group.rank == 0 else None, kind=dict[int, str])
+            ledger = self._read() if group.rank == 0 else None
+            known = (ledger.published(), ledger.foreign()) if ledger is not None else None
+            found, foreign = group.share(known, kind=tuple[dict[int, str], dict[str, int]])
             taken = LiveObjects(state, to_fill=True)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        report = self._newest_whole(found, wanted, taken.state, options)
+        report = self._newest_whole(found, foreign, wanted, taken.state, options)
         if report is None:
             return None
-        steps = [one for one, problem in found.items() if not problem]
-        newer = [one for one in steps if one > report.step]
+        newer = [one for one in found if one > report.step]
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back()
@@ -413,18 +415,21 @@ class CheckpointManager:
                 self._ledger.set_aside(newer)
         if discard_newer and not report.from_memory and self._memory is not None:
             self._memory.clear()
-        self._newest = max([one for one in steps if one <= report.step or not goes_on], default=-1)
+        self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
         self._before, self._saved_at = report.step, time.monotonic()
         self._kept_at = self._saved_at
         return report
 
     def _newest_whole(
-        self, steps: dict[int, str], wanted: int | None, state: Any, options: dict[str, Any]
+        self, steps: dict[int, str], foreign: dict[str, int], wanted: int | None, state: Any, options: dict[str, Any]
     ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened."""
+        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened, and
+        `foreign` which checkpoints no manager saved."""
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
-        passed: list[str] = []
+        passed = [
+            f"{path} was not saved by a manager" for path, step in foreign.items() if step > max(steps, default=-2)
+        ]
         for one in candidates:
             problem = "" if one is None else steps[one]
             found = problem or self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
@@ -434,12 +439,13 @@ class CheckpointManager:
             if self._claim is not None:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
-        if wanted is None and not steps:
+        if wanted is None and not steps and not foreign:
             return None
         what = f"step {wanted}" if wanted is not None else "no step"
         whole = [str(one) for one, problem in steps.items() if not problem]
         why = "; ".join(passed) or f"its complete steps are {', '.join(whole) or 'none'}"
-        raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}")
+        fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
+        raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}{fix * bool(foreign)}")
 
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]

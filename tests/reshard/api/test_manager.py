@@ -208,6 +208,53 @@ def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -
         value_at(root, 1)
 
 
+OTHERS = {
+    "dcp, by a name of ours": ("step-5", lambda path: reshard.dcp.save({"w": torch.ones(3)}, checkpoint_id=path)),
+    "native, by another name": ("checkpoint-5", lambda path: reshard.save({"w": torch.ones(3)}, path)),
+    "native, with zeros": ("step-005", lambda path: reshard.save({"w": torch.ones(3)}, path)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_run_of_another_tool_does_not_begin_again_in_silence(kind: str, tmp_path: Path) -> None:
+    name, save = OTHERS[kind]
+    save(tmp_path / name)
+    (tmp_path / "step-7").mkdir()  # of a save that was killed
+
+    with pytest.raises(
+        CheckpointNotFoundError, match=rf"no step in .*{name} was not saved by a manager\. .* choose another root"
+    ):
+        value_at(tmp_path)
+
+
+def test_newer_checkpoints_of_other_tools_are_told(tmp_path: Path) -> None:
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        manager.save(3, {"w": torch.full((3,), 3.0)})
+    for step in (2, 5):
+        reshard.dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"step-{step}")
+
+    report, value = value_at(tmp_path)
+
+    assert (report.step, value) == (3, 3.0)
+    assert report.skipped == (f"{tmp_path}/step-5 was not saved by a manager",)
+
+
+def test_a_root_that_holds_much_besides_is_no_run_yet(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"notes-{number}.txt").touch()
+    (tmp_path / "old_checkpoints" / "step-3").mkdir(parents=True)
+
+    assert value_at(tmp_path) == (None, -1.0)
+
+
+def test_a_root_that_is_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FormatError, match=r"is a checkpoint \(manifest.json\): with a first step below it"):
+        reshard.CheckpointManager(tmp_path, every=Every(steps=1))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def cut_manifest(step: Path) -> None:
     file = step / "manifest.json"
     file.write_bytes(file.read_bytes()[:-1])
@@ -243,6 +290,25 @@ def test_a_published_step_that_does_not_open_is_damage_and_not_a_save_that_never
     damage(root / "step-1")
     with pytest.raises(CheckpointNotFoundError, match=r"no step in .* cannot be restored: step 2: .*; step 1: "):
         value_at(root)
+
+
+def lose_manifest(step: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("damage", [cut_manifest, garble_manifest, cut_data, lose_data, lose_manifest])
+def test_a_run_that_passed_over_damaged_steps_saves_them_again(damage: Any, background: bool, tmp_path: Path) -> None:
+    """Once every job ended there: the damaged checkpoint was in the way, and the next job began at the same step."""
+    root = tmp_path / "run"
+    run(root, [1, 2, 3, 5])
+    for step in (3, 5):
+        damage(root / f"step-{step}")
+    assert run(root, [3, 4], keep=Keep(last=2), background=background) == [3, 4]
+    assert value_at(root)[1] == 4.0
+    assert run(root, [5], keep=Keep(last=2), background=background) == [4, 5]
+    assert value_at(root)[1] == 5.0
+    assert value_at(root, 4)[1] == 4.0
 
 
 def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) -> None:

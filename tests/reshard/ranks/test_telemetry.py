@@ -129,7 +129,16 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     for span in spans:
         inner.setdefault(span["parent_id"], []).append(span)
     phases = {span["name"]: span for span in inner[save["context"]["span_id"]]}
-    assert [*phases] == ["wait for earlier saves", "plan", "find base", "stage", "claim", "write", "publish", "clean up"]
+    assert [*phases] == [
+        "wait for earlier saves",
+        "plan",
+        "find base",
+        "stage",
+        "claim",
+        "write",
+        "publish",
+        "clean up",
+    ]
     assert phases["write"]["attributes"]["reshard.bytes"] == NBYTES
     [prints] = inner[phases["write"]["context"]["span_id"]]
     assert (prints["name"], prints["attributes"]["reshard.rank"]) == ("fingerprints", 0)
