@@ -396,6 +396,11 @@ def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:
 _PIECE_BYTES = 8 << 20
 
 
+def _shown(places: Sequence[Path]) -> str:
+    """Folders, for an error."""
+    return ", ".join(f"{place}{'' if place.exists() else ' (no such folder)'}" for place in places) or "no folders"
+
+
 def gather(
     folders: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str] | Storage,
@@ -430,11 +435,10 @@ def gather(
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order(step=step)
     if not order.newest:
-        shown = [f"{place}" if place.exists() else f"{place} (no such folder)" for place in places]
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
         what = "no complete generation" if step is None else f"no complete generation of step {step}"
         raise CheckpointNotFoundError(
-            f"{what} in {', '.join(shown) or 'no folders'} (found there: {steps}). Give the folder of "
+            f"{what} in {_shown(places)} (found there: {steps}). Give the folder of "
             "each host, such as /dev/shm/run1/node3"
         )
     if not order.newest_first:

@@ -329,7 +329,7 @@ def storage_by_position(call: Function) -> Function:
     """Let `call` accept its storage as the second positional argument. That was its position before
     torch 2.2, and torch warns about it.
 
-    Raises TypeError for a path in the place of either.
+    Raises TypeError for a path by position.
     """
     name = next(name for name in inspect.signature(call).parameters if name.startswith("storage_"))
 
