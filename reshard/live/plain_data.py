@@ -11,7 +11,7 @@ import io
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,8 @@ def _fix(value: object) -> str:
         )
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"
+    if is_dataclass(value) and not isinstance(value, type):
+        return "save dataclasses.asdict(value) instead"
     return "turn it into numbers, text, lists, and dicts first"
 
 
