@@ -59,7 +59,9 @@ class TestSaving:
             reshard.load(lazy, tmp_path / "c")
 
     def test_a_dataclass(self, tmp_path):
-        with pytest.raises(FormatError, match=r"Settings is not plain data; save dataclasses\.asdict\(value\) instead$"):
+        with pytest.raises(
+            FormatError, match=r"Settings is not plain data; save dataclasses\.asdict\(value\) instead$"
+        ):
             reshard.save({"config": Settings()}, tmp_path / "c")
         reshard.save({"config": dataclasses.asdict(Settings())}, tmp_path / "c")
 

@@ -102,7 +102,10 @@ def test_shapes_of_states(tmp_path: Path, state: Any, note: str) -> None:
 
 def test_several_optimizers_by_name(tmp_path: Path) -> None:
     parts = {
-        name: {"state": {f"lin.{name}": by_name()["state"][f"lin.{name}"]}, "param_groups": [{"params": [f"lin.{name}"]}]}
+        name: {
+            "state": {f"lin.{name}": by_name()["state"][f"lin.{name}"]},
+            "param_groups": [{"params": [f"lin.{name}"]}],
+        }
         for name in ("weight", "bias")
     }
     found = normalized(tmp_path, {"model": weights(), "optimizers": parts})["optim"]
