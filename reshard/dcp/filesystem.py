@@ -13,14 +13,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as _torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -40,7 +40,7 @@ from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError
 from reshard.execute.reading import Copy, Staged, in_pieces
-from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
+from reshard.formats.dcp.reader import FORMAT, DcpFacts, Item, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.opening import open_contents
 from reshard.formats.torch_save.writer import save_tensor
@@ -225,6 +225,10 @@ class FileSystemWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
 
+def _stored_at(item: Item) -> _StorageInfo:
+    return _StorageInfo(item.file, item.offset, item.length, *([item.transforms] if item.transforms else []))
+
+
 def _is_there(storage: Storage, name: str) -> bool:
     try:
         storage.size(name)
@@ -268,10 +272,21 @@ class FileSystemReader(StorageReader):
             self._checkpoint = Checkpoint(*found, self.path)
         return self._checkpoint
 
+    @cached_property
+    def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
+        """File, offset, and length of each item, as torch's reader has them; empty for other formats than DCP."""
+        facts = self.checkpoint.contents.details(DcpFacts)
+        return {
+            MetadataIndex(fqn, None if at is None else torch.Size(at)): _stored_at(item)
+            for fqn, items in (facts.items if facts is not None else {}).items()
+            for at, item in items.items()
+        }
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Close the checkpoint. From now on, read `checkpoint_id`, if given."""
         self._checkpoint = None
         self._chunks = {}
+        self.__dict__.pop("storage_data", None)
         self.load_id = uuid.uuid4().hex
         if checkpoint_id:
             self.path = checkpoint_id
@@ -287,7 +302,7 @@ class FileSystemReader(StorageReader):
         facts = checkpoint.contents.details(DcpFacts)
         save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
-        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, **versioned(version))
+        return Metadata(table, planner_data, self.storage_data, meta, **versioned(version))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the checkpoint itself knows where its bytes are."""

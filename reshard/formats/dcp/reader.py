@@ -50,6 +50,8 @@ class DcpFacts(Facts):
 
     object_file: Callable[[str], TorchFile]
     """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
+    items: Mapping[str, Mapping[tuple[int, ...] | None, Item]]
+    """By key and the offsets of its chunk, None for an object: where it is stored."""
     save_id: str | None = None
     version: str | None = None
     """Of torch's planner."""
@@ -101,7 +103,11 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
         for key in index.objects
     }
     facts = DcpFacts(
-        lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
+        lambda key: items.file(key, index.items.get(key, {}).get(None)),
+        index.items,
+        index.save_id,
+        index.version,
+        index.mcore_data,
     )
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
     return Contents(

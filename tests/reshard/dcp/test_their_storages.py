@@ -254,3 +254,30 @@ def test_items_may_have_zeros_for_more_dims_than_there_are():
     assert target["w"].tolist() == [0, 1, 1, 0]
     with pytest.raises(ValueError, match="offsets"):
         planner.resolve_tensor(item([1, 1]))
+
+
+class Validating(ours.FileSystemReader):
+    """Looks up where each item is stored before it is read, as Composer's reader does."""
+
+    def read_data(self, plan, planner):
+        self.looked_up = [self.storage_data[item.storage_index] for item in plan.items]
+        return super().read_data(plan, planner)
+
+
+@BOTH
+def test_a_reader_of_users_finds_where_items_are_stored(tmp_path, saver):
+    saver.save({"w": torch.arange(6.0), "step": 3}, checkpoint_id=tmp_path / "c")
+    torchs = theirs.FileSystemReader(tmp_path / "c")
+    torchs.set_up_storage_reader(torchs.read_metadata(), True)
+    reader, state = Validating(tmp_path / "c"), {"w": torch.zeros(6), "step": 0}
+    ours.load(state, storage_reader=reader)
+    assert len(reader.looked_up) == 2
+    assert {(o.relative_path, o.offset, o.length) for o in reader.looked_up} == {
+        (o.relative_path, o.offset, o.length) for o in torchs.storage_data.values()
+    }
+    assert reader.read_metadata().storage_data.keys() == torchs.storage_data.keys()
+    saver.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path / "d")
+    reader.reset(tmp_path / "d")
+    assert {at.fqn for at in reader.storage_data} == {"w"}
+    reshard.save({"w": torch.arange(6.0)}, tmp_path / "native")
+    assert ours.FileSystemReader(tmp_path / "native").storage_data == {}
