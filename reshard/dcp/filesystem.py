@@ -36,9 +36,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from planners.geometry.box import Box
+from reshard.api.load_keys import needs_code
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    UnsafeDataError,
+)
 from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp.reader import FORMAT, DcpFacts, Item, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
@@ -48,6 +55,7 @@ from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of
 from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.storage.base import Storage, Writer
 from reshard.storage.opening import open_storage
+from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import Extent, StoredChunk, copy_place
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
@@ -318,12 +326,15 @@ class FileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out `plan`: locate all bytes, then read them in order of file and position.
 
-        Raises CorruptCheckpointError, before anything is written, if bytes are missing.
+        Raises CorruptCheckpointError, before anything is written, if bytes are missing; UnsafeDataError for an object
+        that only code can rebuild.
         """
         found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 value = self.checkpoint.objects[item.storage_index.fqn]
+                if (kind := unknown_class(value)) is not None:
+                    raise UnsafeDataError(f"{item.storage_index.fqn}: {needs_code(kind)}")
                 planner.load_bytes(item, io.BytesIO(object_to_bytes(value)))
                 continue
             place = self._place(item)

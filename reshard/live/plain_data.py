@@ -7,6 +7,7 @@ single key "$type": a dict that has such a key itself is written as pairs.
 from __future__ import annotations
 
 import base64
+import datetime
 import io
 import math
 from collections import deque
@@ -30,7 +31,7 @@ _LONG_INT_BITS = 4096
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0),
     complex, text, bytes, io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain
-    keys), torch.Size, torch.dtype, numpy numbers and arrays. Members of enums, and values of
+    keys), torch.Size, torch.dtype, timedelta, date, datetime, numpy numbers and arrays. Members of enums, and values of
     classes that extend a number, text, list or tuple, as `CustomValue`.
 
     Inverse of `decode_plain`.
@@ -161,10 +162,22 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
+    if type(value) is datetime.timedelta:
+        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    if type(value) is datetime.date:
+        return {"$date": value.isoformat()}
+    if type(value) is datetime.datetime:
+        data = [value.isoformat(), value.fold]
+        if repr(_datetime(*data)) == repr(value):  # the text says nothing of a time zone but its offset
+            return {"$datetime": data}
     if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
+
+
+def _datetime(text: str, fold: int) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text).replace(fold=fold)
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -179,6 +192,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
     "$size": torch.Size,
     "$dtype": dtype_from_name,
+    "$timedelta": lambda v: datetime.timedelta(*v),
+    "$date": datetime.date.fromisoformat,
+    "$datetime": lambda v: _datetime(*v),
     "$number": lambda v: np.frombuffer(base64.b64decode(v[1], validate=True), _plain_dtype(v[0]))[0],
     "$array": lambda v: np.frombuffer(bytearray(base64.b64decode(v[1], validate=True)), _plain_dtype(v[0])).reshape(
         v[2]
@@ -218,5 +234,5 @@ def _decode(data: Any) -> Any:
         raise FormatError(f"{tag!r} is not a known kind of plain data")
     try:
         return _DECODERS[tag](data[tag])
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
         raise FormatError(f"the data under {tag!r} cannot be read: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 import reshard
 import reshard.dcp as ours
 from planners import Box, TensorSpec
-from reshard.errors import CorruptCheckpointError, StorageError
+from reshard.errors import CorruptCheckpointError, StorageError, UnsafeDataError
 from reshard.formats.dcp.writer import tensor_metadata
 from tests.torch_releases import load_alone, save_alone
 
@@ -281,3 +283,12 @@ def test_a_reader_of_users_finds_where_items_are_stored(tmp_path, saver):
     assert {at.fqn for at in reader.storage_data} == {"w"}
     reshard.save({"w": torch.arange(6.0)}, tmp_path / "native")
     assert ours.FileSystemReader(tmp_path / "native").storage_data == {}
+
+
+def test_a_reader_of_users_says_which_object_only_code_can_rebuild(tmp_path):
+    save_alone({"id": uuid.UUID(int=3), "took": timedelta(seconds=3)}, checkpoint_id=tmp_path / "c")
+    state = {"took": timedelta()}
+    ours.load(state, storage_reader=Validating(tmp_path / "c"))
+    assert state["took"] == timedelta(seconds=3)
+    with pytest.raises(UnsafeDataError, match=r"id: saved as an object of uuid\.UUID, which only code can rebuild"):
+        ours.load({"id": uuid.UUID(int=0)}, storage_reader=Validating(tmp_path / "c"))
