@@ -286,7 +286,7 @@ class FileSystemReader(StorageReader):
         facts = self.checkpoint.contents.details(DcpFacts)
         return {
             MetadataIndex(fqn, None if at is None else torch.Size(at)): _stored_at(item)
-            for fqn, items in (facts.items if facts is not None else {}).items()
+            for fqn, items in (facts.index.items if facts is not None else {}).items()
             for at, item in items.items()
         }
 
@@ -308,7 +308,7 @@ class FileSystemReader(StorageReader):
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
         planner_data = paths_of(table, checkpoint.contents.paths)
         facts = checkpoint.contents.details(DcpFacts)
-        save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
+        save_id, version = (None, None) if facts is None else (facts.index.save_id, facts.index.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
         return Metadata(table, planner_data, self.storage_data, meta, **versioned(version))
 

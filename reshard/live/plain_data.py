@@ -167,9 +167,9 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
     if type(value) is datetime.date:
         return {"$date": value.isoformat()}
     if type(value) is datetime.datetime:
-        data = [value.isoformat(), value.fold]
-        if repr(_datetime(*data)) == repr(value):  # the text says nothing of a time zone but its offset
-            return {"$datetime": data}
+        text = value.isoformat()
+        if repr(_datetime(text, value.fold)) == repr(value):  # the text says nothing of a time zone but its offset
+            return {"$datetime": [text, value.fold]}
     if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
