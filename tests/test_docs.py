@@ -177,7 +177,7 @@ def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
 
 def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
     """Apart from what is yours, such as your model."""
-    yours = {"accelerator", "data", "engine", "group", "model", "replica_id"}
+    yours = {"accelerator", "data", "engine", "group", "model", "optimizer", "replica_id"}
     programs = re.findall(r"^```text\n((?:.*\n)*?)```", TEXTS["docs/integrations.md"], re.M)
     trees = [ast.parse(program) for program in programs if "import " in program]
     assert len(trees) >= 9
@@ -186,6 +186,8 @@ def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
         names = [node for node in nodes if isinstance(node, ast.Name)]
         known = {name.id for name in names if isinstance(name.ctx, ast.Store)} | yours | set(dir(builtins))
         known |= {(each.asname or each.name).split(".")[0] for node in nodes for each in getattr(node, "names", [])}
+        known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         assert {name.id for name in names} - known == set()
 
 

@@ -13,14 +13,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as _torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -36,11 +36,18 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from planners.geometry.box import Box
+from reshard.api.load_keys import needs_code
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StorageError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    StorageError,
+    UnsafeDataError,
+)
 from reshard.execute.reading import Copy, Staged, in_pieces
-from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
+from reshard.formats.dcp.reader import FORMAT, DcpFacts, Item, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.opening import open_contents
 from reshard.formats.torch_save.writer import save_tensor
@@ -48,6 +55,7 @@ from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of
 from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.storage.base import Storage, Writer
 from reshard.storage.opening import open_storage
+from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import Extent, StoredChunk, copy_place
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
@@ -225,6 +233,10 @@ class FileSystemWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
 
+def _stored_at(item: Item) -> _StorageInfo:
+    return _StorageInfo(item.file, item.offset, item.length, *([item.transforms] if item.transforms else []))
+
+
 def _is_there(storage: Storage, name: str) -> bool:
     try:
         storage.size(name)
@@ -268,10 +280,21 @@ class FileSystemReader(StorageReader):
             self._checkpoint = Checkpoint(*found, self.path)
         return self._checkpoint
 
+    @cached_property
+    def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
+        """File, offset, and length of each item, as torch's reader has them; empty for other formats than DCP."""
+        facts = self.checkpoint.contents.details(DcpFacts)
+        return {
+            MetadataIndex(fqn, None if at is None else torch.Size(at)): _stored_at(item)
+            for fqn, items in (facts.index.items if facts is not None else {}).items()
+            for at, item in items.items()
+        }
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Close the checkpoint. From now on, read `checkpoint_id`, if given."""
         self._checkpoint = None
         self._chunks = {}
+        self.__dict__.pop("storage_data", None)
         self.load_id = uuid.uuid4().hex
         if checkpoint_id:
             self.path = checkpoint_id
@@ -285,9 +308,9 @@ class FileSystemReader(StorageReader):
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
         planner_data = paths_of(table, checkpoint.contents.paths)
         facts = checkpoint.contents.details(DcpFacts)
-        save_id, version = (None, None) if facts is None else (facts.save_id, facts.version)
+        save_id, version = (None, None) if facts is None else (facts.index.save_id, facts.index.version)
         meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
-        return Metadata(state_dict_metadata=table, planner_data=planner_data, storage_meta=meta, **versioned(version))
+        return Metadata(table, planner_data, self.storage_data, meta, **versioned(version))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the checkpoint itself knows where its bytes are."""
@@ -303,12 +326,15 @@ class FileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out `plan`: locate all bytes, then read them in order of file and position.
 
-        Raises CorruptCheckpointError, before anything is written, if bytes are missing.
+        Raises CorruptCheckpointError, before anything is written, if bytes are missing; UnsafeDataError for an object
+        that only code can rebuild.
         """
         found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 value = self.checkpoint.objects[item.storage_index.fqn]
+                if (kind := unknown_class(value)) is not None:
+                    raise UnsafeDataError(f"{item.storage_index.fqn}: {needs_code(kind)}")
                 planner.load_bytes(item, io.BytesIO(object_to_bytes(value)))
                 continue
             place = self._place(item)

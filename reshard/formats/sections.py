@@ -3,6 +3,7 @@
 {"model": {fqn: ...}, "optim": {...}}              get_state_dict, and most training scripts
 {fqn: ..., "optimizer": {...}, "train_state": {}}  torchtitan: what has no section is the model
 {"state_dict": {...}, "optimizer_states": [...]}   Lightning
+{"state": {"model": {...}, "optimizers": {"AdamW": {...}}}, "rng": [...]}          Composer
 {fqn: ...}                                         a model alone
 """
 
@@ -206,15 +207,31 @@ def _split_flat(tree: Tree) -> Tree:
 
 
 def _unwrap(tree: Tree) -> Tree:
-    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim": ...}}`."""
-    while len(tree) == 1:
-        (key, inner), *_ = tree.items()
-        if not isinstance(inner, dict) or key in _MODEL or _is_optimizer(key, inner):
+    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim": ...}}`. What stands
+    beside has no tensors, or is none of a model, as in Composer's `{"state": {"model": ...}, "rng": ...}`."""
+    while not _has_sections(tree) and not _is_bare_optimizer(tree):
+        found = list(tree.values()) if len(tree) == 1 else _may_be_models(tree)
+        if len(found) != 1 or not isinstance(found[0], dict) or not _has_sections(found[0]):
             break
-        if not any(name in inner for name in _MODEL) and not any(_is_optimizer(k, v) for k, v in inner.items()):
+        # a parameter may be called like a section, too: then others of the model stand beside it
+        if len(tree) > 1 and len(_may_be_models(found[0])) > 1 and not _has_optimizer(found[0]):
             break
-        tree = inner
+        tree = found[0]
     return tree
+
+
+def _has_sections(tree: Tree) -> bool:
+    return any(name in tree for name in _MODEL) or _has_optimizer(tree)
+
+
+def _has_optimizer(tree: Tree) -> bool:
+    return any(_is_optimizer(key, value) for key, value in tree.items())
+
+
+def _may_be_models(tree: Tree) -> list[Tree | StoredLeaf]:
+    """Return what has tensors, and no name that models do not have."""
+    with_tensors = {k: v for k, v in tree.items() if (v.is_tensor if isinstance(v, StoredLeaf) else _has_tensor(v))}
+    return [value for key, value in with_tensors.items() if not _is_other(key, value)]
 
 
 def _is_optimizer(key: Any, value: Any) -> bool:
@@ -247,9 +264,11 @@ def _has_tensor(tree: Tree) -> bool:
 
 
 def _as_trees(tree: Tree) -> list[Tree]:
-    """Return an optimizer, or each of a list of them."""
+    """Return an optimizer, or each of several in a list or by name."""
     inside = list(tree.values())
     numbered = bool(tree) and all(type(key) is int or str(key).isdigit() for key in tree)
     if numbered and all(isinstance(one, Mapping) and ("state" in one or "param_groups" in one) for one in inside):
         return [tree[key] for key in sorted(tree, key=int)]
+    if inside and all(isinstance(one, Mapping) and is_nested(one) for one in inside):
+        return inside
     return [tree]

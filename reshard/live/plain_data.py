@@ -7,11 +7,12 @@ single key "$type": a dict that has such a key itself is written as pairs.
 from __future__ import annotations
 
 import base64
+import datetime
 import io
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ _LONG_INT_BITS = 4096
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0),
     complex, text, bytes, io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain
-    keys), torch.Size, torch.dtype, numpy numbers and arrays. Members of enums, and values of
+    keys), torch.Size, torch.dtype, timedelta, date, datetime, numpy numbers and arrays. Members of enums, and values of
     classes that extend a number, text, list or tuple, as `CustomValue`.
 
     Inverse of `decode_plain`.
@@ -133,6 +134,8 @@ def _fix(value: object) -> str:
         )
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"
+    if is_dataclass(value) and not isinstance(value, type):
+        return "save dataclasses.asdict(value) instead"
     return "turn it into numbers, text, lists, and dicts first"
 
 
@@ -159,10 +162,22 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
+    if type(value) is datetime.timedelta:
+        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    if type(value) is datetime.date:
+        return {"$date": value.isoformat()}
+    if type(value) is datetime.datetime:
+        text = value.isoformat()
+        if repr(_datetime(text, value.fold)) == repr(value):  # the text says nothing of a time zone but its offset
+            return {"$datetime": [text, value.fold]}
     if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
+
+
+def _datetime(text: str, fold: int) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text).replace(fold=fold)
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -177,6 +192,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
     "$size": torch.Size,
     "$dtype": dtype_from_name,
+    "$timedelta": lambda v: datetime.timedelta(*v),
+    "$date": datetime.date.fromisoformat,
+    "$datetime": lambda v: _datetime(*v),
     "$number": lambda v: np.frombuffer(base64.b64decode(v[1], validate=True), _plain_dtype(v[0]))[0],
     "$array": lambda v: np.frombuffer(bytearray(base64.b64decode(v[1], validate=True)), _plain_dtype(v[0])).reshape(
         v[2]
@@ -216,5 +234,5 @@ def _decode(data: Any) -> Any:
         raise FormatError(f"{tag!r} is not a known kind of plain data")
     try:
         return _DECODERS[tag](data[tag])
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
         raise FormatError(f"the data under {tag!r} cannot be read: {error}") from error

@@ -150,7 +150,15 @@ def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
     try:
         return encode_plain(value, tensor_bytes=tensor_bytes)
     except FormatError as error:
-        raise FormatError(f"the value under {key!r} cannot be saved: {error}") from None
+        hooks = f"; {_IN_OPTIMIZERS}" if not _OF_OPTIMIZERS.isdisjoint(key.split(".")) else ""
+        raise FormatError(f"the value under {key!r} cannot be saved: {error}{hooks}") from None
+
+
+_OF_OPTIMIZERS = frozenset(["state", "param_groups"])
+_IN_OPTIMIZERS = (
+    "if an optimizer has it, let its hooks leave it out or convert it, see 'Objects in optimizers' in "
+    "docs/integrations.md"
+)
 
 
 def _describe(state: LiveState) -> _Description:

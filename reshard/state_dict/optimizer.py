@@ -383,6 +383,7 @@ def apply_optimizers(
     special = [loads_itself(optimizer) for optimizer in live.optimizers]
     # an optimizer that loads itself is given a dict of its own, the state of the others is written directly
     given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
+    own = [saved_optimizer.saved_by(one).get("state", {}) if k else {} for one, k in zip(live.optimizers, special)]
     merged = [
         [{**group, **fields} for group, fields in zip(optimizer.param_groups, own)]
         for optimizer, own in zip(live.optimizers, groups)
@@ -398,7 +399,7 @@ def apply_optimizers(
         if not special[k]:
             copies.add(live.optimizers[k].state, one, values, merged[k][one.group])
         elif values is not None:
-            given[k][one.id] = copies.made(one, values)
+            given[k][one.id] = copies.made(one, values, own[k].get(one.id, {}))
     others = [(k, key, copy.deepcopy(values)) for k, key, values in writes.other]
     copies.finish(live.live, model_state or {})
     for k, key, values in others:
@@ -450,9 +451,9 @@ class _Copies:
         self.targets: list[Any] = list(places.targets)
         """What the optimizers hold now and keep, to be written into."""
         self.values: list[Any] = list(places.values)
-        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields]] = []
+        self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields | None]] = []
         """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields
-        of its group."""
+        of its group; None if what it holds may not be written into."""
         self.untied: list[str] = []
         self.ties = GivenTies([], [])
         self._places = places
@@ -472,10 +473,10 @@ class _Copies:
         self.later += [(one, new, key, value, old.get(key), fields) for key, value in values.items()]
         state[one.parameter] = new
 
-    def made(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """A dict that will have new `values`, once all is known."""
+    def made(self, one: OptimizedParameter, values: Mapping[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
+        """A dict that will have new `values`, once all is known, sharded as those that are `held`."""
         new: dict[Any, Any] = dict.fromkeys(values)
-        self.later += [(one, new, key, value, None, {}) for key, value in values.items()]
+        self.later += [(one, new, key, value, held.get(key), None) for key, value in values.items()]
         return new
 
     def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
@@ -519,15 +520,16 @@ class _Copies:
             self.targets, self.values = [self.targets[i] for i in kept], [self.values[i] for i in kept]
 
     def _restored(
-        self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Mapping[str, Any]
+        self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Fields | None
     ) -> Any:
         """One entry of a parameter's state, new or, if `old` has the same form, `old`, to
         be written into."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
-            on_device = key == "step" and _keeps_step_on_device(fields)
+            on_device = key == "step" and _keeps_step_on_device(fields or {})
             if (
-                type(old) is type(value)
+                fields is not None
+                and type(old) is type(value)
                 and old.dtype == value.dtype
                 and old.shape == value.shape
                 and tensor_class(old) == tensor_class(value)
@@ -542,6 +544,8 @@ class _Copies:
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
                 model = parameter.to_local() if is_dtensor(parameter) and self._stays_plain(value, one) else parameter
+                if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
+                    model = old
                 self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device)
             return self._made[same]
         if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -17,6 +18,11 @@ from reshard.errors import CheckpointError, FormatError, KeyMismatchError, Layou
 def load(target, path, **options):
     reshard.load(target, path, **options)
     return target
+
+
+@dataclasses.dataclass
+class Settings:
+    width: int = 8
 
 
 class TestSaving:
@@ -52,6 +58,13 @@ class TestSaving:
         reshard.save({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, tmp_path / "c")
         with pytest.raises(LayoutError, match="'weight' is a parameter of a lazy module"):
             reshard.load(lazy, tmp_path / "c")
+
+    def test_a_dataclass(self, tmp_path):
+        with pytest.raises(
+            FormatError, match=r"Settings is not plain data; save dataclasses\.asdict\(value\) instead$"
+        ):
+            reshard.save({"config": Settings()}, tmp_path / "c")
+        reshard.save({"config": dataclasses.asdict(Settings())}, tmp_path / "c")
 
     @pytest.mark.parametrize("thing", [torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
     def test_what_has_a_state_dict_of_its_own(self, thing, tmp_path):

@@ -31,7 +31,7 @@ from reshard.stored.safetensors import Header, find_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "DcpFacts", "Item", "Items", "Undo", "detect", "open", "open_folder"]
+__all__ = ["FORMAT", "DcpFacts", "DcpIndex", "Item", "Items", "Undo", "detect", "open", "open_folder"]
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -44,12 +44,15 @@ def open(files: Files) -> Contents:
     return open_folder(files, "")
 
 
-@dataclass(frozen=True)
-class DcpFacts(Facts):
-    """What a DCP checkpoint knows beyond its contents."""
+@dataclass
+class DcpIndex:
+    """What all `.metadata` files of a checkpoint say together."""
 
-    object_file: Callable[[str], TorchFile]
-    """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
+    tensors: dict[str, list[Record]] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
+    """By key and the offsets of its chunk, None for an object: where it is stored."""
+    paths: dict[str, KeyPath] = field(default_factory=dict)
     save_id: str | None = None
     version: str | None = None
     """Of torch's planner."""
@@ -57,17 +60,13 @@ class DcpFacts(Facts):
     """What Megatron-core puts into `.metadata`: how tensors were reshaped before they were saved."""
 
 
-@dataclass
-class _DcpIndex:
-    """What all `.metadata` files of a checkpoint say together."""
+@dataclass(frozen=True)
+class DcpFacts(Facts):
+    """What a DCP checkpoint knows beyond its contents."""
 
-    tensors: dict[str, list[Record]] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    save_id: str | None = None
-    version: str | None = None
-    mcore_data: Any = None
+    object_file: Callable[[str], TorchFile]
+    """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
+    index: DcpIndex
 
 
 def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents:
@@ -86,7 +85,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which is written last: the save did "
             "not finish"
         )
-    index = _DcpIndex()
+    index = DcpIndex()
     for file in found or by_rank:
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
@@ -100,9 +99,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
         key: lambda key=key: items.object(key, index.items.get(key, {}).get(None))  # type: ignore[misc]
         for key in index.objects
     }
-    facts = DcpFacts(
-        lambda key: items.file(key, index.items.get(key, {}).get(None)), index.save_id, index.version, index.mcore_data
-    )
+    facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index)
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
     return Contents(
         LazyMapping(tensors), LazyMapping(objects), index.paths,
@@ -120,7 +117,7 @@ def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
     return value.fields
 
 
-def _add(index: _DcpIndex, fields: Mapping[str, Any], where: str) -> None:
+def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
     """Merge one metadata file into the index."""
     try:
         for key, meta in fields["state_dict_metadata"].items():
@@ -165,7 +162,7 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     return result
 
 
-def _check_files(index: _DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> list[str]:
+def _check_files(index: DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> list[str]:
     """The files that are named. Raises CorruptCheckpointError if one is missing or ends before an item does."""
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():

@@ -54,7 +54,7 @@ def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical
         model, state, settings = _from_dtensors(contents)
     else:
         model = join_halves(dict(_model(contents)))
-        state = _states(contents, facts.mcore_data or {})
+        state = _states(contents, facts.index.mcore_data or {})
         for fqn, states in cut_buckets(contents, model, args, hints).items():
             state.setdefault(fqn, {}).update(states)
         settings = find_groups(contents, facts.common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import itertools
 import math
@@ -215,7 +216,16 @@ def load_pickle_at(
         raise type(error)(f"{where}: {error}") from None
     except RecursionError:
         raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
         raise CorruptCheckpointError(
             f"{where}: the pickle is damaged: {type(error).__name__}: {error}; expected what torch or pickle wrote"
         ) from None
@@ -450,8 +460,13 @@ _KNOWN: dict[str, Any] = {
     "_codecs.encode": _Function(_bytes_of),
     "copyreg._reconstructor": _Function(_reconstruct),
     "builtins.getattr": _Function(_member),
+    "datetime.date": datetime.date,
+    "datetime.datetime": datetime.datetime,
+    "datetime.timedelta": datetime.timedelta,
+    "datetime.timezone": datetime.timezone,
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _Function(_layout),
+    "torch.torch_version.TorchVersion": str,
     "torch.storage.UntypedStorage": StorageType(None),
     "torch._utils._rebuild_tensor": _Function(_tensor_v2),
     "torch._utils._rebuild_tensor_v2": _Function(_tensor_v2),
@@ -478,11 +493,7 @@ _INERT = frozenset(
         "argparse.Namespace",
         "types.SimpleNamespace",
         "collections.deque",
-        "datetime.date",
-        "datetime.datetime",
         "datetime.time",
-        "datetime.timedelta",
-        "datetime.timezone",
         "functools.partial",
         "re._compile",
         "decimal.Decimal",

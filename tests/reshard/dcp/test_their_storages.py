@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 import reshard
 import reshard.dcp as ours
 from planners import Box, TensorSpec
-from reshard.errors import CorruptCheckpointError, StorageError
+from reshard.errors import CorruptCheckpointError, StorageError, UnsafeDataError
 from reshard.formats.dcp.writer import tensor_metadata
 from tests.torch_releases import load_alone, save_alone
 
@@ -254,3 +256,39 @@ def test_items_may_have_zeros_for_more_dims_than_there_are():
     assert target["w"].tolist() == [0, 1, 1, 0]
     with pytest.raises(ValueError, match="offsets"):
         planner.resolve_tensor(item([1, 1]))
+
+
+class Validating(ours.FileSystemReader):
+    """Looks up where each item is stored before it is read, as Composer's reader does."""
+
+    def read_data(self, plan, planner):
+        self.looked_up = [self.storage_data[item.storage_index] for item in plan.items]
+        return super().read_data(plan, planner)
+
+
+@BOTH
+def test_a_reader_of_users_finds_where_items_are_stored(tmp_path, saver):
+    saver.save({"w": torch.arange(6.0), "step": 3}, checkpoint_id=tmp_path / "c")
+    torchs = theirs.FileSystemReader(tmp_path / "c")
+    torchs.set_up_storage_reader(torchs.read_metadata(), True)
+    reader, state = Validating(tmp_path / "c"), {"w": torch.zeros(6), "step": 0}
+    ours.load(state, storage_reader=reader)
+    assert len(reader.looked_up) == 2
+    assert {(o.relative_path, o.offset, o.length) for o in reader.looked_up} == {
+        (o.relative_path, o.offset, o.length) for o in torchs.storage_data.values()
+    }
+    assert reader.read_metadata().storage_data.keys() == torchs.storage_data.keys()
+    saver.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path / "d")
+    reader.reset(tmp_path / "d")
+    assert {at.fqn for at in reader.storage_data} == {"w"}
+    reshard.save({"w": torch.arange(6.0)}, tmp_path / "native")
+    assert ours.FileSystemReader(tmp_path / "native").storage_data == {}
+
+
+def test_a_reader_of_users_says_which_object_only_code_can_rebuild(tmp_path):
+    save_alone({"id": uuid.UUID(int=3), "took": timedelta(seconds=3)}, checkpoint_id=tmp_path / "c")
+    state = {"took": timedelta()}
+    ours.load(state, storage_reader=Validating(tmp_path / "c"))
+    assert state["took"] == timedelta(seconds=3)
+    with pytest.raises(UnsafeDataError, match=r"id: saved as an object of uuid\.UUID, which only code can rebuild"):
+        ours.load({"id": uuid.UUID(int=0)}, storage_reader=Validating(tmp_path / "c"))

@@ -9,6 +9,7 @@ import os
 import pickle
 import pickletools
 import struct
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ PLAIN = [
     torch.float32,
     torch.bfloat16,
     torch.Size([2, 3]),
+    timedelta(days=-1, microseconds=5),
+    date(2026, 11, 26),
+    datetime(2026, 11, 26, 12, fold=1),
+    datetime(2026, 11, 26, 12, tzinfo=timezone(timedelta(hours=2))),
 ]
 
 
@@ -75,6 +80,13 @@ def test_plain_values(value: Any, protocol: int) -> None:
 
     assert result == value
     assert type(result) is type(value)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_the_version_of_torch_is_text(protocol: int) -> None:
+    version = read(pickle.dumps(torch.torch_version.TorchVersion("2.13.0+cpu"), protocol))
+    assert type(version) is str
+    assert version == "2.13.0+cpu"
 
 
 def test_ordered_and_default_dicts_are_plain() -> None:

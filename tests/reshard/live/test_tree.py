@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections import deque, namedtuple
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -142,6 +144,8 @@ def test_sequences_with_gaps_close_up() -> None:
     assert unflatten({("l", 7): "b", ("l", 2): "a"}) == {"l": ["a", "b"]}
 
 
+_DAY = datetime.timedelta(hours=23)
+
 plain_values = st.recursive(
     st.one_of(
         leaves,
@@ -150,6 +154,9 @@ plain_values = st.recursive(
         st.complex_numbers(),
         st.just(torch.Size([2, 0])),
         st.just(torch.int8),
+        st.timedeltas(),
+        st.dates(),
+        st.datetimes(timezones=st.none() | st.timedeltas(-_DAY, _DAY).map(datetime.timezone)),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
@@ -169,6 +176,14 @@ def test_plain_data_survives_json(value: Any) -> None:
     """Law: decode(encode(x)) is x, bit for bit, through JSON text."""
     text = json.dumps(encode_plain(value), allow_nan=False)
     assert exact(decode_plain(json.loads(text))) == exact(value)
+
+
+def test_times_of_zones_with_rules_are_no_plain_data() -> None:
+    time = datetime.datetime(2026, 11, 26, tzinfo=ZoneInfo("UTC"))
+    with pytest.raises(FormatError, match=r"datetime\.datetime is not plain data"):
+        encode_plain(time)
+    with pytest.raises(FormatError, match=r"the data under '\$timedelta' cannot be read"):
+        decode_plain({"$timedelta": [10**12, 0, 0]})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import reshard
-from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.errors import FormatError, KeyMismatchError, NormalizationError
 from tests.same import same
 
 FLAT = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -109,7 +109,48 @@ class InPart(Base):
             own["mask"] = own["mask"].bool()
 
 
-KINDS: list[Callable[..., Base]] = [Counting, InGroups, OfTheWhole, ByRows, InPart]
+class Projector:
+    """Has a tensor and a number, as GaLore's has."""
+
+    def __init__(self) -> None:
+        self.basis, self.rank = torch.zeros(2), 3
+
+
+class OfObjects(Base):
+    """Keeps an object as state, and one as a setting that its constructor makes."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["settings"] = Projector()
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        own = self.state[p].setdefault("projector", Projector())
+        own.basis[0] += 1
+        return 1 / (own.basis[0] + group["settings"].rank)
+
+
+def with_hooks(params: Any, lr: Any = 0.1) -> OfObjects:
+    """The hooks of docs/integrations.md."""
+    optimizer = OfObjects(params, lr)
+
+    def to_plain(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            del group["settings"]
+        for number, own in state_dict["state"].items():
+            state_dict["state"][number] = {k: dict(vars(v)) if k == "projector" else v for k, v in own.items()}
+
+    def from_plain(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        for own in state_dict["state"].values():
+            made = Projector.__new__(Projector)
+            vars(made).update(own["projector"])
+            own["projector"] = made
+
+    optimizer.register_state_dict_post_hook(to_plain)
+    optimizer.register_load_state_dict_pre_hook(from_plain)
+    return optimizer
+
+
+KINDS: list[Callable[..., Base]] = [Counting, InGroups, OfTheWhole, ByRows, InPart, with_hooks]
 
 
 def job(kind: Callable[..., Base], seed: int, steps: int, lr: Any = 0.1) -> tuple[nn.Module, Any]:
@@ -335,3 +376,12 @@ def test_one_matrix_of_another_shape_is_refused_whatever_vectors_have() -> None:
     state["state"]["0.weight"]["exp_avg"] = torch.zeros(4, 1)
     with pytest.raises(KeyMismatchError, match=r"0.weight: its 'exp_avg' in optimizer 0 has shape \(4, 1\)"):
         reshard.set_optimizer_state_dict(model, optimizer, state)
+
+
+def test_objects_without_hooks_are_refused_with_the_way_round(tmp_path: Path) -> None:
+    model, optimizer = job(OfObjects, 0, 1)
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(FormatError, match=r"projector' .*Projector is not plain data.*'Objects in optimizers' in docs"):
+        reshard.save({"optim": {"state": state["state"]}}, tmp_path / "x")
+    with pytest.raises(FormatError, match=r"settings' .*Projector is not plain data.*'Objects in optimizers' in docs"):
+        reshard.save({"optim": {"param_groups": state["param_groups"]}}, tmp_path / "x")

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
 from tests import gloo
@@ -84,7 +85,7 @@ def whole(nest: Any) -> Any:
     return (nest.full_tensor() if isinstance(nest, DTensor) else nest).clone()
 
 
-def save(kind: Callable[[Any], Any], path: Path) -> tuple[Any, Any]:
+def save(kind: Callable[[Any], Any], path: Path, job: Callable[..., Any] = job) -> tuple[Any, Any]:
     one = job(kind, 0)
     train(*one, 1, 2, 3)
     saved = values(*one)
@@ -93,7 +94,7 @@ def save(kind: Callable[[Any], Any], path: Path) -> tuple[Any, Any]:
     return saved, values(*one)
 
 
-def resume(kind: Callable[[Any], Any], path: Path) -> tuple[Any, Any]:
+def resume(kind: Callable[[Any], Any], path: Path, job: Callable[..., Any] = job) -> tuple[Any, Any]:
     one = job(kind, 1)
     state = dict(zip(("model", "optim"), reshard.get_state_dict(*one)))
     assert reshard.load(state, path).ok
@@ -132,3 +133,39 @@ class Rows(torch.optim.Optimizer):
             rows = grad.square().sum(-1, keepdim=True)
             state["rows"] = rows if "rows" not in state else state["rows"] * 0.9 + rows
             parameter.sub_(grad * 0.1)
+
+
+class Divided(torch.optim.Optimizer):
+    """Divides its state among the ranks, beside unsharded parameters, and loads it in place, as Shampoo does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for parameter in self.param_groups[0]["params"]:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            self.state[parameter] = {"sums": {"first": distribute_tensor(zeros, mesh, [Shard(0)])}}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            sums = self.state[parameter]["sums"]["first"]
+            sums += distribute_tensor(parameter.grad, sums.device_mesh, sums.placements)
+            parameter.sub_(sums.full_tensor() * 0.1)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            self.state[parameter]["sums"]["first"].copy_(state_dict["state"][number]["sums"]["first"])
+
+
+def replicated(kind: Callable[[Any], Any], seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 6)
+    return model, kind(model.parameters())
+
+
+def test_an_optimizer_that_loads_itself_gets_dtensors_where_it_has_some_beside_plain_parameters(tmp_path: Path) -> None:
+    saved, later = gloo.run(save, 2, Divided, tmp_path / "x", replicated)[0]
+    loaded, continued = gloo.run(resume, 2, Divided, tmp_path / "x", replicated)[0]
+    assert same(loaded, saved)
+    assert same(continued, later)
+    assert same(gloo.run(resume, 3, Divided, tmp_path / "x", replicated)[0][0], saved)

@@ -13,6 +13,7 @@ import torch
 
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
+from reshard.formats.dcp.reader import DcpIndex
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.torch_save.reader import TorchFile
 from reshard.live.dtypes import dtype_name
@@ -218,4 +219,5 @@ def _no_object(key: str) -> TorchFile:
 def contents(tensors_: Mapping[str, StoredTensor], args: Mapping[str, Any], **facts: Any) -> Contents:
     """What the reader of `torch_dist` would find."""
     common = {"args": {"vocab_size": VOCAB, "padded_vocab_size": PADDED, **args}, "optimizer": {}}
-    return Contents(dict(tensors_), format="megatron", facts=MegatronFacts(_no_object, common=common, **facts))
+    index = DcpIndex(mcore_data=facts.pop("mcore_data", None))
+    return Contents(dict(tensors_), format="megatron", facts=MegatronFacts(_no_object, index, common=common, **facts))

@@ -68,6 +68,15 @@ STATES = [
         "Lightning",
     ),
     ({"net": weights(), "optimizer": by_name(), "acc": 93.5, "epoch": 3}, "a state dict under a name of its own"),
+    ({"model": weights(), "optimizers": {"AdamW": by_name()}}, "optimizers by name"),
+    (
+        {
+            "state": {"model": weights(), "optimizers": {"AdamW": by_name()}, "schedulers": {"Linear": {"last": 3}}},
+            "rng": [{"torch": torch.arange(8)}],
+        },
+        "Composer",
+    ),
+    ({"checkpoint": {"model": weights(), "optimizer": by_name()}, "config": {"lr": 0.1}}, "something beside all"),
     ({"model": [{"lin.weight": W}, {"lin.bias": B}], "optimizer": by_name()}, "the parts of a pipeline"),
     ({"model": weights(), "optimizers": [by_name()]}, "a list of optimizers"),
     ({"model": weights(), "optimizer": by_id(param_names=["lin.bias", "lin.weight"])}, "ids with stored names"),
@@ -89,6 +98,24 @@ def test_shapes_of_states(tmp_path: Path, state: Any, note: str) -> None:
     if not any(isinstance(value, list) for value in state.values()):
         save_alone(state, checkpoint_id=tmp_path / "dcp")
         check(checkpoint.open(tmp_path / "dcp").normalized())
+
+
+def test_several_optimizers_by_name(tmp_path: Path) -> None:
+    parts = {
+        name: {
+            "state": {f"lin.{name}": by_name()["state"][f"lin.{name}"]},
+            "param_groups": [{"params": [f"lin.{name}"]}],
+        }
+        for name in ("weight", "bias")
+    }
+    found = normalized(tmp_path, {"model": weights(), "optimizers": parts})["optim"]
+    assert [group["params"] for group in found["param_groups"]] == [["lin.weight"], ["lin.bias"]]
+    assert found["state"]["lin.bias"]["exp_avg"][...].equal(B + 1)
+
+
+def test_a_parameter_that_is_called_like_a_section_is_none_beside_others(tmp_path: Path) -> None:
+    nested = {"params": {"model": {"w": W}, "head": {"w": B}}, "step": 3}
+    assert set(normalized(tmp_path, nested)["model"]) == {"params.model.w", "params.head.w"}
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "base_model.model."])
