@@ -89,16 +89,8 @@ _GLM4_NORMS = {
     "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
 }
 _HUNYUAN = {f"self_attn.{a}_layernorm.weight": f"self_attn.{a[0]}_norm.weight" for a in ("query", "key")}
-_HY_V3 = {
-    "mlp.router.gate.weight": "mlp.gate.weight",
-    "mlp.expert_bias": _BIAS,
-    "mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight",
-}
-_AFMOE = {
-    "mlp.router.gate.weight": "mlp.gate.weight",
-    "mlp.expert_bias": _BIAS,
-    "self_attn.gate_proj.weight": "self_attn.q_gate_proj.weight",
-}
+_AFMOE = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": _BIAS}
+_HY_V3 = _AFMOE | {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
 _JAMBA = {f"feed_forward.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")} | {
     "feed_forward.experts.{e}.{part}.weight": "mlp.experts.{e}.{part}.weight",
     "feed_forward.router.weight": "mlp.gate.weight",
@@ -165,10 +157,7 @@ _TABLE = {
     "mimo_v2_flash": replace(_MOE, namings=(), memory={"self_attn.attention_sink_bias": "self_attn.sinks"}),
     "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
     "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
-    "afmoe": Architecture(
-        _MEGATRON, _AFMOE, experts="apart", memory=_undone(_AFMOE), output_gates=True,
-        norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
-    ),
+    "afmoe": Architecture((), _AFMOE, experts="apart", memory=_undone(_AFMOE)),
     "olmoe": replace(_MOE, namings=()),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
     "glm4_moe": _MOE,
@@ -312,7 +301,8 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
         first, last = int(config["moe_layer_start_index"]), int(config.get("moe_layer_end_index") or -1)
         is_within = first <= layer and (last < 0 or layer <= last)
         return is_within and (layer + 1) % int(config.get("moe_layer_interval") or 1) == 0
-    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+    dense = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+    if layer < dense or layer in (config.get("mlp_only_layers") or ()):
         return False
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
     return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0

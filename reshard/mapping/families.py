@@ -146,10 +146,9 @@ _LINEAR = f"{HF}linear_attn."
 
 
 def gates_apart(model: Decoder) -> Mapping:
-    """Split queries from the gates of the output, unless these are apart on disk."""
-    names, known = [f"{HF}self_attn.{x}.{{kind}}" for x in ("q_proj", _OUTPUT_GATE)], model.architecture
-    is_fused = known.output_gates and f"self_attn.{_OUTPUT_GATE}.weight" not in known.names.values()
-    return Mapping([Split(names[0], names, (1, 1), model.heads)] if is_fused else [])
+    """Split queries from the gates of the output."""
+    names = [f"{HF}self_attn.{x}.{{kind}}" for x in ("q_proj", _OUTPUT_GATE)]
+    return Mapping([Split(names[0], names, (1, 1), model.heads)] if model.architecture.output_gates else [])
 
 
 def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list[Rule]:
@@ -330,7 +329,8 @@ def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -
     out: list[Rule] = []
     for number in range(model.next_layers):
         source, target = HF.format(i=model.layers + number), f"mtp.layers.{number}."
-        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_layernorm"}
+        last = "final_layernorm" if model.family == "hy_v3" else "shared_head.norm"
+        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", last: "final_layernorm"}
         out += [Rename(f"{source}{a}.weight", f"{target}{b}.weight") for a, b in norms.items()]
 
         def change(text: str, source: str = source, target: str = target) -> str:

@@ -41,7 +41,9 @@ _ON_DISK = {
 }
 """What stands before the names of the decoder, and before its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
-_PER_LAYER = tuple(f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
+_PER_LAYER = tuple(
+    f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+)
 """What Gemma 4's decoder has beside its layers."""
 _MEMORY = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",)}
 _MEMORY |= dict.fromkeys(("gemma3", "mistral3"), ("vision_tower", "multi_modal_projector"))

@@ -41,8 +41,8 @@ def same_state(found: reshard.Checkpoint, wanted: dict[str, torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("shard", [SHARD_BYTES, "5GB"], ids=["sharded", "one-file"])
-# PhiMoE's router has Mixtral's name on disk and another one in memory, that of Hunyuan 3 Arcee's: only the config, and so
-# `ready`, tells
+# the router of PhiMoE has Mixtral's name on disk and another one in memory, that of Hunyuan 3 AFMoE's: only the config
+# tells, and so `ready` does
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("phimoe", "hy_v3")])
 def test_what_transformers_saved_is_what_is_in_memory(name: str, shard: Any, tmp_path: Path) -> None:
     """Under the names that the model has in memory, which for experts are not those on disk."""

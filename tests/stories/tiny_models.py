@@ -140,25 +140,33 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         {**_MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "use_expert_bias": True},
     ),
-    "minimax": ("MiniMax", {"num_local_experts": 4, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
+    "minimax": (
+        "MiniMax",
+        {"num_local_experts": 4, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "jamba": (
         "Jamba",
         {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     ),
     "mimo_v2_flash": ("MiMoV2Flash", {**_ROUTED, "head_dim": 8, "v_head_dim": 8}),
     "cohere2_moe": ("Cohere2Moe", {**_MOE, "head_dim": 8, **_FULL}),
-    "hy_v3": ("HYV3", {**_ROUTED, "head_dim": 8}),
-    "afmoe": ("Afmoe", {**_ROUTED, "head_dim": 8, "num_dense_layers": 1, **_FULL}),
+    "hy_v3": ("HYV3", {**_MOE, "head_dim": 8}),
+    "afmoe": ("Afmoe", {**_MOE, "head_dim": 8, **_SLIDING, "num_shared_experts": 1}),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {
-            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "mamba_n_heads": 4,
-            "mamba_d_head": 16, "mamba_d_state": 8, "layers_block_type": ["mamba", "attention"],
-        },  # fmt: skip
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "layers_block_type": ["mamba", "attention"],
+        },
     ),
     "sarvam_mla": ("SarvamMLA", _LATENT),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_INDEXED}),
-    "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_INDEXED, **_DENSE_FIRST}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_INDEXED, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
     "gemma4_text": ("Gemma4", _PER_LAYER),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
@@ -167,10 +175,11 @@ _CODE = {"InternLM3": "Llama", "IQuestCoder": "Llama", "SarvamMLA": "DeepseekV3"
 """Classes of configs whose models are of another class."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
 MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
-MIXTURES += ("qwen3_5_moe_text",)
+MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "deepseek_v32", "glm_moe_dsa")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
 DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
-DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text")
+DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text", "internlm3", "iquestcoder")
+DENSE += ("granite_swa", "hyperclovax")
 """Families that Megatron-core computes as transformers does: `tests/reshard/integrations/megatron_models.py`."""
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
@@ -220,7 +229,10 @@ def fresh(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if name in DECODERS:
         kind, more = DECODERS[name]
-        config, cls = f"{kind}TextConfig" if name.endswith("_text") else f"{kind}Config", f"{_CODE.get(kind, kind)}ForCausalLM"
+        config, cls = (
+            f"{kind}TextConfig" if name.endswith("_text") else f"{kind}Config",
+            f"{_CODE.get(kind, kind)}ForCausalLM",
+        )
         more = {**_BASE, **more}
     elif name in SEEING:
         kind, text, eyes = SEEING[name]

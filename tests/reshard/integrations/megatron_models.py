@@ -32,6 +32,7 @@ FAMILIES = (*MIXTURES, *DENSE)
 INTERLEAVED = ("llama4_text", "helium", "ernie4_5", "glm", "glm4")
 """Families that rotate adjacent pairs also on disk."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+SCALES = ("routed_scaling_factor", "router_scaling_factor")
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "relu2": lambda x: torch.nn.functional.relu(x).square(),
@@ -77,6 +78,7 @@ def _without_its_kernels() -> None:
         return given * torch.rsqrt((given * given).sum(dim=dim, keepdim=True) + eps)
 
     gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
+    _as_deepseek_indexes()
     make = WrappedTorchNorm.__new__
 
     def new(cls: Any, *args: Any, **more: Any) -> Any:
@@ -84,6 +86,25 @@ def _without_its_kernels() -> None:
         return _zero_centered(plain) if _zero_centered.now else plain
 
     WrappedTorchNorm.__new__ = new
+
+
+def _as_deepseek_indexes() -> None:
+    """The indexer of sparse attention as later versions have it: 0.16 rotates its last dims, pairs of them, and takes
+    bfloat16 alone. Later ones rotate the first, `dsa_indexer_rope_interleaved` says which with which, and the transform
+    without which products are the same can be switched off."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    def rotated(self: Any, given: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
+        return _apply_rotary_pos_emb_bshd(given, frequencies, multi_latent_attention=_in_pairs.now, mscale=scale)
+
+    dsa.rotate_activation, dsa.DSAIndexer._apply_rope = lambda given: given, rotated
+
+
+class _in_pairs:
+    """Whether the indexer rotates neighbors, as GLM-5's does, and not halves as DeepSeek's."""
+
+    now = False
 
 
 def _settings(family: str, hf: Any, tp: int, ep: int) -> dict[str, Any]:
@@ -116,12 +137,20 @@ def _settings(family: str, hf: Any, tp: int, ep: int) -> dict[str, Any]:
         sizes |= {"softmax_scale": hf.attention_multiplier}
     if hasattr(hf, "query_pre_attn_scalar"):
         sizes |= {"softmax_scale": hf.query_pre_attn_scalar**-0.5}
-    if known.output_gates:
+    sizes |= {"attention_output_gate": known.output_gates}
+    if hasattr(hf, "linear_conv_kernel_dim"):
         sizes |= {
-            "attention_output_gate": True, "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+            "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
             "linear_key_head_dim": hf.linear_key_head_dim, "linear_value_head_dim": hf.linear_value_head_dim,
             "linear_num_key_heads": hf.linear_num_key_heads, "linear_num_value_heads": hf.linear_num_value_heads,
             "deterministic_mode": True, "hetereogenous_dist_checkpoint": True,
+        }  # fmt: skip
+    if f"{attention}sinks" in names:
+        sizes |= {"softmax_type": "learnable"}
+    if hasattr(hf, "index_topk"):
+        sizes |= {
+            "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": hf.index_n_heads,
+            "dsa_indexer_head_dim": hf.index_head_dim, "dsa_indexer_topk": hf.index_topk,
         }  # fmt: skip
     if known.experts:
         sizes |= _of_experts(family, hf, names)
@@ -140,14 +169,15 @@ def _of_experts(family: str, hf: Any, names: set[str]) -> dict[str, Any]:
         "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": shared or None,
         "moe_shared_expert_gate": any("shared_expert_gate" in name for name in names),
-        "moe_router_topk_scaling_factor": getattr(hf, "routed_scaling_factor", None),
+        "moe_router_topk_scaling_factor": next((getattr(hf, name) for name in SCALES if hasattr(hf, name)), None),
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True) or family == "deepseek_v2",
     }  # fmt: skip
     if len(sparse) == hf.num_hidden_layers:
         sizes["moe_layer_freq"] = 1  # else Megatron takes the layers for different ones, and numbers them in its files
     if any("e_score_correction_bias" in name for name in names):
         sizes |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-        sizes |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+        sizes |= {"moe_router_num_groups": getattr(hf, "n_group", None)}
+        sizes |= {"moe_router_group_topk": getattr(hf, "topk_group", None)}
         sizes |= {"moe_router_pre_softmax": False}
     if family == "llama4_text":
         sizes |= {
@@ -172,7 +202,7 @@ def _gpt(family: str, theirs: Any, tp: int, ep: int) -> Any:
 
     hf, known = theirs.config, ARCHITECTURES[family]
     config = (MLATransformerConfig if known.latent else TransformerConfig)(**_settings(family, hf, tp, ep))
-    l2, _zero_centered.now = family == "llama4_text", known.zero_centered
+    l2, _zero_centered.now, _in_pairs.now = family == "llama4_text", known.zero_centered, family == "glm_moe_dsa"
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=l2
     )
@@ -199,6 +229,8 @@ def _layer(family: str, hf: Any, number: int, given: Any) -> Any:
     parts = made.submodules
     if not norms[0]:
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if hasattr(hf, "index_topk"):
+        parts.self_attention.submodules.core_attention = _sparse()
     if norms[1]:
         parts.self_attention.submodules.linear_proj = _with_norm()
         parts.mlp.submodules.linear_fc2 = _with_norm()
@@ -207,6 +239,27 @@ def _layer(family: str, hf: Any, number: int, given: Any) -> Any:
         parts.self_attention = ModuleSpec(GatedDeltaNet, submodules=inner)
         parts.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     return made
+
+
+def _sparse() -> Any:
+    """Sparse attention, of which Megatron's own spec needs TransformerEngine."""
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    inner = dsa.DSAIndexerSubmodules(_Whole, _Whole, WrappedTorchNorm, _Whole)
+    indexer = ModuleSpec(dsa.DSAIndexer, submodules=inner)
+    return ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
+
+
+class _Whole(torch.nn.Linear):
+    """A projection that every rank has in full."""
+
+    def __init__(self, columns: int, rows: int, **more: Any) -> None:
+        super().__init__(columns, rows, bias=False)
+
+    def forward(self, given: torch.Tensor) -> Any:
+        return super().forward(given), None
 
 
 def _with_norm() -> Any:
@@ -290,7 +343,7 @@ def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int) ->
         back = ready(files, "megatron", "huggingface")
         stored = reshard.open(folder / family / "again").canonical({"vocab_size": 53}, model_only=True)
         found_again, saved = back.apply(stored), reshard.open(files)  # tied names are in the config alone
-        assert set(found_again) == set(saved), family
+        assert set(found_again) == set(saved), (family, set(found_again) ^ set(saved))
         assert_same({name: found_again[name][...] for name in saved}, {name: saved[name][...] for name in saved})
     return {family: max(of[family] for of in found) for family in families}
 
