@@ -1,10 +1,11 @@
 """Models between Hugging Face and Megatron: Megatron-core loads what we convert, and says the same.
 
 For every family, tiny and random: transformers saves it; we write Megatron's format; Megatron's own `GPTModel` loads
-that under tensor and expert parallelism, and computes the logits that transformers computes; Megatron saves it; and
-what we convert back is bit by bit what transformers saved.
+that under tensor, expert, and pipeline parallelism, and computes the logits that transformers computes; Megatron saves
+it; and what we convert back is bit by bit what transformers saved. Stages without tensor parallelism are also filled by
+`reshard.load` from transformers' files.
 
-    python -m tests.reshard.integrations.megatron_models      # every family under TP 1, 2 x EP 1, 2, 4
+    python -m tests.reshard.integrations.megatron_models      # every family under TP 1, 2 x EP 1, 2, 4, and PP 2
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from reshard import Stage
 from reshard.mapping.architectures import ARCHITECTURES
 from reshard.mapping.families import ready
 from tests import gloo
@@ -40,8 +42,9 @@ ACTIVATIONS = {
 }
 TOLERANCE = 2e-6
 """Of logits of up to 4, which norms around 1 give; most are below 1."""
-LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
-"""Degrees of tensor and expert parallelism; the product of the first and the data parallel degree holds the second."""
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 4, 1), (1, 1, 2), (2, 1, 2))
+"""Degrees of tensor, expert, and pipeline parallelism; the product of the first and the data parallel degree holds the
+second."""
 
 
 def _without_transformer_engine(tp: int) -> None:
@@ -107,7 +110,7 @@ class _in_pairs:
     now = False
 
 
-def _settings(family: str, hf: Any, tp: int, ep: int) -> dict[str, Any]:
+def _settings(family: str, hf: Any, tp: int, ep: int, pp: int) -> dict[str, Any]:
     """Megatron's settings for a model of transformers."""
     known, names = ARCHITECTURES[family], set(fresh(family).state_dict())
     attention, biased = "model.layers.1.self_attn.", {name for name in names if name.endswith("_proj.bias")}
@@ -121,8 +124,14 @@ def _settings(family: str, hf: Any, tp: int, ep: int) -> dict[str, Any]:
         "add_bias_linear": f"{attention}o_proj.bias" in biased, "use_cpu_initialization": True,
         "bias_activation_fusion": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False, "apply_rope_fusion": False, "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False, "rotary_interleaved": family in INTERLEAVED,
+        "bias_dropout_fusion": False, "rotary_interleaved": family in INTERLEAVED, "pipeline_model_parallel_size": pp,
     }  # fmt: skip
+    if pp > 1:  # as many virtual stages as there are layers for
+        virtual = hf.num_hidden_layers // pp
+        sizes |= {
+            "pipeline_dtype": torch.float32,
+            "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        }
     if known.latent:
         sizes |= {
             "multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope",
@@ -195,26 +204,60 @@ def _normalization(names: set[str]) -> str:
     return "LayerNorm" if "model.norm.bias" in names else "RMSNorm"
 
 
-def _gpt(family: str, theirs: Any, tp: int, ep: int) -> Any:
+def _gpt(family: str, theirs: Any, degrees: tuple[int, int, int]) -> list[Any]:
+    """This rank's stages."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     hf, known = theirs.config, ARCHITECTURES[family]
-    config = (MLATransformerConfig if known.latent else TransformerConfig)(**_settings(family, hf, tp, ep))
+    config = (MLATransformerConfig if known.latent else TransformerConfig)(**_settings(family, hf, *degrees))
     l2, _zero_centered.now, _in_pairs.now = family == "llama4_text", known.zero_centered, family == "glm_moe_dsa"
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=l2
-    )
-    spec.layer_specs = [_layer(family, hf, number, layer) for number, layer in enumerate(spec.layer_specs)]
     rope = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     more = {"position_embedding_type": "rope", "parallel_output": False, "rotary_base": int(rope["rope_theta"])}
     more |= {"share_embeddings_and_output_weights": hf.tie_word_embeddings}
     more |= {"rotary_percent": rope.get("partial_rotary_factor", 1.0)}
-    made = GPTModel(config, spec, 54, 64, **more).eval()
-    if family.startswith("gemma"):
-        made.embedding.register_forward_hook(lambda module, given, found: found * hf.hidden_size**0.5)
-    return made
+    stages, count = [], config.virtual_pipeline_model_parallel_size
+    rank, last = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size - 1
+    for stage in range(count or 1):
+        virtual = stage if count else None
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=l2,
+            vp_stage=virtual,
+        )
+        first = get_transformer_layer_offset(config, virtual)
+        spec.layer_specs = [_layer(family, hf, number, layer) for number, layer in enumerate(spec.layer_specs, first)]
+        ends = {"pre_process": (rank, stage) == (0, 0), "post_process": (rank, stage) == (last, (count or 1) - 1)}
+        made = GPTModel(config, spec, 54, 64, vp_stage=virtual, **ends, **more).eval()
+        if family.startswith("gemma") and ends["pre_process"]:
+            made.embedding.register_forward_hook(lambda module, given, found: found * hf.hidden_size**0.5)
+        stages.append(made)
+    return stages
+
+
+def _said(stages: list[Any]) -> torch.Tensor:
+    """The logits, on every rank: each stage's output is sent to all ranks of the pipeline."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    tokens, places = torch.arange(1, 13).reshape(2, 6), torch.arange(6).expand(2, 6)
+    mask = torch.triu(torch.ones(6, 6, dtype=torch.bool), 1)[None, None]
+    said = torch.empty(6, 2, stages[0].config.hidden_size)
+    for number in range(len(stages) * dist.get_world_size(group)):
+        stage, rank = divmod(number, dist.get_world_size(group))
+        if rank == dist.get_rank(group):
+            stages[stage].set_input_tensor(said)
+            said = stages[stage](tokens, places, mask)
+        elif number == len(stages) * dist.get_world_size(group) - 1:
+            said = torch.empty(2, 6, 54)
+        said = said.contiguous()
+        dist.broadcast(said, group=group, group_src=rank)
+    return said[..., :53]
 
 
 def _layer(family: str, hf: Any, number: int, given: Any) -> Any:
@@ -296,39 +339,59 @@ class _zero_centered(torch.nn.Module):
         return functional.rms_norm(given, shape, 1 + self.weight, self.eps)
 
 
-def _through_megatron(folder: Path, families: tuple[str, ...], tp: int, ep: int) -> dict[str, float]:
+def _filled(stages: list[Any], files: Path) -> None:
+    """Fill the live stages from transformers' files."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.fill_(7)
+    live = [
+        Stage(stage, {"decoder.layers": get_transformer_layer_offset(stage.config, stage.vp_stage)}) for stage in stages
+    ]
+    target = reshard.get_model_state_dict(live)
+    names = ready(files, "huggingface", "megatron", padded_vocab=54)
+    # linear layers without TransformerEngine have no extra state, and yet its name
+    reshard.load(target, files, mapping=names, strict={"*._extra_state": "partial"})
+
+
+def _through_megatron(folder: Path, families: tuple[str, ...], degrees: tuple[int, int, int]) -> dict[str, float]:
     """Load each family, compare what it says, save it; the largest difference of logits."""
     from megatron.core import dist_checkpointing, parallel_state
 
     _on_cpu()
     import megatron.core.models.gpt  # noqa: F401
 
-    parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
+    (tp, ep, pp), is_whole = degrees, degrees[:2] == (1, 1)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
     _without_transformer_engine(tp)
     found = {}
     for family in families:
         theirs = model(family)
-        made = _gpt(family, theirs, tp, ep)
+        stages = _gpt(family, theirs, degrees)
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        wanted = made.sharded_state_dict(metadata=metadata)
-        loaded = dist_checkpointing.load(dict(wanted), str(folder / family / "megatron" / "iter_0000001"))
-        made.load_state_dict({name: loaded[name] for name in wanted})
-        tokens = torch.arange(1, 13).reshape(2, 6)
-        mask = torch.triu(torch.ones(6, 6, dtype=torch.bool), 1)[None, None]
+        wanted = {f"model{i}": stage.sharded_state_dict(metadata=metadata) for i, stage in enumerate(stages)}
+        loaded = dist_checkpointing.load(wanted, str(folder / family / "megatron" / "iter_0000001"))
+        for i, stage in enumerate(stages):
+            stage.load_state_dict(loaded[f"model{i}"])
         with torch.no_grad():
-            said = made(tokens, torch.arange(6).expand(2, 6), mask)[..., :53]
+            said = _said(stages)
+            if is_whole and not ARCHITECTURES[family].output_gates:  # a live projection is one parameter there
+                _filled(stages, folder / family / "hf")
+                assert torch.equal(_said(stages), said), family
         found[family] = float((said - logits(theirs)).abs().max())
         target = folder / family / "again"
         if dist.get_rank() == 0:
             target.mkdir()
         dist.barrier()
-        dist_checkpointing.save(made.sharded_state_dict(metadata=metadata), str(target))
+        saved = {f"model{i}": stage.sharded_state_dict(metadata=metadata) for i, stage in enumerate(stages)}
+        dist_checkpointing.save(saved, str(target))
     for child in multiprocessing.active_children():  # of its writer, which leaves them
         child.terminate()
     return found
 
 
-def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int) -> dict[str, float]:
+def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int, pp: int = 1) -> dict[str, float]:
     """The largest difference of logits on any rank, of each family; raises AssertionError where a tensor does not come
     back."""
     for family in families:
@@ -337,7 +400,7 @@ def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int) ->
         names = ready(files, "huggingface", "megatron", padded_vocab=54)
         target, hints = folder / family / "megatron" / "iter_0000001", {"stored_names": True}
         reshard.convert(files, target, format="megatron", mapping=names, hints=hints)
-    found = gloo.run(_through_megatron, max(tp, ep), folder, families, tp, ep)
+    found = gloo.run(_through_megatron, max(tp, ep) * pp, folder, families, (tp, ep, pp))
     for family in families:
         files = folder / family / "hf"
         back = ready(files, "megatron", "huggingface")
@@ -356,6 +419,9 @@ if __name__ == "__main__":
             found = there_and_back(Path(temporary), families, *degrees)
         assert max(found.values()) < TOLERANCE, (degrees, found)
         worst = {family: max(worst.get(family, 0), found.get(family, 0)) for family in FAMILIES}
-        print(f"tp {degrees[0]}, ep {degrees[1]}: {len(families)} families, {time.monotonic() - start:.0f} s")
+        print(
+            f"tp {degrees[0]}, ep {degrees[1]}, pp {degrees[2]}: {len(families)} families, "
+            f"{time.monotonic() - start:.0f} s"
+        )
     for family, difference in worst.items():
         print(f"{family}: logits differ by {difference:.1e} at most")
