@@ -112,7 +112,7 @@ _HUNYUAN_MOE |= {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weig
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
 
 
-def _undone(names: Dict[str, str]) -> Dict[str, str]:
+def _undone(names: Dict[str, str]) -> dict[str, str]:
     """Plain names, and those on disk, of all but the experts: in memory these keep the names on disk."""
     return {plain: disk for disk, plain in names.items() if "{e}" not in disk}
 

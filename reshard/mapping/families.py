@@ -314,7 +314,7 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
             "q_a_layernorm": "linear_q_up_proj.layer_norm_weight",
         }
     names = {**_MEGATRON, **norms}
-    found = [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
+    found: list[Rule] = [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
     indexer = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
     inner = f"{MEGATRON}self_attention.core_attention.indexer."  # of sparse attention
     return found + [Rename(f"{HF}self_attn.indexer.{a}.{{kind}}", f"{inner}{b}.{{kind}}") for a, b in indexer.items()]

@@ -45,7 +45,7 @@ _PER_LAYER = tuple(
     f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 )
 """What Gemma 4's decoder has beside its layers."""
-_MEMORY = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",)}
+_MEMORY: dict[str, tuple[str, ...]] = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",)}
 _MEMORY |= dict.fromkeys(("gemma3", "mistral3"), ("vision_tower", "multi_modal_projector"))
 """Families whose names in memory are others, with the parts beside the decoder that move into `model`."""
 _KINDS = ("weight", "bias")
