@@ -52,7 +52,12 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = (
-    Framework("torchtitan", (f"{_HERE}/test_torchtitan.py",), shows=("torchtitan",)),
+    Framework(
+        "torchtitan",
+        (f"{_HERE}/test_torchtitan.py", f"{_HERE}/test_torchtitan_models.py"),
+        ("triton",),  # which its models import, also on CPUs
+        shows=("torchtitan", "triton"),
+    ),
     Framework("accelerate", (f"{_HERE}/test_accelerate.py",), shows=("accelerate",)),
     Framework("lightning", (f"{_HERE}/test_lightning.py",), shows=("lightning",)),
     Framework(

@@ -185,9 +185,10 @@ _RENAMED = (
     (re.compile(r"(\.block_sparse_moe)\.input_linear\.weight"), r"\1.experts.gate_up_proj"),
     (re.compile(r"(\.block_sparse_moe)\.output_linear\.weight"), r"\1.experts.down_proj"),
     (re.compile(r"(\.block_sparse_moe)\.router\.layer\.weight"), r"\1.router.weight"),
+    (re.compile(r"(\.self_attn)\.attention_sink_bias$"), r"\1.sinks"),
     (re.compile(r"\.mlp\.((?:moe_statics\.)?e_score_correction_bias)$"), r".mlp.gate.\1"),
 )
-"""Stacked experts of Granite, and the biases of the routers of Ernie and EXAONE."""
+"""Stacked experts of Granite, attention sinks of MiMo, and the biases of the routers of Ernie and EXAONE."""
 
 
 def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:

@@ -89,9 +89,33 @@ _GLM4_NORMS = {
     "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
 }
 _HUNYUAN = {f"self_attn.{a}_layernorm.weight": f"self_attn.{a[0]}_norm.weight" for a in ("query", "key")}
+_AFMOE = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": _BIAS}
+_HY_V3 = _AFMOE | {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
+_JAMBA = {f"feed_forward.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")} | {
+    "feed_forward.experts.{e}.{part}.weight": "mlp.experts.{e}.{part}.weight",
+    "feed_forward.router.weight": "mlp.gate.weight",
+}
+_LFM2_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LFM2 = {f"feed_forward.{a}.weight": f"mlp.{b}.weight" for a, b in _LFM2_PARTS.items()} | {
+    "self_attn.out_proj.weight": "self_attn.o_proj.weight",
+    "self_attn.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attn.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_LFM2_MOE = _LFM2 | {
+    **{f"feed_forward.experts.{{e}}.{a}.weight": f"mlp.experts.{{e}}.{b}.weight" for a, b in _LFM2_PARTS.items()},
+    "feed_forward.gate.weight": "mlp.gate.weight",
+    "feed_forward.expert_bias": _BIAS,
+}
+_STACKS = {f"mlp.experts.{x}_proj": f"feed_forward.experts.{x}_proj" for x in ("gate_up", "down")}
 _HUNYUAN_MOE = {"mlp.gate.wg.weight": "mlp.gate.weight", **_HUNYUAN}
 _HUNYUAN_MOE |= {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
+
+
+def _undone(names: Dict[str, str]) -> dict[str, str]:
+    """Plain names, and those on disk, of all but the experts: in memory these keep the names on disk."""
+    return {plain: disk for disk, plain in names.items() if "{e}" not in disk}
+
 
 _TABLE = {
     "llama mistral": replace(_LLAMA, pairs=True),
@@ -102,7 +126,13 @@ _TABLE = {
     "gemma2 gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
     "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
     "granite ministral3": Architecture(_SERVED),
-    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm": Architecture(_MEGATRON),
+    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm internlm3 iquestcoder granite_swa": Architecture(
+        _MEGATRON
+    ),
+    "hyperclovax": Architecture(
+        _MEGATRON, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    ),
+    "lfm2": Architecture(names=_LFM2),
     "glm": Architecture(_MEGATRON, fused=("gate_up",)),
     "glm4": Architecture(_SERVED, _GLM4_NORMS, ("gate_up",), _BOTH_SIDES),
     "exaone4": Architecture(_SERVED, norms=_AFTER),
@@ -121,6 +151,13 @@ _TABLE = {
         tuple(ENGINES), _MIXTRAL | {f"{_BLOCK}e_score_correction_bias": _BIAS}, experts="apart",
         memory={_BIAS: "mlp.e_score_correction_bias"},
     ),
+    "minimax": Architecture((), _MIXTRAL, experts="apart"),
+    "lfm2_moe": Architecture((), _LFM2_MOE, experts="apart", memory=_undone(_LFM2_MOE) | _STACKS),
+    "jamba": Architecture((), _JAMBA, experts="apart", memory=_undone(_JAMBA) | _STACKS),
+    "mimo_v2_flash": replace(_MOE, namings=(), memory={"self_attn.attention_sink_bias": "self_attn.sinks"}),
+    "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
+    "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
+    "afmoe": Architecture((), _AFMOE, experts="apart", memory=_undone(_AFMOE)),
     "olmoe": replace(_MOE, namings=()),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
     "glm4_moe": _MOE,
@@ -131,19 +168,23 @@ _TABLE = {
         memory={_BIAS: "mlp.gate.moe_statics.e_score_correction_bias"},
     ),
     "hunyuan_v1_moe": Architecture(
-        (), _HUNYUAN_MOE, experts="apart", memory={plain: disk for disk, plain in _HUNYUAN_MOE.items()}
+        (), _HUNYUAN_MOE, experts="apart", memory=_undone(_HUNYUAN_MOE)
     ),
     "granitemoe granitemoeshared": _GRANITE_MOE,
+    "granitemoehybrid": replace(_GRANITE_MOE, namings=()),
     "deepseek_v2 deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, namings=_SERVED),
-    "glm4_moe_lite": replace(_DEEPSEEK, namings=_MEGATRON),
+    "glm4_moe_lite sarvam_mla deepseek_v32 glm_moe_dsa": replace(_DEEPSEEK, namings=_MEGATRON),
     "gpt_oss": Architecture(("megatron", "torchtitan"), experts="transposed"),
     "llama4_text llama4": Architecture(_MEGATRON, experts="transposed"),
-    "qwen3_next qwen3_5_moe_text": replace(
+    "qwen3_next qwen3_5_moe_text qwen3_5_moe": replace(
         _MOE, namings=_MEGATRON, shared="shared_expert", output_gates=True, zero_centered=True
     ),
-    "qwen3_5_text": Architecture(_MEGATRON, output_gates=True, zero_centered=True),
-    "qwen2_vl qwen2_5_vl qwen3_vl": Architecture(_MEGATRON),
+    "qwen3_5_text qwen3_5": Architecture(_MEGATRON, output_gates=True, zero_centered=True),
+    "qwen2_vl qwen2_5_vl qwen3_vl mistral3": Architecture(_MEGATRON),
+    "glm4v": Architecture(names=_GLM4_NORMS, fused=("gate_up",), norms=_BOTH_SIDES),
+    "glm4v_moe": replace(_MOE, namings=_MEGATRON),
+    "gemma4_text gemma4": Architecture(norms=_BOTH_SIDES),
     "qwen3_vl_moe": Architecture(_MEGATRON, experts="transposed"),
     "gemma3": replace(_GEMMA, namings=_MEGATRON, norms=_BOTH_SIDES),
 }  # fmt: skip
@@ -260,7 +301,8 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
         first, last = int(config["moe_layer_start_index"]), int(config.get("moe_layer_end_index") or -1)
         is_within = first <= layer and (last < 0 or layer <= last)
         return is_within and (layer + 1) % int(config.get("moe_layer_interval") or 1) == 0
-    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+    dense = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+    if layer < dense or layer in (config.get("mlp_only_layers") or ()):
         return False
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
     return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0

@@ -119,6 +119,7 @@ def attention_to_megatron(model: Decoder) -> list[Rule]:
         Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{MEGATRON}self_attention.linear_proj.{{kind}}"),
         Rename(f"{HF}self_attn.q_norm.weight", f"{MEGATRON}self_attention.q_layernorm.weight"),
         Rename(f"{HF}self_attn.k_norm.weight", f"{MEGATRON}self_attention.k_layernorm.weight"),
+        Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset"),
         *feed_forward_to_megatron("mlp", "mlp", gated=model.architecture.gated),
     ]
 
@@ -313,7 +314,10 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
             "q_a_layernorm": "linear_q_up_proj.layer_norm_weight",
         }
     names = {**_MEGATRON, **norms}
-    return [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
+    found: list[Rule] = [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
+    indexer = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
+    inner = f"{MEGATRON}self_attention.core_attention.indexer."  # of sparse attention
+    return found + [Rename(f"{HF}self_attn.indexer.{a}.{{kind}}", f"{inner}{b}.{{kind}}") for a, b in indexer.items()]
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
@@ -325,7 +329,8 @@ def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -
     out: list[Rule] = []
     for number in range(model.next_layers):
         source, target = HF.format(i=model.layers + number), f"mtp.layers.{number}."
-        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_layernorm"}
+        last = "final_layernorm" if model.family == "hy_v3" else "shared_head.norm"
+        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", last: "final_layernorm"}
         out += [Rename(f"{source}{a}.weight", f"{target}{b}.weight") for a, b in norms.items()]
 
         def change(text: str, source: str = source, target: str = target) -> str:
@@ -393,11 +398,6 @@ def gpt_oss_to_titan(generation: str) -> list[Rule]:
         rules.append(Transpose(f"{_BLOCK}{name}", block + titan_name(f"{target}_weight_{weight}", generation)))
         rules.append(Rename(f"{_BLOCK}{name}_bias", block + titan_name(f"{target}_bias_{bias}", generation)))
     return rules
-
-
-def gpt_oss_to_megatron() -> list[Rule]:
-    """Map the gpt-oss tensors that other mixture-of-experts models do not have."""
-    return [Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset")]
 
 
 # Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of the up half.
@@ -652,10 +652,11 @@ def _plain(model: Decoder, fill: float | None) -> Mapping:
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     if model.family == "qwen3_vl_moe":
         return vision.qwen3_experts(model.expert_size)
-    if model.family in vision.FAMILIES:
-        return vision.in_memory(model.family)
-    renamed = Mapping([Rename(HF + name, HF + new) for name, new in model.architecture.memory.items()])
     is_apart = model.architecture.experts == "apart"
+    if model.family in vision.FAMILIES:
+        stacked = plain | in_memory_to_disk(fill).inverse() | vision.to_decoder(model.family).inverse()
+        return stacked if is_apart else vision.in_memory(model.family)
+    renamed = Mapping([Rename(HF + name, HF + new) for name, new in model.architecture.memory.items()])
     return plain | in_memory_to_disk(fill).inverse() | renamed if is_apart else renamed
 
 
@@ -713,8 +714,6 @@ def _megatron(
     else:
         attention = attention_to_megatron(model)
     experts = experts_to_megatron(model, transformer_engine=transformer_engine) if known.experts else []
-    if model.family == "gpt_oss":
-        experts += gpt_oss_to_megatron()
     outer = outer_to_megatron(model, transformer_engine=transformer_engine, padded_vocab=padded_vocab)
     rules = [*outer, *attention, *experts]
     rules = [*next_layers_to_megatron(model, rules, mtp), *rules]

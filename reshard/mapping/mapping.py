@@ -189,7 +189,7 @@ class MappingStage:
         """What becomes of names that are not put together with others, or taken apart."""
         self.warnings: list[str] = []
         self.change: dict[str, Rule] = {}
-        """The rule that changes such a tensor, where it does more than rename it."""
+        """The rule that changes such a tensor, where it does more than rename it, without its names."""
 
     def contents(self) -> Contents:
         """The contents under the new names."""
@@ -239,7 +239,7 @@ class MappingStage:
             return
         if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
             [self.renamed[first]] = group.target_names(None)
-            self.change[first] = rule
+            self.change[first] = rule.renamed(lambda _: "")
         if isinstance(rule, Computing):
             (new,) = group.target_names(None)
             self._put(self.made, new, first, lambda: self._computed(group, new))

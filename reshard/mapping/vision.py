@@ -3,11 +3,14 @@
     family                      on disk                 in memory               Megatron
     qwen2_vl, qwen2_5_vl        model.                  model.language_model.   language_model.
     qwen3_vl, qwen3_vl_moe      model.language_model.   model.language_model.   language_model.
+    qwen3_5, qwen3_5_moe        model.language_model.   model.language_model.   language_model.
+    glm4v_moe                   model.language_model.   model.language_model.   language_model.
+    glm4v, gemma4               model.language_model.   model.language_model.
     llama4                      language_model.model.   language_model.model.   language_model.
-    gemma3                      language_model.model.   model.language_model.   language_model.
+    gemma3, mistral3            language_model.model.   model.language_model.   language_model.
 
-Megatron's names are those of Megatron-Bridge, which leaves the vision towers of Qwen2.5-VL and Gemma 3 as they are; of
-Llama 4 those of NeMo.
+Megatron's names are those of Megatron-Bridge, which leaves the vision towers of Qwen2.5-VL, Gemma 3, Mistral 3, and
+GLM-4.5V as they are; of Llama 4 those of NeMo.
 """
 
 from __future__ import annotations
@@ -27,37 +30,45 @@ _ON_DISK = {
     "qwen2_5_vl": ("model.", ""),
     "qwen3_vl": ("model.language_model.", ""),
     "qwen3_vl_moe": ("model.language_model.", ""),
+    "qwen3_5": ("model.language_model.", ""),
+    "qwen3_5_moe": ("model.language_model.", ""),
+    "glm4v": ("model.language_model.", ""),
+    "glm4v_moe": ("model.language_model.", ""),
+    "gemma4": ("model.language_model.", ""),
+    "mistral3": ("language_model.model.", "language_model."),
     "llama4": ("language_model.model.", "language_model."),
     "gemma3": ("language_model.model.", ""),
 }
 """What stands before the names of the decoder, and before its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
-_MEMORY = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",), "gemma3": ("vision_tower", "multi_modal_projector")}
+_PER_LAYER = tuple(
+    f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+)
+"""What Gemma 4's decoder has beside its layers."""
+_MEMORY: dict[str, tuple[str, ...]] = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",)}
+_MEMORY |= dict.fromkeys(("gemma3", "mistral3"), ("vision_tower", "multi_modal_projector"))
 """Families whose names in memory are others, with the parts beside the decoder that move into `model`."""
 _KINDS = ("weight", "bias")
 
 
 def to_decoder(family: str) -> Mapping:
     """Map the names on disk to those of the decoder alone; the names of the vision tower stay."""
-    front, head = _ON_DISK[family]
-    rules = _decoder(front, "model.")
-    return Mapping([rule for rule in [*rules, Rename(f"{head}lm_head.weight", "lm_head.weight")] if _renames(rule)])
+    return Mapping(_decoder(family, "model."))
 
 
 def in_memory(family: str) -> Mapping:
     """Map the names on disk to those that a model of transformers 5 has in memory."""
     parts = _MEMORY.get(family, ())
     moved = [Rename(f"{part}.{{rest+}}", f"model.{part}.{{rest+}}") for part in parts]
-    return Mapping([*_decoder(_ON_DISK[family][0], "model.language_model."), *moved] if parts else [])
+    return Mapping([*_decoder(family, "model.language_model."), *moved] if parts else [])
 
 
-def _decoder(source: str, target: str) -> list[Rule]:
-    names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}")
-    return [Rename(source + name, target + name) for name in names]
-
-
-def _renames(rule: Rule) -> bool:
-    return rule.sources != rule.targets
+def _decoder(family: str, target: str) -> list[Rule]:
+    """Rename what the decoder has on disk, with the output layer."""
+    source, head = _ON_DISK[family]
+    names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}", *_PER_LAYER)
+    pairs = [(source + name, target + name) for name in names] + [(f"{head}lm_head.weight", "lm_head.weight")]
+    return [Rename(old, new) for old, new in pairs if old != new]
 
 
 def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping:
@@ -73,7 +84,9 @@ def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping
             Rename(f"{front}mm_soft_emb_norm.weight", f"{front}mm_soft_embed_norm.weight"),
             Transpose(f"{front}mm_input_projection_weight", f"{front}proj.weight"),
         ]
-    if family not in ("qwen3_vl", "qwen3_vl_moe"):
+    if family == "glm4v_moe":
+        rules.append(Rename("model.visual.{rest+}", "visual.{rest+}"))
+    if not family.startswith("qwen3"):
         return Mapping(rules)
     parts = {kind: [f"{_TOWER}self_attention.linear_{x}.{kind}" for x in "qkv"] for kind in _KINDS}
     split = [Split(f"{_BLOCKS}attn.qkv.{kind}", parts[kind], (1, 1, 1)) for kind in _KINDS]

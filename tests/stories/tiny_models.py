@@ -62,6 +62,8 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 8,
 }
+_INDEXED = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 3}
+_PER_LAYER = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 53}
 _NO_PADDING = {"pad_token_id": None}  # transformers 5.24 clears the padding's row of tied weights when it loads
 _SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers do not rotate
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
@@ -129,15 +131,55 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
     "qwen3_next": ("Qwen3Next", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
     "qwen3_5_text": ("Qwen3_5", _LINEAR),
+    "internlm3": ("InternLM3", {"head_dim": 8}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 8}),
+    "granite_swa": ("GraniteSWA", _FULL),
+    "hyperclovax": ("HyperCLOVAX", {"head_dim": 8, "use_post_norm": True}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**_MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "use_expert_bias": True},
+    ),
+    "minimax": (
+        "MiniMax",
+        {"num_local_experts": 4, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "jamba": (
+        "Jamba",
+        {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    "mimo_v2_flash": ("MiMoV2Flash", {**_ROUTED, "head_dim": 8, "v_head_dim": 8}),
+    "cohere2_moe": ("Cohere2Moe", {**_MOE, "head_dim": 8, **_FULL}),
+    "hy_v3": ("HYV3", {**_MOE, "head_dim": 8}),
+    "afmoe": ("Afmoe", {**_MOE, "head_dim": 8, **_SLIDING, "num_shared_experts": 1}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "layers_block_type": ["mamba", "attention"],
+        },
+    ),
+    "sarvam_mla": ("SarvamMLA", _LATENT),
+    "deepseek_v32": ("DeepseekV32", {**_LATENT, **_INDEXED}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_INDEXED, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
+    "gemma4_text": ("Gemma4", _PER_LAYER),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
+_CODE = {"InternLM3": "Llama", "IQuestCoder": "Llama", "SarvamMLA": "DeepseekV3"}
+"""Classes of configs whose models are of another class."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
 MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
-MIXTURES += ("qwen3_5_moe_text",)
+MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "deepseek_v32", "glm_moe_dsa")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
 DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
-DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text")
+DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text", "internlm3", "iquestcoder")
+DENSE += ("granite_swa", "hyperclovax")
 """Families that Megatron-core computes as transformers does: `tests/reshard/integrations/megatron_models.py`."""
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
@@ -150,6 +192,7 @@ _LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 
 MODELS = (*DECODERS, *_OTHERS)
 _EYES = {"depth": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
 _ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+_HALF_ROPE = {"rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}}
 _DEEP = {**_EYES, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
 _PICTURES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _PIXELS = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "intermediate_size": 64}
@@ -158,6 +201,20 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", _ROPE, _EYES),
     "qwen3_vl": ("Qwen3VL", {**_ROPE, "head_dim": 8}, _DEEP),
     "qwen3_vl_moe": ("Qwen3VLMoe", {**_ROPE, **_MOE, "head_dim": 8, "moe_intermediate_size": 24}, _DEEP),
+    "qwen3_5": ("Qwen3_5", _LINEAR, {**_EYES, "num_position_embeddings": 16}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24},
+        {**_EYES, "num_position_embeddings": 16},
+    ),
+    "glm4v": ("Glm4v", _ROPE, _EYES),
+    "glm4v_moe": ("Glm4vMoe", {**_HALF_ROPE, **_ROUTED, "head_dim": 8}, _EYES),
+    "gemma4": ("Gemma4", _PER_LAYER, {**_PICTURES, "intermediate_size": 24, "head_dim": 8}),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False},
+        {**_PICTURES, "model_type": "pixtral", "intermediate_size": 24, "head_dim": 8},
+    ),
     "llama4": ("Llama4", _LLAMA4, {**_PICTURES, **_PIXELS}),
     "gemma3": ("Gemma3", {"head_dim": 8}, {**_PICTURES, "intermediate_size": 24}),
 }
@@ -172,12 +229,16 @@ def fresh(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if name in DECODERS:
         kind, more = DECODERS[name]
-        config, cls = f"{kind}TextConfig" if name.endswith("_text") else f"{kind}Config", f"{kind}ForCausalLM"
+        config, cls = (
+            f"{kind}TextConfig" if name.endswith("_text") else f"{kind}Config",
+            f"{_CODE.get(kind, kind)}ForCausalLM",
+        )
         more = {**_BASE, **more}
     elif name in SEEING:
         kind, text, eyes = SEEING[name]
         config, cls = f"{kind}Config", f"{kind}ForConditionalGeneration"
-        more = {"text_config": {**_BASE, **text}, "vision_config": eyes}
+        tied = {key: value for key, value in text.items() if key == "tie_word_embeddings"}
+        more = {"text_config": {**_BASE, **text}, "vision_config": eyes, **tied}
     else:
         config, cls, more = _OTHERS[name]
         more = {**more, **(_LAYERS if name == "bart" else {}), "vocab_size": 53, "decoder_ffn_dim": 48, "num_heads": 4}

@@ -115,6 +115,25 @@ NAMES: list[tuple[str, dict[str, Any], dict[str, Any], int, str, dict[str, str]]
         },
     ),
     (
+        "hy_v3", {"layers": 2, "dense_layers": (0,), "next_layers": 1}, {}, 2, "mtp.layers.0.",
+        {
+            "eh_proj.weight": "eh_proj.weight",
+            "final_layernorm.weight": "final_layernorm.weight",
+            "mlp.expert_bias": "mtp_model_layer.mlp.router.expert_bias",
+            "mlp.router.gate.weight": "mtp_model_layer.mlp.router.weight",
+            "mlp.shared_mlp.down_proj.weight": "mtp_model_layer.mlp.shared_experts.linear_fc2.weight",
+        },
+    ),
+    (  # as Megatron-Bridge names the indexer of GLM-5
+        "glm_moe_dsa", DENSE_FIRST, ENGINE, 1, "decoder.layers.1.",
+        {
+            "self_attn.indexer.wq_b.weight": "self_attention.core_attention.indexer.linear_wq_b.weight",
+            "self_attn.indexer.wk.weight": "self_attention.core_attention.indexer.linear_wk.weight",
+            "self_attn.indexer.k_norm.bias": "self_attention.core_attention.indexer.k_norm.bias",
+            "self_attn.indexer.weights_proj.weight": "self_attention.core_attention.indexer.linear_weights_proj.weight",
+        },
+    ),
+    (
         "gpt_oss", {"expert_size": 16}, {}, 0, "decoder.layers.0.",
         {
             "self_attn.sinks": "self_attention.core_attention.softmax_offset",
@@ -267,6 +286,7 @@ def test_gates_of_the_output_stand_behind_the_queries_of_their_group(tmp_path: P
     [
         ({"first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, (0, 1, 2)),
         ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (0, 1, 3, 5)),
+        ({"num_dense_layers": 2}, (0, 1)),
         ({"mlp_only_layers": [4], "decoder_sparse_step": 2}, (0, 2, 4)),
         ({}, ()),
         ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse", "sparse"]}, (0, 3)),

@@ -203,6 +203,18 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(made["m.head"][...], W)
 
 
+@pytest.mark.parametrize(("rows", "aliases"), [(14, {"m.head": "m.embed"}), (15, {})])
+def test_tied_tensors_that_change_alike_stay_tied(rows: int, aliases: dict[str, str], tmp_path: Path) -> None:
+    """As the embedding and the output layer when a vocabulary is padded."""
+    rules = [Resize("embed", "m.embed", 12, 14), Resize("head", "m.head", 12, rows)]
+
+    made = opened({"embed": W, "head": W}, tmp_path / "c").mapped(Mapping(rules))
+
+    assert dict(made.aliases) == aliases
+    assert sorted([*made, *made.aliases]) == ["m.embed", "m.head"]
+    assert torch.equal(made["m.head"][...], torch.cat([W, torch.zeros(rows - 12, *W.shape[1:])]))
+
+
 def test_a_rename_keeps_the_saved_layout(tmp_path: Path) -> None:
     checkpoint = opened({"a": W}, tmp_path / "c")
 
