@@ -450,6 +450,7 @@ def dtype_name(word: str) -> str:
 
 _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
+    (r" \(check=False reads it as it is\)", ""),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
     (r"leave out onto\b", "leave out --onto"),
