@@ -26,7 +26,7 @@ from reshard.cli.arguments import (
 )
 from reshard.cli.completion import dtypes, formats, topologies
 from reshard.cli.show import console, counted, print_json, print_text, size, some
-from reshard.formats.table import ALSO_CALLED, WRITTEN, writing_of
+from reshard.formats.table import ALSO_CALLED, NOT_SHARDED, WRITTEN, writing_of
 
 if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport
@@ -99,6 +99,8 @@ def convert(
     from reshard.mapping import Mapping
 
     format = ALSO_CALLED.get(format) or arguments.choice(format, [*WRITTEN, *ALSO_CALLED], "format")
+    if onto is not None and not writing_of(format).is_sharded:
+        raise arguments.UsageError(f"{format} {NOT_SHARDED}")
     normalized |= writing_of(format).form is not None
     source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)
     given = arguments.read_hints(hint, used=normalized or model)

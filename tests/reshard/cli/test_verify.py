@@ -41,6 +41,13 @@ def test_damage_is_named(say, checkpoint) -> None:
     assert say("verify", checkpoint, "--shallow").code == 0
 
 
+def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> None:
+    said = say("verify", other, "--against", checkpoint)
+    assert said.code == 1
+    assert f"'model.layers.1.w': its values differ from those of {checkpoint}: the fingerprints differ\n" in said.out
+    assert "changed" not in said.out
+
+
 def test_a_missing_file(say, checkpoint) -> None:
     file = _flip(checkpoint)
     file.unlink()
