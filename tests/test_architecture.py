@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 467_200,
+    "tokens": 469_300,
     "header %": 7.98,
     "mean line": 52.95,
     "lines over 100 %": 9.72,

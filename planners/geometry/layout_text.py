@@ -11,7 +11,8 @@ from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorLayout
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard, parse_placements
 
 __all__ = [
-    "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "parse_layout", "short_form",
+    "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words", "parse_layout",
+    "short_form",
 ]  # fmt: skip
 
 
@@ -73,6 +74,20 @@ def in_words(layout: TensorLayout | ProductForm) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     explicit = [f"on rank{'s' * (len(ranks) > 1)} {shown}"] if mesh.has_explicit_ranks else []
     return "; ".join([*(words or ["unsharded"]), *explicit])
+
+
+def one_in_words(placement: Placement, axis: str) -> str:
+    """What a placement says of its axis, whatever the mesh.
+
+    >>> one_in_words(StridedShard(0, 2), "axis 1")
+    'dim 0 sharded over axis 1, after other axes sharded it into 2 parts'
+    """
+    if isinstance(placement, Replicate):
+        return f"replicated over {axis}"
+    words = f"dim {placement.dim} sharded over {axis}"
+    if isinstance(placement, StridedShard):
+        return f"{words}, after other axes sharded it into {placement.split_factor} parts"
+    return words + _within(placement)
 
 
 def in_both_forms(layout: TensorLayout) -> str:

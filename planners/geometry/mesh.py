@@ -340,7 +340,9 @@ def parse_placements(text: str) -> tuple[Placement, ...]:
 
     Raises PlanError for text that holds anything else.
     """
-    parts = re.split(r",(?![^(]*\))", text.strip().removeprefix("(").removesuffix(")") if _wrapped(text) else text)
+    text = text.strip()
+    text = text[1:-1] if _wrapped(text) or re.fullmatch(r"\[.*\]", text) else text
+    parts = re.split(r",(?![^(]*\))", text)
     return tuple(parse_placement(part) for part in parts if part.strip()) if text.strip() else ()
 
 

@@ -7,6 +7,8 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.units import format_bytes
@@ -55,7 +57,10 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
         if sum(wide) + 3 * len(wide) + margin + 3 <= width or len(across) <= 3:
             break
         across = _kept(len(columns) - 1, len(across) - 1)
-    words = "; ".join([*([", ".join(shown) + rest] if shown else []), "each cell names the ranks that hold it"])
+    notes = [*([", ".join(shown) + rest] if shown else []), "each cell names the ranks that hold it"]
+    if idle := sorted({*layout.form.ranks()} - {*np.flatnonzero(layout.numels()).tolist()}):
+        notes.append(f"rank{'s' * (len(idle) > 1)} {_ranks(idle)} hold{'s' * (len(idle) == 1)} nothing")
+    words = "; ".join(notes)
     starts = [str(columns[c]) if c >= 0 else "" for c in across]
     ticks = " " * (margin + 1) + "".join(f"{text:<{w + 3}}" for text, w in zip(starts, wide)) + str(columns[-1])
     marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]

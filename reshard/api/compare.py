@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from io import BytesIO
@@ -33,6 +33,7 @@ from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
+    CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
@@ -190,7 +191,7 @@ def compare_sides(
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes),
         _in_words(found, total, foreign, within), found.measures() if is_measured else None,
-        (left.label, right.label),
+        (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
 
 
@@ -215,6 +216,8 @@ class CompareReport(Report):
     measures: Mapping[str, Measure] | None = None
     """By how much each tensor differs, if you passed `measure`. Tensors whose shapes differ have no entry."""
     labels: tuple[str, str] = ("", "")
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """The tensors that were not compared because a side is damaged there, with the errors. They have findings too."""
 
     def to_html(self) -> str:
         """Return an HTML page of the differences: a map over layers and a table of tensors.
@@ -259,6 +262,8 @@ class _Difference:
     first: tuple[tuple[int, ...], str, str] | None = None
     """The first element that differs, in row-major order, and what it is on both sides."""
     error: str = ""
+    is_damage: bool = False
+    """Whether the error is damage."""
     largest: float = 0.0
     squares: float = 0.0
     """Of the distances of finite elements."""
@@ -271,8 +276,8 @@ class _Difference:
         firsts = [one.first for one in (self, other) if one.first]
         return _Difference(
             self.count + other.count, min(firsts, default=None), self.error or other.error,
-            max(self.largest, other.largest), self.squares + other.squares, self.norm + other.norm,
-            self.odd + other.odd,
+            self.is_damage or other.is_damage, max(self.largest, other.largest),
+            self.squares + other.squares, self.norm + other.norm, self.odd + other.odd,
         )  # fmt: skip
 
     @property
@@ -288,7 +293,8 @@ class _Difference:
         odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
         distance, size = (x[finite] - y[finite]).abs(), y[finite].abs()
         largest = float(distance.max()) if len(distance) else 0.0
-        return self + _Difference(0, None, "", largest, float(distance.square().sum()), float(size.square().sum()), odd)
+        squares, norm = float(distance.square().sum()), float(size.square().sum())
+        return self + _Difference(largest=largest, squares=squares, norm=norm, odd=odd)
 
     def measure(self, elements: int) -> Measure:
         """Return how much the sides differ, for this number of elements."""
@@ -420,7 +426,8 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
         try:
             found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
-            found.append(_Difference(error=str(error)))
+            is_damage = isinstance(error, CorruptCheckpointError)
+            found.append(_Difference(error=str(error), is_damage=is_damage))
     return found
 
 

@@ -34,7 +34,7 @@ from reshard.errors import (
 )
 from reshard.formats.format import Writing
 from reshard.formats.normalize import keep_beside, normalize
-from reshard.formats.table import writing_of
+from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.dtypes import BY_NAME
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
@@ -80,7 +80,7 @@ class ConvertJob:
             near = did_you_mean(str(self.dtype), BY_NAME) or ". Write a torch dtype by name, such as 'bfloat16'"
             raise option_error(f"unknown dtype {self.dtype!r}{near}", FormatError)
         if self.onto is not None and not self.writing.is_sharded:
-            raise LayoutError(f"{self.format} files are not sharded by rank: leave out onto, or write native or dcp")
+            raise LayoutError(f"{self.format} {NOT_SHARDED}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
             words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {self.max_shard_bytes!r}"
             raise option_error(words, FormatError)

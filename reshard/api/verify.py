@@ -369,11 +369,14 @@ def _read_findings(
         if name in wrong:
             findings.append(Finding(wrong[name], name))
             continue
-        said = {"the one that was saved": prints.get(name), f"that of {getattr(other, 'url', '')}": theirs.get(name)}
-        for who, wanted in said.items():
+        said = {
+            "its values changed: their fingerprint is not the one that was saved": prints.get(name),
+            f"its values differ from those of {getattr(other, 'url', '')}: the fingerprints differ": theirs.get(name),
+        }
+        for text, wanted in said.items():
             if wanted is None:
                 continue
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:
-                findings.append(Finding(f"its values changed: their fingerprint is not {who}", name))
+                findings.append(Finding(text, name))
     return findings

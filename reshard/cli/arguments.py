@@ -450,9 +450,11 @@ def dtype_name(word: str) -> str:
 
 _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
+    (r" \(check=False reads it as it is\)", ""),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
     (r"leave out onto\b", "leave out --onto"),
+    (r"leave out step=\d+", "leave out --step"),
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
@@ -478,7 +480,8 @@ def size_in_bytes(text: str) -> int:
     """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else, also for a
     number below a million without a unit, which is rarely meant."""
     if re.fullmatch(r"\d{1,6}", text):
-        raise UsageError(f"{text!r} has no unit: write {text}GB, or {text}B for bytes")
+        unit = "GB" if int(text) < 100 else "MB"
+        raise UsageError(f"{text!r} has no unit: write {text}{unit}, or {text}B for bytes")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:

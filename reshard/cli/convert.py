@@ -26,7 +26,7 @@ from reshard.cli.arguments import (
 )
 from reshard.cli.completion import dtypes, formats, topologies
 from reshard.cli.show import console, counted, print_json, print_text, size, some
-from reshard.formats.table import ALSO_CALLED, WRITTEN, writing_of
+from reshard.formats.table import ALSO_CALLED, NOT_SHARDED, WRITTEN, writing_of
 
 if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport
@@ -98,7 +98,7 @@ def convert(
     import reshard
     from reshard.mapping import Mapping
 
-    format = ALSO_CALLED.get(format) or arguments.choice(format, [*WRITTEN, *ALSO_CALLED], "format")
+    format = _format(format, onto)
     normalized |= writing_of(format).form is not None
     source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)
     given = arguments.read_hints(hint, used=normalized or model)
@@ -129,6 +129,14 @@ def convert(
             progress=not as_json,
         )
     _print(report, kept, as_json)
+
+
+def _format(given: str, onto: str | None) -> str:
+    """The format by its own name. Raises UsageError if it is not known, or has no place for a layout."""
+    name = ALSO_CALLED.get(given) or arguments.choice(given, [*WRITTEN, *ALSO_CALLED], "format")
+    if onto is not None and not writing_of(name).is_sharded:
+        raise arguments.UsageError(f"{name} {NOT_SHARDED}")
+    return name
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +24,14 @@ from reshard.cli.arguments import (
     UsageError,
     Workers,
     executor_on,
+    in_words_of_the_command_line,
     mapping_of,
     newest,
     read_hints,
     stored_hints,
 )
 from reshard.cli.show import (
+    as_given,
     console,
     counted,
     print_json,
@@ -39,7 +43,8 @@ from reshard.cli.show import (
 )
 
 if TYPE_CHECKING:
-    from planners.findings import Coverage, Report
+    from planners.findings import Coverage, Finding
+    from reshard.api.compare import CompareReport
 
 __all__ = ["diff"]
 
@@ -143,23 +148,42 @@ def _named(
     return [selected(side, select) for side in sides]
 
 
-def _print(report: Report, is_unread: bool, is_within: bool, limit: int) -> None:
-    covered = report.covered
+def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) -> None:
+    covered, screen = report.covered, console()
     assert covered is not None
     if is_unread:
-        print_text(console(), _unread_note(covered))
-    if report.findings:
-        print_text(console(), _summary(report), style="red")
-    print_report(report, right=_verdict(covered, is_within), limit=limit, more="--limit or --json")
+        print_text(screen, _unread_note(covered))
+    for line in _damage(report):
+        print_text(screen, line, "damaged", "red")
+    different = [finding for finding in report.findings if finding.fqn not in report.damaged]
+    if different:
+        print_text(screen, _summary(different), style="red")
+    if different or report.ok:
+        shown = dataclasses.replace(report, findings=tuple(different))
+        print_report(shown, right=_verdict(covered, is_within), limit=limit, more="--limit or --json")
 
 
-def _summary(report: Report) -> str:
+def _damage(report: CompareReport) -> Iterator[str]:
+    """Yield a line for each damaged side: where, and how many tensors it kept from being compared."""
+    from planners.geometry.mesh import grouped
+
+    texts = [as_given(as_given(text, report.labels[0]), report.labels[1]) for text in report.damaged.values()]
+    sides = grouped(
+        (max((s for s in report.labels if text.startswith(s)), key=len, default=""), text) for text in texts
+    )
+    for found in sides.values():
+        more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
+        where = in_words_of_the_command_line(found[0])
+        yield f"{where}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
+
+
+def _summary(different: Sequence[Finding]) -> str:
     """Return how many differences of each kind there are."""
     kinds = Counter(
         "only on one side" if finding.message.startswith("only in ") else
         "with other values" if finding.element is not None else
         "other differences"
-        for finding in report.findings
+        for finding in different
     )  # fmt: skip
     names = {"with other values": "tensor", "only on one side": "name"}
     said = [f"{counted(kinds[kind], what)} {kind}" for kind, what in names.items() if kinds[kind]]

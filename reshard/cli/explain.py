@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from reshard.cli.arguments import AsJson, UsageError
-from reshard.cli.show import console, print_json, print_legend, print_text
+from reshard.cli.show import console, counted, print_json, print_legend, print_text
 
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
@@ -30,31 +32,102 @@ def explain(
 
     Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, the tensor is the
     smallest that every rank gets a part of. Larger meshes than 64 ranks are drawn only with --shape.
+
+    Placements without a mesh, as torch prints them, and topologies such as fsdp=4,tp=2 are explained but not drawn.
     """
     from planners.errors import PlanError
+    from planners.geometry.topologies import looks_like_a_topology
+
+    has_mesh = re.search(r"\bon\b", layout) is not None or not layout.strip()
+    if shape is not None and not has_mesh:
+        raise UsageError(f"--shape needs a mesh: write {layout!r} with one, such as 'S(0),R on dp=4,tp=2'")
+    try:
+        if looks_like_a_topology(layout):
+            said = _topology(layout)
+        elif has_mesh:
+            said = _layout(layout, shape)
+        else:
+            said = _placements(layout)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+    if as_json:
+        print_json(said.data)
+        return
+    screen = console()
+    print_text(screen, said.words, style="bold")
+    for line in said.lines:
+        screen.print(line, markup=False, soft_wrap=True)
+    if said.note:
+        print_text(screen, said.note)
+    print_legend(screen, said.signs)
+
+
+class _Said(NamedTuple):
+    words: str
+    data: dict[str, Any]
+    """The same for `--json`."""
+    signs: list[str]
+    """Texts whose signs the legend explains."""
+    lines: Sequence[str] = ()
+    note: str = ""
+
+
+def _layout(text: str, shape: str | None) -> _Said:
+    """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
     from planners.geometry.layout_text import in_words, parse_layout
     from planners.reports.cuts import draw_cuts
 
-    screen = console()
-    try:
-        form = parse_layout(layout)
-        tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
-    except PlanError as error:
-        raise UsageError(str(error)) from None
-    if as_json:
-        placements, axes = list(map(str, form.placements)), [{"name": n, "size": size} for n, size in form.mesh.axes]
-        print_json({"words": in_words(form), "mesh": axes, "placements": placements})
-        return
-    print_text(screen, in_words(form), style="bold")
+    form = parse_layout(text)
+    tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
+    axes = [{"name": name, "size": size} for name, size in form.mesh.axes]
+    data = {"words": in_words(form), "mesh": axes, "placements": list(map(str, form.placements))}
     if form.mesh.size <= _DRAWN_RANKS or shape is not None:
-        screen.print()
-        screen.print(draw_cuts(tensor, screen.width), markup=False, soft_wrap=True)
-    else:
-        print_text(
-            screen, f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"
-        )
-    print_legend(screen, [layout])
+        return _Said(in_words(form), data, [text], ["", draw_cuts(tensor, console().width)])
+    note = f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"
+    return _Said(in_words(form), data, [text], note=note)
+
+
+def _placements(text: str) -> _Said:
+    """Explain placements without the mesh that they are for."""
+    from planners.geometry.layout_text import one_in_words
+    from planners.geometry.mesh import parse_placements
+
+    head, colon, tail = text.rpartition(":")
+    names = [name.strip() for name in head.split(",")] if colon else []
+    found = parse_placements(tail)
+    if names and len(names) != len(found):
+        raise UsageError(f"{text!r} has {counted(len(found), 'placement')} for the {len(names)} axes before the colon")
+    axes = names or [f"axis {i}" for i, _ in enumerate(found)]
+    words = "; ".join(map(one_in_words, found, axes))
+    short = ",".join(map(str, found))
+    mesh = ",".join(f"{name}=2" for name in names or [f"axis{i}" for i, _ in enumerate(found)])
+    example = shlex.join(["reshard", "explain", f"{f'{head}: ' * bool(colon)}{short} on {mesh}"])
+    note = f"Which rank holds what depends on the mesh. To draw it, add the names and sizes of its axes: {example}"
+    data = {"words": words, "mesh": None, "placements": list(map(str, found))}
+    return _Said(words, data, [short, f"{head}:" * bool(colon)], note=note)
+
+
+def _topology(text: str) -> _Said:
+    """Explain a topology by its rules."""
+    from planners.errors import PlanError, sentence
+    from planners.geometry.topologies import topology_of
+
+    try:
+        topology = topology_of(text)
+    except PlanError as error:
+        example = f"'{','.join(['S(0)', *['R'] * text.count(',')])} on {text}'"
+        raise UsageError(f"{sentence(str(error))} Or give placements on this mesh, such as {example}") from None
+    rules = [(rule.pattern, rule.text) for rule in topology.rules]
+    wide = max(len(pattern) for pattern, _ in rules)
+    lines = [f"  {pattern:<{wide}}  {placements}" for pattern, placements in rules]
+    words = (
+        f"the mesh {topology.mesh} of {counted(topology.mesh.size, 'rank')}; the first rule that matches a name counts:"
+    )
+    axes = [{"name": name, "size": size} for name, size in topology.mesh.axes]
+    data = {"words": words, "mesh": axes, "rules": [{"glob": glob, "placements": of} for glob, of in rules]}
+    note = f"To see what its ranks read of a checkpoint: reshard plan CHECKPOINT {text}"
+    return _Said(words, data, [f"{of} on {topology.mesh}" for _, of in rules], lines, note)
 
 
 def _shape(form: ProductForm, given: str | None) -> tuple[int, ...]:

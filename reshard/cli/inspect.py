@@ -66,15 +66,13 @@ def inspect(
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
     is_shown = not as_json and drawn is None
-    if is_named := is_shown and os.path.exists(path):
-        show.print_text(show.console(), path, style="bold")  # before all that takes long
     import reshard
     from reshard.api.convert_job import selected
     from reshard.formats.opening import steps_at
 
     steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
     if steps and is_shown:
-        _print_run(path, steps, is_named)
+        _print_run(path, steps)
     if steps and all(found.problem for found in steps):
         if as_json:
             show.print_json(_run_as_json(path, steps))
@@ -83,9 +81,10 @@ def inspect(
         checkpoint = reshard.open(path, step=step)
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
-    if is_shown and (checkpoint.run or not is_named):
+    if is_shown:
         note = ", the newest complete checkpoint" * bool(steps)
-        show.print_text(show.console(), checkpoint.url + note, style="bold")
+        name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
+        show.print_text(show.console(), name + note, style="bold")
     if drawn is not None:
         _draw(checkpoint, drawn)
         return
@@ -108,10 +107,9 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _print_run(path: str, steps: Sequence[retention.Step], is_named: bool) -> None:
+def _print_run(path: str, steps: Sequence[retention.Step]) -> None:
     screen = show.console()
-    if not is_named:
-        show.print_text(screen, path, style="bold")
+    show.print_text(screen, path, style="bold")
     show.print_text(screen, f"a run with {show.counted(len(steps), 'checkpoint')}")
     sizes = dict(zip((step.path for step in steps), format_each([step.nbytes for step in steps])))
     for step in steps:

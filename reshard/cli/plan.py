@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,9 @@ _AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="A
 
 
 def plan(
-    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, or topology.")],
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="What was saved: a checkpoint, layout file, or topology.")
+    ],
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,
@@ -80,6 +83,8 @@ def plan(
     )
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
+    if not sides.is_onto and sides.topology is not None:
+        _note_direction(source, onto, rule)
     texts = [unsharded_text(*item) for item in sides.unsharded_axes.items()]
     useless = [] if allow_unsharded_axes or allow_uncut_axes else texts
     if out is not None:
@@ -99,6 +104,13 @@ def plan(
         _print_unsharded(sides, source, onto, [] if useless else texts)
     if useless or not report.ok:
         raise typer.Exit(1)
+
+
+def _note_direction(source: str, onto: str, rule: list[str] | None) -> None:
+    """Say what a topology as the first argument means, since most people mean the other direction."""
+    other = shlex.join(["reshard", "plan", onto, source, *(word for text in rule or () for word in ("--rule", text))])
+    text = f"plans how the layout of {onto} reads a state saved as {source}. For the other direction: {other}"
+    print_text(console(stderr=True), text, "note")
 
 
 def _cluster(read_rate: str | None, ranks_per_host: int) -> Cluster | None:

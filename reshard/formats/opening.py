@@ -75,8 +75,12 @@ class _Run(NamedTuple):
     def having(self, number: int | None, path: str | os.PathLike[str]) -> list[RunStep]:
         """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
         found = [step for step in reversed(self.steps) if number in (None, step.step)]
+        if not found and not self.steps:
+            raise CheckpointNotFoundError(
+                f"{os.fspath(path)} has no step {number}, since it is not the folder of a run: leave out step={number}"
+            )
         if not found:
-            known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps) or "none"
+            known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps)
             raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {number}: its steps are {known}")
         return found
 

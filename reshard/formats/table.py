@@ -11,7 +11,10 @@ from reshard.errors import FormatError, did_you_mean, option_error
 if TYPE_CHECKING:
     from reshard.formats.format import Format, Writing
 
-__all__ = ["ALSO_CALLED", "FORMATS", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats", "writing_of"]
+__all__ = [
+    "ALSO_CALLED", "FORMATS", "NOT_SHARDED", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats",
+    "writing_of",
+]  # fmt: skip
 
 
 class FormatRow(NamedTuple):
@@ -59,6 +62,8 @@ WRITTEN = {row.name: row.written for row in FORMATS if row.written}
 """The formats that can be written, and what each is called."""
 ALSO_CALLED = {"huggingface": "safetensors", "torch": "torch_save"}
 """Other names of formats that can be written."""
+NOT_SHARDED = "files are not sharded by rank: leave out onto, or write native or dcp"
+"""Of a format, where a layout of ranks is wanted."""
 FormatName = Literal[
     "native", "megatron", "deepspeed", "torch_checkpointing", "dcp", "safetensors", "huggingface", "torch_save", "torch"
 ]

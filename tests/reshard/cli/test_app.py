@@ -96,6 +96,8 @@ def test_version(say) -> None:
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
         (["convert", ".", "out", "-f", "hf"], 2, "there is no format 'hf': did you mean 'huggingface'?"),
         (["convert", ".", "out", "--max-shard", "5"], 2, "'5' has no unit: write 5GB, or 5B for bytes"),
+        (["convert", ".", "out", "--max-shard", "500"], 2, "'500' has no unit: write 500MB, or 500B for bytes"),
+        (["convert", ".", "out", "--step", "3"], 3, "not the folder of a run: leave out --step"),
         (["plan", ".", "fsdp=2", "--read-rate", "2"], 2, "'2' has no unit: write 2GB, or 2B for bytes"),
         (["inspect", ".", "--html", "page.txt"], 2, "end its name in .html, or write --html=page.txt"),
         (["inspect", ".", "more"], 2, "Got unexpected extra argument(s) (more). See reshard inspect --help"),

@@ -141,6 +141,7 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         (["--names", "plane:megatron", "--config", "c"], "there is no naming 'plane': did you mean 'plain'?"),
         (["--format", "gguf"], "there is no format 'gguf'. Known: native, megatron, "),
         (["--onto", "fsdp=0"], "with numbers >= 1"),
+        (["-f", "huggingface", "--onto", "fsdp=2"], "safetensors files are not sharded by rank: leave out --onto, or"),
     ],
 )
 def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:
@@ -157,7 +158,6 @@ def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: l
         (["--select", "nothing*"], "matches 'nothing*'"),
         (["--select", "model.nrm"], "did you mean 'model.norm'?"),
         (["--onto", "nowhere"], "there is nothing at nowhere"),
-        (["-f", "safetensors", "--onto", "fsdp=2"], "leave out --onto"),
     ],
 )
 def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import placement_types
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
@@ -364,7 +366,12 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["fsdp=2"], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
+        (["mine=2"], "has the unknown axis 'mine'"),
+        (["mine=2,tp=2"], "Or give placements on this mesh, such as 'S(0),R on mine=2,tp=2'"),
+        (["S(0)", "--shape", "4"], "--shape needs a mesh: write 'S(0)' with one, such as 'S(0),R on dp=4,tp=2'"),
+        (["Partial(sum)"], "unknown placement 'Partial(sum)': write S(dim)"),
+        (["dp,tp: S(0)"], "has 1 placement for the 2 axes before the colon"),
+        ([""], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
         (["S(0) on dp=2,tp=2"], "has 2 axes, but 1 placements"),
         (["S(1) on dp=2", "--shape", "4"], "does not have"),
         (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),
@@ -374,6 +381,59 @@ def test_what_is_no_short_form(say, words, told) -> None:
     said = say("explain", *words)
 
     assert (said.code, told in said.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ("S(0)", "dim 0 sharded over axis 0\n"),
+        ("[Shard(dim=0), Replicate()]", "dim 0 sharded over axis 0; replicated over axis 1\n"),
+        ("(_StridedShard(dim=0, sf=2), Shard(dim=0))", "dim 0 sharded over axis 0, after other axes sharded it into 2"),
+        ("tp,dp: S(0),S(1)", "dim 0 sharded over tp; dim 1 sharded over dp\n"),
+    ],
+)
+def test_placements_are_explained_without_a_mesh(say, layout, told) -> None:
+    said = say("explain", layout)
+    assert (said.code, said.out.startswith(told)) == (0, True), said
+    assert json.loads(say("explain", layout, "--json").out)["mesh"] is None
+    example = shlex.split(said.out.partition("axes: reshard ")[2].splitlines()[0])
+    assert "┌" in say(*example).out
+
+
+def test_torchs_repr_is_read_with_a_mesh(say) -> None:
+    torchs = (placement_types.Shard(0), placement_types.Replicate())
+    for text in (list(torchs), torchs, "[Shard(dim=0), Replicate()]", "(Shard(dim=0), Replicate())", "[S(0), R]"):
+        assert (
+            say("explain", f"{text} on dp=2,tp=2", "--json").out == say("explain", "S(0),R on dp=2,tp=2", "--json").out
+        )
+
+
+def test_a_topology_is_explained_by_its_rules(say) -> None:
+    said = say("explain", "fsdp=4,tp=2")
+    assert said.code == 0
+    assert said.out.startswith(
+        "the mesh fsdp=4,tp=2 of 8 ranks; the first rule that matches a name counts:\n  *wq.weight*"
+    )
+    assert "reshard plan CHECKPOINT fsdp=4,tp=2\n" in said.out
+    [*_, last] = json.loads(say("explain", "fsdp=4,tp=2", "--json").out)["rules"]
+    assert last == {"glob": "*", "placements": "fsdp,tp: S(0),R"}
+
+
+def test_ranks_that_hold_nothing_are_named(say) -> None:
+    assert "; rank 3 holds nothing\n" in say("explain", "S(0) on dp=4", "--shape", "3,2").out
+    assert "; ranks 1, 3 hold nothing\n" in say("explain", "R,S(0) on dp=2,tp=2", "--shape", "1").out
+    assert "nothing" not in say("explain", "S(0) on dp=4").out
+
+
+def test_nothing_is_printed_before_an_error(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(2)}, tmp_path / "step-1")
+    said = say("inspect", tmp_path, "--step", "9")
+    assert (said.code, said.out) == (3, "")
+    assert said.err.startswith(f"error: {tmp_path} has no step 9: its steps are 1")
+    said = say("inspect", tmp_path / "step-1", "--step", "9")
+    assert (
+        said.err == f"error: {tmp_path}/step-1 has no step 9, since it is not the folder of a run: leave out --step\n"
+    )
 
 
 def test_a_part_of_a_name_is_answered_with_the_names_that_contain_it(say, checkpoint) -> None:

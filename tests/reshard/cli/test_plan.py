@@ -215,8 +215,14 @@ def test_the_side_that_is_read_from_may_be_the_one_that_is_not_sharded(say, chec
 
     assert said.code == 1
     assert "wrong  axis 'tp' shards no tensor" in said.out
+    assert said.err == (
+        f"note  plans how the layout of {checkpoint} reads a state saved as tp=2. "
+        f"For the other direction: reshard plan {checkpoint} tp=2\n"
+    )
     [again] = offered(said.out)
     assert again[:3] == ["plan", "tp=2", str(checkpoint)]
+    assert " tp=2 --rule '*=S(0)'\n" in say("plan", "tp=2", checkpoint, "--rule", "*=S(0)").err
+    assert say("plan", checkpoint, "fsdp=2").err == ""
     assert say(*again).code == 0
     assert say("plan", "tp=2", checkpoint, "--allow-unsharded-axes").code == 0
 

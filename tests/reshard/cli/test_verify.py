@@ -41,6 +41,13 @@ def test_damage_is_named(say, checkpoint) -> None:
     assert say("verify", checkpoint, "--shallow").code == 0
 
 
+def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> None:
+    said = say("verify", other, "--against", checkpoint)
+    assert said.code == 1
+    assert f"'model.layers.1.w': its values differ from those of {checkpoint}: the fingerprints differ\n" in said.out
+    assert "changed" not in said.out
+
+
 def test_a_missing_file(say, checkpoint) -> None:
     file = _flip(checkpoint)
     file.unlink()
@@ -147,6 +154,30 @@ def test_diff_reads_both_sides_unless_told_not_to(say, checkpoint, tmp_path) -> 
     assert "the saved fingerprints are equal; no values were read" in unread.out
     assert json.loads(say("diff", bad, checkpoint, "--unread", "--json").out)["covered"]["read_bytes"] == 0
     assert say("diff", bad, checkpoint, "--unread", "--atol", "1").code == 2
+
+
+def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path, monkeypatch) -> None:
+    bad = shutil.copytree(checkpoint, tmp_path / "bad")
+    file = _flip(bad)
+
+    for sides in ((bad, checkpoint), (checkpoint, bad)):
+        said = say("diff", *sides)
+        told = json.loads(say("diff", *sides, "--json").out)
+        [line] = said.out.splitlines()
+        assert said.code == 1
+        assert line.startswith(f"damaged  {file}: bytes [")
+        assert "restore the file, or load another checkpoint; " in line
+        assert f"; {len(told['findings'])} tensors could not be compared: see --json" in line
+        assert "model.layers.1.w" in {finding["fqn"] for finding in told["findings"]}
+    monkeypatch.chdir(tmp_path)
+    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: bytes [")
+    _flip(checkpoint)
+    assert [line.split("/")[0] for line in say("diff", "bad", "checkpoint").out.splitlines()] == ["damaged  bad"]
+    assert len(say("diff", checkpoint, bad).out.splitlines()) == 1, "of each tensor, the side that is read first"
+    said = say("diff", bad, other)
+    assert [line.split()[0] for line in said.out.splitlines()[:2]] == ["damaged", "different:"]
+    assert "2 names only on one side, 1 other difference" in said.out
+    assert said.out.count("bytes [") == 1
 
 
 def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> None:
