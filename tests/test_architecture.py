@@ -35,8 +35,8 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 MOST = {
     "tokens": 469_300,
     "header %": 7.98,
-    "mean line": 52.95,
-    "lines over 100 %": 9.72,
+    "mean line": 52.97,
+    "lines over 100 %": 9.76,
     "names of several classes": 4,
     "pairs of like classes": 13,
     "folders of Megatron": 3,

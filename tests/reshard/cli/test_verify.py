@@ -165,12 +165,12 @@ def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path,
         told = json.loads(say("diff", *sides, "--json").out)
         [line] = said.out.splitlines()
         assert said.code == 1
-        assert line.startswith(f"damaged  {file}: bytes [")
+        assert line.startswith(f"damaged  {file}: some of bytes [")
         assert "restore the file, or load another checkpoint; " in line
         assert f"; {len(told['findings'])} tensors could not be compared: see --json" in line
         assert "model.layers.1.w" in {finding["fqn"] for finding in told["findings"]}
     monkeypatch.chdir(tmp_path)
-    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: bytes [")
+    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: some of bytes [")
     _flip(checkpoint)
     assert [line.split("/")[0] for line in say("diff", "bad", "checkpoint").out.splitlines()] == ["damaged  bad"]
     assert len(say("diff", checkpoint, bad).out.splitlines()) == 1, "of each tensor, the side that is read first"
