@@ -26,7 +26,7 @@ __all__ = ["InPlace"]
 
 
 _PIECE_BYTES = 256 << 10
-"""Smaller copies are checked before."""
+"""Smaller copies are checked before. Pieces are larger only where a block of checksums is."""
 _LOTS_A_THREAD = 8
 
 
@@ -133,10 +133,12 @@ def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
     before."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)
+    assert isinstance(source.checksums, BlockChecksums)
+    size = -(-_PIECE_BYTES // source.checksums.block_bytes) * source.checksums.block_bytes
     rest = subtract_ranges([(window.offset, window.stop)], compared)
     for start, stop, is_compared in sorted((*((*some, True) for some in compared), *((*some, False) for some in rest))):
-        for at in range(start, stop, _PIECE_BYTES):
-            yield _TargetPiece(copy, source, at, min(at + _PIECE_BYTES, stop), is_compared)
+        for at in range(start, stop, size):
+            yield _TargetPiece(copy, source, at, min(at + size, stop), is_compared)
 
 
 def _list(pieces: Sequence[_TargetPiece], open_files: ExitStack) -> WorkList:

@@ -63,6 +63,23 @@ def test_it_loads_and_checks_the_same(tmp_path, which, threads, monkeypatch):
 
 
 @pytest.mark.parametrize("which", [NUMPY, COMPILED])
+@pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 18, 1 << 20])  # of older checkpoints: 1 MiB
+def test_blocks_of_any_size_are_compared_whole(tmp_path, which, block_bytes, monkeypatch):
+    monkeypatch.setattr("reshard.native.commit.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("reshard.native.data_file.BLOCK_BYTES", block_bytes)
+    reshard.save(tensors(), tmp_path / "ckpt")
+    target = zeros()
+    with summed_up_by(which):
+        report = reshard.load(target, tmp_path / "ckpt", check="during")
+        flip(data_file(tmp_path / "ckpt"), 3 << 20)
+        with pytest.raises(CorruptCheckpointError, match="are undefined"):
+            reshard.load(zeros(), tmp_path / "ckpt", check="during")
+
+    assert report.bytes_unchecked == 0
+    assert all(torch.equal(tensor, target[name]) for name, tensor in tensors().items())
+
+
+@pytest.mark.parametrize("which", [NUMPY, COMPILED])
 def test_targets_that_are_no_run_of_bytes_and_storages_without_files(tmp_path, which):
     storage = MemoryStorage()
     known = {"w": torch.randn(1000, 700), "turned": torch.randn(600, 800), "part": torch.randn(400, 300)}
