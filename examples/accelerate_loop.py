@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     options = parser.parse_args()
     first, _, _, accelerator = train(options.folder, options.steps, options.old)
-    accelerator.print(f"{accelerator.num_processes} processes, steps {first} to {options.steps}")
+    accelerator.print(f"number of processes: {accelerator.num_processes}, steps {first} to {options.steps}")
     accelerator.end_training()
 
 

@@ -569,16 +569,8 @@ class LoadReport(FilledReport, CheckedReport):
         did = "would load" if self.dry_run else "loaded"
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
         head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
-        kinds = (
-            "missing",
-            "not_requested" if self.ok else "unexpected",
-            "outside",
-            "mismatched",
-            "dropped",
-            "cast",
-            "replaced",
-            "resized",
-        )
+        extra = "not_requested" if self.ok else "unexpected"
+        kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = self._first_of_each(*kinds)
         if self.retyped:
             odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")

@@ -463,9 +463,10 @@ class Mismatches:
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
-        of_another_kind = {key: text for key, text in _kinds(match).items() if key in missing}
-        where = {key: text for key, text in _on_ranks(missing, group).items() if key not in of_another_kind}
-        unexpected = [name for name in unexpected if name not in {match.looked_for(key) for key in of_another_kind}]
+        where, kinds = _on_ranks(missing, group), _kinds(match)
+        of_another_kind = {key: where.pop(key) + kinds[key] for key in [*where] if key in kinds}
+        met = {match.looked_for(key) for key in of_another_kind}
+        unexpected = [name for name in unexpected if name not in met]
         fixes = []
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
