@@ -326,7 +326,7 @@ def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int
                     if _crc(source, at, size) != expected:
                         text = (
                             f"{source.label}: bytes [{at}, {at + size}), record {name!r} of a zip archive, do not have "
-                            "the CRC-32 that was written with them: they were changed (or "
+                            "the CRC-32 that was written with them: some were changed (or "
                             "torch.serialization.set_crc32_options was off when they were saved)"
                         )
                         yield text, at, at + size
