@@ -6,8 +6,8 @@ setup(
     ext_modules=[
         Extension(
             "reshard_kernels._loops",
-            ["reshard_kernels/fold.c", "reshard_kernels/run.c"],
-            depends=["reshard_kernels/xxhash.h"],
+            [f"reshard_kernels/{name}.c" for name in ("fold", "hash", "run")],
+            depends=["reshard_kernels/hash.h", "reshard_kernels/xxhash.h"],
             extra_compile_args=["-O3"],
             py_limited_api=True,
         )

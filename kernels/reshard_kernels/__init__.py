@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COPY", "ENTRY", "INTERFACE", "REGION", "fold", "fold_rows", "run", "table"]
+__all__ = ["COPY", "ENTRY", "INTERFACE", "REGION", "digest", "fold", "fold_rows", "run", "table"]
 
 INTERFACE = 2
 """Counts changes of what is called here: `reshard` uses no other than the one it knows."""
@@ -100,6 +100,26 @@ def _call(
 
 def _kind(array: npt.NDArray[np.generic]) -> str:
     return f"{array.dtype} of shape {array.shape} with strides of {array.strides} bytes"
+
+
+_hash = _loops.reshard_hash
+_hash.restype = ctypes.c_uint64
+_hash.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+
+
+def digest(data: npt.NDArray[np.uint8], *, widest: int = 2) -> int:
+    """XXH3-64 of the bytes, as `run` computes it.
+
+    Args:
+        data: one run of memory, wherever it begins.
+        widest: on x86-64, the most that may be used of what the processor has: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
+
+    Raises:
+        ValueError: an array of another shape or type.
+    """
+    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError(f"bytes are a row of uint8 without gaps, got {_kind(data)}")
+    return int(_hash(data.ctypes.data, data.nbytes, widest))
 
 
 _DIMS = 8

@@ -23,8 +23,7 @@
 enum { FUTEX_WAIT, FUTEX_WAKE };
 #endif
 
-#define XXH_INLINE_ALL
-#include "xxhash.h"
+#include "hash.h"
 
 enum { READ, COMPARE, TAKE, WAIT, POST, CALL };
 enum { DONE, LATER, CALLS, OUTSIDE, ENDED, FAILED, CHANGED };
@@ -107,7 +106,7 @@ static int compare(const list *all, const int64_t *of, int64_t *detail) {
         return OUTSIDE;
     for (int64_t i = 0; i < blocks; i++) {
         int64_t rest = of[2] - i * of[3];
-        if (XXH3_64bits(data + i * of[3], (size_t)(rest < of[3] ? rest : of[3])) != all->digests[of[4] + i]) {
+        if (reshard_hash(data + i * of[3], rest < of[3] ? rest : of[3], WIDEST) != all->digests[of[4] + i]) {
             *detail = i;
             return CHANGED;
         }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -295,8 +295,27 @@ def test_random_lists_do_the_same_by_both(tmp_path: Path) -> None:
     assert fuzz(3000, 1, tmp_path / "data") == {Ending.DONE, Ending.OUTSIDE, Ending.ENDED, Ending.CHANGED}
 
 
+def hashes(lengths: Iterable[int]) -> None:
+    """Digests by each set of instructions, of memory that begins anywhere. Raises AssertionError."""
+    kernel: Any = compiled()
+    data = np.random.default_rng(3).integers(0, 256, 70_000, np.uint8)
+    for nbytes in lengths:
+        for start in (0, 1, 63):
+            piece = data[: start + nbytes].copy()[start:]  # ends where its memory does
+            found = {kernel.digest(piece, widest=widest) for widest in range(3)}
+            assert found == {xxhash.xxh3_64_intdigest(piece.tobytes())}, (nbytes, start)
+
+
+def test_each_set_of_instructions_gives_the_digest_that_xxhash_gives() -> None:
+    if compiled() is None:
+        pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
+    # 240 is the longest short input; 1,024 bytes are a block of its loop
+    hashes([*range(0, 1100), *(1024 * n + more for n in (2, 16, 64) for more in (-1, 0, 1, 63, 64, 65))])
+
+
+@pytest.mark.parametrize("flags", [[], ["-DXXH_VECTOR=0"]], ids=["as installed", "hashes without vectors"])
 @pytest.mark.parametrize("sanitizer", ["address,undefined"])
-def test_random_lists_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+def test_random_lists_under_sanitizers(sanitizer: str, flags: list[str], tmp_path: Path) -> None:
     """In a process of its own, with the library compiled so that it ends at the first byte outside."""
     cc = shutil.which("gcc")
     if cc is None:
@@ -304,15 +323,16 @@ def test_random_lists_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     source, package = ROOT / "kernels" / "reshard_kernels", tmp_path / "reshard_kernels"
     package.mkdir()
     shutil.copy(source / "__init__.py", package)
-    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1", "-shared", "-fPIC"]
-    files = [str(source / name) for name in ("fold.c", "run.c")]
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1", "-shared", "-fPIC", *flags]
+    files = [str(source / name) for name in ("fold.c", "hash.c", "run.c")]
     built = subprocess.run([cc, *flags, "-o", str(package / "_loops.abi3.so"), *files], capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"gcc has no such sanitizers here: {built.stderr[-200:]}")
     preload = subprocess.check_output([cc, "-print-file-name=libasan.so"], text=True).strip()
     path = os.pathsep.join(map(str, (tmp_path, ROOT)))
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": path}
-    code = f"from tests.reshard.execute import test_work_list as t; t.fuzz(1500, 2, t.Path({str(tmp_path / 'data')!r}))"
+    code = "from tests.reshard.execute import test_work_list as t; t.hashes(range(0, 3000, 7)); "
+    code += f"t.fuzz(1500, 2, t.Path({str(tmp_path / 'data')!r}))"
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
