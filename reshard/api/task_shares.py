@@ -32,12 +32,14 @@ def shares(boxes: Iterable[tuple[str, Box, int]]) -> Iterator[Share]:
     share: list[tuple[str, Box]] = []
     room = SHARE_BYTES
     for name, outer, itemsize in boxes:
-        for box in windows(outer.sizes, itemsize, SHARE_BYTES):
+        parts = windows(outer.sizes, itemsize, SHARE_BYTES)
+        is_one = 0 < outer.numel * itemsize <= SHARE_BYTES
+        for box in (outer,) if is_one else (part.shift(outer.offsets) for part in parts):
             nbytes = box.numel * itemsize
             if share and (nbytes > room or len(share) == _SHARE_TENSORS):
                 yield tuple(share)
                 share, room = [], SHARE_BYTES
-            share.append((name, box.shift(outer.offsets)))
+            share.append((name, box))
             room -= nbytes
     if share:
         yield tuple(share)

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast, overload
 
 import numpy as np
@@ -22,7 +23,7 @@ from reshard.stored.source import Source
 
 __all__ = [
     "MAX_BUFFER_BYTES", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "check_cover", "copy_place", "copy_view", "empty", "read_place", "whole",
+    "box_bytes", "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "whole",
 ]  # fmt: skip
 
 
@@ -118,8 +119,10 @@ class StoredChunk:
 
     def crop(self, region: Box) -> StoredChunk:
         """The part inside `region`, which is within the box, in the same global coordinates."""
+        if region == self.box:
+            return self
         inner = region.relative_to(self.box)
-        return self if region == self.box else self.derived(region, lambda w: w.crop(inner))
+        return self.derived(region, lambda w: w.crop(inner))
 
     def shift(self, by: Sequence[int]) -> StoredChunk:
         """The same elements, `by` further on in each dim."""
@@ -353,6 +356,8 @@ class LazyTensor:
             TypeError: anything but ints, slices and Ellipsis; a step < 1 is a ValueError.
             CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
         """
+        if index is Ellipsis:
+            return read_box(self.stored, Box.full(self.stored.spec.shape))
         ranges, kept = _normalize(index, self.shape, self.name)
         return _read_ranges(self.stored, ranges).reshape([n for (_, _, n), keep in zip(ranges, kept) if keep])
 
@@ -415,6 +420,35 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], l
         ranges.append((i % size, 1, 1))
         kept.append(False)
     return ranges, kept
+
+
+def read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
+    """The elements of a box as a new contiguous tensor. Raises what indexing a `LazyTensor` raises."""
+    chunk = _holder(stored, box)
+    if chunk is not None:
+        place = chunk.crop(box).place
+        place.source.check(place.window.offset, place.window.stop)  # before there is memory for it
+        return read_place(place, stored.spec.dtype)
+    return _read_ranges(stored, [(start, 1, n) for start, n in zip(*box)])
+
+
+def box_bytes(stored: StoredTensor, box: Box) -> bytes | memoryview | None:
+    """The elements of a box, row-major, without a copy where there is a view; None unless they are one run of bytes.
+
+    Raises what reading raises.
+    """
+    chunk = _holder(stored, box)
+    if chunk is None:
+        return None
+    source, window, conjugate, _ = chunk.crop(box).place
+    is_run = not conjugate and window.runs().count == 1
+    return source.read(window.offset, window.nbytes, elements=True) if is_run else None
+
+
+def _holder(stored: StoredTensor, box: Box) -> StoredChunk | None:
+    """The chunk that holds a box, if no other chunk holds an element of it."""
+    met = list(islice(stored.meeting(box), 2))
+    return met[0][0] if len(met) == 1 and met[0][1] == box else None
 
 
 def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
