@@ -42,8 +42,20 @@ ON_THE_PAGE = (
     "elastic",
     "control",
     "manifest",
+    "limits",
 )
-WHOLE = ("first_calls", "convert", "plan", "incremental", "control", "manifest", "engines", "disk", "orbax_shards")
+WHOLE = (
+    "first_calls",
+    "convert",
+    "limits",
+    "plan",
+    "incremental",
+    "control",
+    "manifest",
+    "engines",
+    "disk",
+    "orbax_shards",
+)
 """What these say depends on size, or on many rounds: the page has all of their cases."""
 ON_REQUEST: tuple[str, ...] = (
     "cold",

@@ -5,8 +5,9 @@
 
 torch writes the checkpoint with four processes; then both convert it in turn. The seconds and CPU time of the
 call, and by how much the peak of the process's memory lies above its start. The floor is a plain write of as many bytes
-into one file, by a buffer: none of them is read. The cases are rows, whose checksums torch has written already, and
-columns, whose checksums are taken anew. With `--parts`: the CPU time of what a conversion is made of.
+into one file, by a buffer: none of them is read. Where isal is installed, there are rows with it. The cases are rows,
+whose checksums torch has written already, and columns, whose checksums are taken anew. With `--parts`: the CPU time of
+what a conversion is made of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,11 @@ _MODULES = {
     "reshard": ("reshard.dcp", f"import reshard.api.convert, {_READERS}"),
 }
 """Where the function is, and what it needs besides."""
+WITH_ISAL = " with the extra crc32"
+"""Behind the name of such a row. The other rows use zlib, as without that extra."""
+if find_spec("isal") is not None:
+    _MODULES[f"reshard{WITH_ISAL}"] = _MODULES["reshard"]
+_WITHOUT_ISAL = "import sys; sys.modules['isal'] = None\n"
 CASES = {"rows by 4": 0, "columns by 4": 1}
 """The dim that was cut."""
 
@@ -74,7 +81,7 @@ def save(folder: str, tensors: int, size: int, dim: int) -> None:
 def convert(name: str, source: Path, target: Path) -> dict[str, float]:
     """One conversion by `name`, in a process of its own."""
     module, also = _MODULES[name]
-    code = _CHILD.format(module=module, also=also)
+    code = ("" if name.endswith(WITH_ISAL) else _WITHOUT_ISAL) + _CHILD.format(module=module, also=also)
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(target)], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -109,11 +116,13 @@ def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -
             (folder / "out.pt").unlink()
     finally:
         shutil.rmtree(folder)
-    for unit in ("s", "CPU s", "MB of memory"):
-        of = {who: tuple(found[who][unit] for found in rounds) for who in rounds[0]}
-        floor = () if unit == "MB of memory" else of["floor"]
-        name = f"DCP to torch.save, {what}, {nbytes / 1e9:.1f} GB"
-        yield Row("convert", name, unit, of["reshard"], {"torch": of["torch"]}, floor)
+    for way in ("", WITH_ISAL):
+        for unit in ("s", "CPU s", "MB of memory"):
+            of = {who: tuple(found[who][unit] for found in rounds) for who in rounds[0]}
+            floor = () if unit == "MB of memory" else of["floor"]
+            name = f"DCP to torch.save{way}, {what}, {nbytes / 1e9:.1f} GB"
+            if f"reshard{way}" in of:
+                yield Row("convert", name, unit, of[f"reshard{way}"], {"torch": of["torch"]}, floor)
 
 
 def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> None:

@@ -1,0 +1,220 @@
+"""The most that goals can reach: bare passes over bytes, beside what the goal compares with.
+
+    python -m benchmarks.limits [--quick] [--folder /dev/shm]
+
+Each row does the passes that a call cannot omit, and nothing else: no plan, no messages, no metadata.
+What a goal compares with runs in the same rounds, so peer / ours, or floor / ours, is a ratio that no code around these
+passes can exceed. CPU time, and for conversions seconds too.
+
+- A load of the same layout that checks first hashes a mapped file and copies from it. One that checks during the
+  load reads each block and hashes it. The floor reads only.
+- A save hashes and writes each block. By default it computes fingerprints, too, by numpy or by the compiled kernel. The
+  floor writes only; the peer is torch's save.
+- A conversion reads pieces in one thread, with their CRC-32, and writes them in another. Columns take a second
+  CRC-32, of the new file. The peer is torch's conversion.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.tensor import Shard
+
+from benchmarks.convert import CASES, WITH_ISAL, convert, save as save_for_convert
+from benchmarks.kernels import NAMED, compiled_kernel, is_installed
+from benchmarks.load import make
+from benchmarks.page import Row, arguments, report
+from benchmarks.processes import measured, over_ranks, run
+from benchmarks.save import CASES as SAVES
+from reshard.live.fingerprints import partials
+
+warnings.filterwarnings("ignore")
+
+ROUNDS = 3
+BLOCK, WRITE, PIECE = 64 << 10, 512 << 10, 2 << 20
+"""Bytes of a block of checksums, of a write of a save, and of a piece of a conversion."""
+_MADV_POPULATE_READ = 22
+_CRC32: dict[str, Callable[[Any], int]] = {"": zlib.crc32}
+with suppress(ImportError):
+    from isal import isal_zlib
+
+    _CRC32[WITH_ISAL] = isal_zlib.crc32
+Array = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def hashed(data: Any) -> None:
+    """By blocks, as checksums are kept."""
+    view = memoryview(data)
+    for start in range(0, len(view), BLOCK):
+        xxhash.xxh3_64_intdigest(view[start : start + BLOCK])
+
+
+def read(path: Path, target: Array, *, hashes: bool = False) -> None:
+    """The file into memory, with a hash of each piece while it is in the cache or without."""
+    with open(path, "rb", buffering=0) as file:
+        for start in range(0, len(target), 1 << 20):
+            file.readinto(memoryview(target[start : start + (1 << 20)]))
+            if hashes:
+                hashed(target[start : start + (1 << 20)])
+
+
+def hash_and_copy(path: Path, target: Array) -> None:
+    """The file into memory, once all of it was hashed."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with suppress(OSError):  # Linux before 5.14
+            mapped.madvise(_MADV_POPULATE_READ)
+        view = memoryview(mapped)
+        hashed(view)
+        source = np.frombuffer(view, np.uint8)
+        np.copyto(target, source)
+        del source
+        view.release()
+
+
+def write(path: Path, source: Array, *, hashes: bool = False) -> None:
+    """Memory into a new file."""
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, len(source), WRITE):
+            piece = source[start : start + WRITE]
+            if hashes:
+                hashed(piece)
+            file.write(memoryview(piece))
+        os.fsync(file.fileno())
+
+
+def write_with_fingerprints(path: Path, source: Array, state: Mapping[str, torch.Tensor]) -> None:
+    """What a save does by default."""
+    partials((tensor, None, None) for tensor in state.values())
+    write(path, source, hashes=True)
+
+
+def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -> Any:
+    """Seconds and CPU time of this rank, by round and pass, over what it holds of square tensors."""
+    state, here = make(shape, [Shard(0)], count, rows, seed=1), Path(folder, str(dist.get_rank()))
+    mine = {name: tensor.to_local() for name, tensor in state.items()}
+    source = np.concatenate([tensor.view(torch.int16).numpy().reshape(-1) for tensor in mine.values()]).view(np.uint8)
+    target, there, new = np.zeros(len(source), np.uint8), here / "there", here / "new"
+    here.mkdir()
+    there.write_bytes(memoryview(source))
+    passes: dict[str, Callable[[], object]] = {
+        "copy": lambda: read(there, target),
+        "check first": lambda: hash_and_copy(there, target),
+        "check during": lambda: read(there, target, hashes=True),
+        "write": lambda: write(new, source),
+        "hash and write": lambda: write(new, source, hashes=True),
+        "default": lambda: write_with_fingerprints(new, source, mine),
+        "DCP": lambda: dcp.save(state, checkpoint_id=f"{folder}/dcp"),
+    }
+
+    def took(name: str) -> tuple[float, float]:
+        seconds, cpu, _ = measured(passes[name])
+        new.unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            shutil.rmtree(f"{folder}/dcp", ignore_errors=True)
+        return seconds, cpu
+
+    found = []
+    for _ in range(ROUNDS + 1):
+        found.append({name: took(name) for name in passes})
+        if is_installed():
+            with compiled_kernel():
+                found[-1][f"default{NAMED}"] = took("default")
+    return found[1:]  # the first round warmed the imports
+
+
+def loads_and_saves(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
+    """Of the ranks that the tables of loads and saves have."""
+    for case, (world, shape, _) in list(SAVES.items())[:3]:
+        here = folder / str(world)
+        here.mkdir()
+        found = over_ranks(run(passes_of_rank, world, str(here), shape, *size))["CPU s"]
+        shutil.rmtree(here)
+        floors = {"check first": "copy", "check during": "copy", "hash and write": "write"}
+        for name, floor in floors.items():
+            yield Row("limits", f"{case}, {name}", "CPU s", found[name], floor=found[floor])
+        for name in ("default", f"default{NAMED}"):
+            if name in found:
+                yield Row("limits", f"{case}, {name}", "CPU s", found[name], {"DCP": found["DCP"]}, found["write"])
+
+
+def bare_conversion(sources: list[Path], target: Path, sums: int, crc32: Callable[[Any], int]) -> dict[str, float]:
+    """All bytes of some files into one, with so many CRC-32s of each piece: seconds and CPU time."""
+    start, cpu = time.perf_counter(), time.process_time()
+    buffers = [bytearray(PIECE) for _ in range(3)]
+
+    def fill(file: Any, number: int) -> memoryview:
+        piece = memoryview(buffers[number % len(buffers)])
+        piece = piece[: file.readinto(piece)]
+        for _ in range(sums):
+            crc32(piece)
+        return piece
+
+    with open(target, "wb", buffering=0) as out, ThreadPoolExecutor(1) as pool:
+        for path in sources:
+            with open(path, "rb", buffering=0) as file:
+                count = -(-path.stat().st_size // PIECE)
+                waiting = pool.submit(fill, file, 0)
+                for number in range(count):
+                    piece = waiting.result()
+                    if number + 1 < count:
+                        waiting = pool.submit(fill, file, number + 1)
+                    out.write(piece)
+        os.fsync(out.fileno())
+    target.unlink()
+    return {"s": time.perf_counter() - start, "CPU s": time.process_time() - cpu}
+
+
+def conversions(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
+    """Of a checkpoint that torch saved on four ranks."""
+    for sums, (what, dim) in enumerate(CASES.items(), 1):
+        saved, out = folder / f"saved{dim}", folder / "out.pt"
+        run(save_for_convert, 4, str(saved), *size, dim)
+        found: list[dict[str, dict[str, float]]] = []
+        for _ in range(ROUNDS):
+            found.append({"torch": convert("torch", saved, out)})
+            out.unlink()
+            for way, crc32 in _CRC32.items():
+                found[-1][way] = bare_conversion(sorted(saved.glob("*.distcp")), out, sums, crc32)
+        shutil.rmtree(saved)
+        for way in _CRC32:
+            for unit in ("s", "CPU s"):
+                bare, theirs = (tuple(one[who][unit] for one in found) for who in (way, "torch"))
+                yield Row("limits", f"DCP to torch.save{way}, {what}", unit, bare, {"torch": theirs})
+
+
+def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
+    """All of them, of so many square tensors of so many rows."""
+    here = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        yield from loads_and_saves(here, size)
+        yield from conversions(here, size)
+    finally:
+        shutil.rmtree(here)
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--folder", default="/dev/shm", help="where the files go (default: memory)")
+    options = parser.parse_args()
+    return report(rows(options.folder, (12, 2048) if options.quick else (24, 4096)), options.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
