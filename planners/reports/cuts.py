@@ -13,7 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.units import format_bytes
 
-__all__ = ["Owners", "draw_cuts", "edges"]
+__all__ = ["Owners", "draw_cuts", "drawn_dims", "edges"]
 
 
 _MAX_ROWS = 12
@@ -36,10 +36,10 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     if 0 in spec.shape:
         return f"{head}\nno elements"
     at = [edges(layout, dim) for dim in range(len(spec.shape))]
-    cut = [dim for dim, found in enumerate(at) if len(found) > 2]
-    dims = sorted([*cut, *(dim for dim in range(len(at)) if dim not in cut)][:2])
+    dims = drawn_dims(layout)
     dims = [*[-1] * (2 - len(dims)), *dims]  # -1 is no dim: a tensor of one dim is a row, and one of none a cell
-    rest = "".join(f", at index 0 of dim {dim}, which is sharded, too" for dim in cut if dim not in dims)
+    hidden = (dim for dim, found in enumerate(at) if len(found) > 2 and dim not in dims)
+    rest = "".join(f", at index 0 of dim {dim}, which is sharded, too" for dim in hidden)
     rows, columns = (at[dim] if dim >= 0 else [0, 1] for dim in dims)
     shown = [f"{what} are dim {dim}" for what, dim in zip(("rows", "columns"), dims) if dim >= 0]
     owners = Owners(layout)
@@ -129,6 +129,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 # Which ranks hold what of a tensor, for drawings: the boundaries in each dim, and the ranks that hold
 # an element.
+
+
+def drawn_dims(layout: TensorLayout) -> list[int]:
+    """The first two sharded dims, or the first two."""
+    return sorted(sorted(range(len(layout.spec.shape)), key=lambda dim: len(edges(layout, dim)) < 3)[:2])
 
 
 def edges(layout: TensorLayout, dim: int) -> list[int]:

@@ -9,22 +9,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from typing import NamedTuple
 
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.layout import StateLayout, TensorLayout
-from planners.geometry.layout_text import in_both_forms, legend, short_form
-from planners.geometry.mesh import Ints
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
+from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
+from planners.geometry.mesh import Ints, Replicate, Shard
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify
 from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
-from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_seconds, format_some
+from planners.reports.cuts import Owners, drawn_dims, edges
+from planners.units import format_bytes, format_count, format_seconds, format_some
 
 __all__ = ["to_html"]
 
@@ -276,12 +275,11 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
 
 
 _WIDTH = 340
-_MARGIN = 14
-"""Of a tensor's picture, above and to the left, for the names of its dims."""
 _TOLD = '<p class="told" aria-live="polite"></p>'
 """Where a page says what the pointer is at."""
-_MAX_EXACT_CELLS = 64
-_SAMPLED_CELLS = 96
+_MAX_CELLS = 64
+_GROUPS = 16
+"""How many regions are drawn of a dim with more than that many shards."""
 _MAX_BARS = 128
 _WIDE = 1000.0
 """Of figures that take the width of the page."""
@@ -297,62 +295,58 @@ def rank_color(rank: int) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-class _DrawnAxis(NamedTuple):
-    """How a dim is shown: at these edges. `exact` if every shard boundary of the layout is one of them."""
-
-    edges: list[int]
-    exact: bool
-
-
 def cuts(layout: TensorLayout, caption: str) -> str:
-    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows are dim 0, columns dim 1."""
-    shape = layout.spec.shape
+    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and columns are the first two
+    sharded dims, or the first two."""
+    shape, words = layout.spec.shape, _words(layout)
     if 0 in shape:
         return f'<p class="empty">{escape(caption)}: the tensor of shape {list(shape)} has no elements.</p>'
-    seen = shape[:2]
-    axes = [_axis(layout, d, size) for d, size in enumerate(seen)]
-    if math.prod(len(axis.edges) for axis in axes) > 2 * _MAX_EXACT_CELLS * 16:  # both dims have many shards
-        axes = [_sampled(axis, size, 40) for axis, size in zip(axes, seen)]
-    rows, columns = [_DrawnAxis([0, 1], True)] * (2 - len(axes)) + axes
-    height = 64.0 if len(axes) < 2 else min(max(_WIDTH * shape[0] / shape[1], 120.0), 300.0)
-    places = (
-        f'class="tick end" transform="translate(6 {_MARGIN}) rotate(-90)"',
-        f'class="tick start" x="{_MARGIN}" y="6"',
-    )
-    names = (f"dim {dim}: {size:,}" for dim, size in enumerate(seen))
-    body = [f"<text {place}>{name}</text>" for place, name in zip(places[2 - len(seen) :], names)]
-    few = (len(rows.edges) - 1) * (len(columns.edges) - 1) <= 64
-    fine = ' class="fine"' if len(rows.edges) > 33 or len(columns.edges) > 33 else ""
-    owner, is_exact = Owners(layout), rows.exact and columns.exact
-    for r, down in enumerate(itertools.pairwise(rows.edges)):
-        for c, across in enumerate(itertools.pairwise(columns.edges)):
-            spans = [down, across][2 - len(axes) :]
-            ranks = owner.at([*(sum(span) // 2 for span in spans), *(0 for _ in shape[2:])])
-            x, w = _span(columns.edges, c, _WIDTH)
-            y, h = _span(rows.edges, r, height)
-            w, h = (w + 0.5, h + 0.5) if fine else (w, h)  # no seams where cells are not outlined
-            where = ", ".join(f"{start}:{stop}" for start, stop in spans)
-            where += ", ..." * (len(shape) > 2)
-            body.append(_cell(x + _MARGIN, y + _MARGIN, w, h, ranks, f": [{where}]" * is_exact, few))
+    layout, inner = _outer(layout)
+    owner, dims = Owners(layout), drawn_dims(layout)
+    exact = [edges(layout, dim) for dim in dims]
+    most = _MAX_CELLS if math.prod(map(len, exact)) <= 1024 else _GROUPS
+    drawn = [at if len(at) <= most + 1 else [at[-1] * i // _GROUPS for i in range(_GROUPS + 1)] for at in exact]
+    rows, columns = [[0, 1]] * (2 - len(dims)) + drawn
+    height = 64.0 if len(dims) < 2 else min(max(_WIDTH * rows[-1] / columns[-1], 120.0), 300.0)
+    places = 'class="tick end" transform="translate(6 14) rotate(-90)"', 'class="tick start" x="14" y="6"'
+    names = (f"dim {dim}: {shape[dim]:,}" for dim in dims)
+    body = [f"<text {place}>{name}</text>" for place, name in zip(places[2 - len(dims) :], names)]
+    for down, across in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
+        spans = [(0, 1)] * len(shape)
+        for dim, span in zip(dims, [down, across][2 - len(dims) :]):
+            spans[dim] = span
+        ranks = owner.at([start for start, _ in spans])
+        if drawn != exact:
+            ranks = sorted({*ranks, *owner.at([stop - 1 for _, stop in spans])})
+        where = ", ".join(f"{start}:{stop}" if dim in dims else "0" for dim, (start, stop) in enumerate(spans))
+        (y, below), (x, right) = ([at * length / all_of[-1] for at in span] for span, length, all_of in (
+            (down, height, rows), (across, _WIDTH, columns),
+        ))  # fmt: skip
+        body.append(_cell(x + 14, y + 14, right - x, below - y, ranks, where, drawn != exact))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    rest += "" if is_exact else ", sampled: there are more shards than can be shown"
-    label = f"{caption}: shape {list(shape)}{rest}"
+    rest += f"; not drawn: how {' and '.join(inner)} shards each region again" if inner else ""
+    rest += "; a region is drawn for many shards, from the first to the last rank" if drawn != exact else ""
+    fine = ' class="fine"' if max(map(len, (rows, columns))) > 33 else ""
     return (
-        f"<figure><figcaption>{escape(caption)}<small>{escape(_words(layout, owner) + rest)}</small></figcaption>"
-        f'<svg{fine} viewBox="0 0 {_WIDTH + _MARGIN} {height + _MARGIN:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(label)}">{"".join(body)}</svg>{_TOLD}</figure>'
+        f"<figure><figcaption>{escape(caption)}<small>{escape(words + rest)}</small></figcaption>"
+        f'<svg{fine} viewBox="0 0 {_WIDTH + 14} {height + 14:.0f}" role="img" tabindex="0" '
+        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_TOLD}</figure>'
     )
 
 
-def _axis(layout: TensorLayout, dim: int, size: int) -> _DrawnAxis:
-    return _sampled(_DrawnAxis(edges(layout, dim), True), size, _SAMPLED_CELLS, at_most=_MAX_EXACT_CELLS)
-
-
-def _sampled(axis: _DrawnAxis, size: int, cells: int, at_most: int = 40) -> _DrawnAxis:
-    """The axis itself if it has few cells, else that many cells of equal size."""
-    if len(axis.edges) - 1 <= min(at_most, cells):
-        return axis
-    return _DrawnAxis([size * i // cells for i in range(cells + 1)] if size >= cells else list(range(size + 1)), False)
+def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
+    """The layout without the axes that shard last, where a dim has more shards than can be drawn; and these axes."""
+    inner = []
+    for dim in range(len(layout.spec.shape[:2])):
+        while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
+            form = in_sharding_order(layout.form, {dim})
+            its = [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+            if len(its) < 2 or {type(form.placements[axis]) for axis in its} != {Shard}:
+                break
+            inner.append(form.mesh.names[its[-1]])
+            placements = [Replicate() if axis == its[-1] else p for axis, p in enumerate(form.placements)]
+            layout = TensorLayout.of(layout.spec, ProductForm.make(form.mesh, placements))
+    return layout, inner
 
 
 def notation(sides: Iterable[StateLayout]) -> str:
@@ -363,23 +357,21 @@ def notation(sides: Iterable[StateLayout]) -> str:
     return f"{head}<ul>{rows}</ul></section>" if rows else ""
 
 
-def _words(layout: TensorLayout, owners: Owners) -> str:
+def _words(layout: TensorLayout) -> str:
+    owners = Owners(layout)
     copies = f", {owners.copies:,} ranks hold each" if owners.copies > 1 else ""
-    return f"{in_both_forms(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
+    return f"{in_both_forms(layout)} · {format_count(owners.pieces, 'region')}{copies}"
 
 
-def _span(edges: list[int], i: int, length: float) -> tuple[float, float]:
-    total = edges[-1] - edges[0]
-    return length * (edges[i] - edges[0]) / total, length * (edges[i + 1] - edges[i]) / total
-
-
-def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, label: bool) -> str:
-    words = format_some(ranks, 4)
+def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, is_group: bool) -> str:
+    words = f"{ranks[0]} to {ranks[-1]}" if is_group and len(ranks) > 1 else format_some(ranks, 4)
     look = f'fill="{rank_color(ranks[0])}"' if ranks else 'class="missing"'
     who = f"rank{'s' * (len(ranks) > 1)} {words}" if ranks else "no rank"
-    out = f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{who}{where}</title></rect>'
-    text = words if len(words) * 7.5 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}"
-    if ranks and label and h >= 15 and len(text) * 7.5 < w - 2:
+    out = (
+        f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{who}: [{where}]</title></rect>'
+    )
+    text = words if len(words) * 8 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
+    if h >= 15 and text and len(text) * 8 < w - 2:
         out += f'<text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}">{text}</text>'
     return out
 
