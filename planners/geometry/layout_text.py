@@ -17,13 +17,13 @@ __all__ = [
 
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
-    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout without a mesh, which has no short form.
+    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no short form.
 
     Equal layouts have equal forms. Axes are listed in the order of the ranks. If the axes of a dim shard it in another
     order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
     """
     form = _plain(layout)
-    if not isinstance(form, ProductForm) or not form.mesh.axes:
+    if not isinstance(form, ProductForm) or form.mesh.size < 2:
         return ""
     mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
     is_reordered = _by_dim(form.mesh.names, placements) != _by_dim(mesh.names, placements)

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib import resources
 from typing import Any, NamedTuple
 
 from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.layout_text import in_both_forms
 from planners.reports.cuts import Owners
-from planners.reports.pages import STYLE, cuts, figures_of, listed, placed
+from planners.reports.pages import cuts, figures_of, listed, notation, page_of, weights_first
 from planners.units import format_bytes, format_count
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
@@ -113,6 +113,7 @@ def checkpoint_page(shown: Shown) -> str:
         verdict=listed("Not complete", shown.problems) or f'<p class="verdict">{_WHOLE}</p>',
         figures=figures_of(shown.figures),
         kinds=_kinds(shown.layout, lie),
+        notation=notation([shown.layout]),
         steps=_steps(shown.steps),
         files=_files(shown.files),
         warnings=listed("Warnings", shown.warnings),
@@ -166,13 +167,10 @@ def _largest(measures: Mapping[str, Measure]) -> str:
 
 
 def _page(frame: str, data: Any, **parts: str) -> str:
-    """A frame from the folder of this module, filled in. Text of checkpoints is hostile: it stands in data, of which no
-    browser makes elements, or is escaped."""
-    folder = resources.files("planners.reports")
+    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no browser makes elements, or is
+    escaped."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
-    parts |= {"style": STYLE + folder.joinpath("look.css").read_text(encoding="utf-8"), "data": text}
-    page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    return page_of(frame, data=text, **parts)
 
 
 def _share(part: int, whole: int) -> str:
@@ -237,9 +235,11 @@ class _Pictures:
         largest: dict[object, str] = {}
         for name in layout:
             largest.setdefault(self._key(name), name)
-        for key, name in sorted(largest.items(), key=lambda item: -layout[item[1]].spec.nbytes):
+        for key, name in sorted(
+            largest.items(), key=lambda item: (weights_first(item[1])[0], -layout[item[1]].spec.nbytes)
+        ):
             if room > 0:
-                picture = cuts(layout[name], layout.world_size, "How it is sharded")
+                picture = cuts(layout[name], "How it is sharded")
                 room -= len(picture)
                 self._numbers[key] = len(self.drawn)
                 self.drawn.append(picture)
@@ -253,7 +253,7 @@ class _Pictures:
 
 def _lies(layout: TensorLayout) -> str:
     if layout.mesh is not None and layout.mesh.size > 1:
-        return placed(layout)
+        return in_both_forms(layout)
     pieces = Owners(layout).pieces
     return "in one chunk" if pieces <= 1 else f"{pieces:,} chunks"
 
@@ -338,7 +338,7 @@ def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
     step = top // _MAP_COLUMNS + 1
     kept = sorted(cells, key=lambda row: -max(cell[0] + cell[3] for cell in cells[row].values()))[:_MAP_ROWS]
     rows = []
-    for pattern in (name for name in cells if name in set(kept)):
+    for pattern in kept:
         merged: dict[int, list[float]] = {}
         for column, cell in cells[pattern].items():
             at = column // step if column >= 0 else -1

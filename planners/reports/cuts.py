@@ -13,10 +13,13 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.units import format_bytes
 
-__all__ = ["Owners", "draw_cuts", "edges"]
+__all__ = ["Owners", "draw_cuts", "drawn_dims", "edges"]
 
 
 _MAX_ROWS = 12
+_MAX_HEIGHT = 32
+_MAX_WIDTH = 48
+"""Characters that a tensor takes so that it has its shape; more where ranks need more."""
 _LABEL = 18
 """Characters for the ranks of a cell; longer lists are shortened to `0, 8, ...`."""
 
@@ -24,6 +27,7 @@ _LABEL = 18
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     """The tensor as a grid. Rows and columns are the first two sharded dims (or the first two), with the indices
     at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first and the last are drawn.
+    Cells have sizes in proportion to their shards, or the drawing says that it is not to scale.
 
     `width` is that of the terminal, in characters.
     """
@@ -32,52 +36,75 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     if 0 in spec.shape:
         return f"{head}\nno elements"
     at = [edges(layout, dim) for dim in range(len(spec.shape))]
-    cut = [dim for dim, found in enumerate(at) if len(found) > 2]
-    dims = sorted([*cut, *(dim for dim in range(len(at)) if dim not in cut)][:2])
+    dims = drawn_dims(layout)
     dims = [*[-1] * (2 - len(dims)), *dims]  # -1 is no dim: a tensor of one dim is a row, and one of none a cell
-    rest = "".join(f", at index 0 of dim {dim}, which is sharded, too" for dim in cut if dim not in dims)
+    hidden = (dim for dim, found in enumerate(at) if len(found) > 2 and dim not in dims)
+    rest = "".join(f", at index 0 of dim {dim}, which is sharded, too" for dim in hidden)
     rows, columns = (at[dim] if dim >= 0 else [0, 1] for dim in dims)
     shown = [f"{what} are dim {dim}" for what, dim in zip(("rows", "columns"), dims) if dim >= 0]
     owners = Owners(layout)
-    margin = max(len(str(rows[-1])), 1)
+    margin = len(str(rows[-1]))
     down = _kept(len(rows) - 1, _MAX_ROWS)
 
     def label(row: int, column: int) -> str:
+        if row < 0 or column < 0:
+            return "..."
         index = [0] * len(spec.shape)
         for dim, value in zip(dims, (rows[row], columns[column])):
             if dim >= 0:
                 index[dim] = value
         return _ranks(owners.at(index))
 
-    across = _kept(len(columns) - 1, max((width - margin - 3) // 6, 2))
+    across, room = _kept(len(columns) - 1, max((width - margin - 3) // 6, 2)), width - margin - 2
     while True:
-        cells = [[label(r, c) if r >= 0 and c >= 0 else "..." for c in across] for r in down]
-        wide = [max(len(row[i]) for row in cells) for i in range(len(across))]
-        wide = [max(w, len(str(columns[c])) if c >= 0 else 3) for w, c in zip(wide, across)]
-        if sum(wide) + 3 * len(wide) + margin + 3 <= width or len(across) <= 3:
+        cells = [[label(r, c) for c in across] for r in down]
+        wide = [3 + max(len(str(columns[c])) * (c >= 0), *(len(row[i]) for row in cells)) for i, c in enumerate(across)]
+        if sum(wide) <= room or len(across) <= 3:
             break
         across = _kept(len(columns) - 1, len(across) - 1)
+    tall, fits_down = _scaled(rows, down, [2] * len(down), _MAX_HEIGHT)
+    least = min(2 * sum(tall) * columns[-1] // rows[-1], _MAX_WIDTH, room) if dims[0] >= 0 else 0
+    wide, fits_across = _scaled(columns, across, wide, room, least)
     notes = [*([", ".join(shown) + rest] if shown else []), "each cell names the ranks that hold it"]
+    notes += [] if fits_down and fits_across else ["not to scale"]
     if idle := sorted({*layout.form.ranks()} - {*np.flatnonzero(layout.numels()).tolist()}):
         notes.append(f"rank{'s' * (len(idle) > 1)} {_ranks(idle)} hold{'s' * (len(idle) == 1)} nothing")
-    words = "; ".join(notes)
+    texts = [textwrap.fill(text, width, break_on_hyphens=False) for text in (head, "; ".join(notes))]
     starts = [str(columns[c]) if c >= 0 else "" for c in across]
-    ticks = " " * (margin + 1) + "".join(f"{text:<{w + 3}}" for text, w in zip(starts, wide)) + str(columns[-1])
+    ticks = " " * (margin + 1) + "".join(f"{text:<{w}}" for text, w in zip(starts, wide)) + str(columns[-1])
     marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]
-    grid = _grid(cells, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
-    texts = [textwrap.fill(text, width, break_on_hyphens=False) for text in (head, words)]
+    grid = _grid(cells, tall, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
     return "\n".join([*texts, *([ticks.rstrip()] if shown else []), *grid])
 
 
-def _grid(cells: Sequence[Sequence[str]], wide: Sequence[int], marks: Sequence[str], margin: int) -> Iterator[str]:
-    for i, (mark, row) in enumerate(zip(marks, cells)):
-        yield f"{mark:>{margin}} {_line('├┼┤' if i else '┌┬┐', wide)}"
-        yield f"{'':>{margin}} │ " + " │ ".join(f"{text:<{w}}" for text, w in zip(row, wide)) + " │"
+def _scaled(
+    at: Sequence[int], kept: Sequence[int], least: Sequence[int], room: int, wanted: int = 0
+) -> tuple[list[int], bool]:
+    """Characters for each cell, in proportion to its size if they fit into the room, and whether they do."""
+    if -1 in kept:
+        return [*least], False
+    sizes = [at[i + 1] - at[i] for i in kept]
+    scale = max(wanted / at[-1], *(few / size for few, size in zip(least, sizes)))
+    exact = [max(few, round(scale * size)) for few, size in zip(least, sizes)]
+    if sum(exact) <= room:
+        return exact, True
+    spare = (room - sum(least)) / at[-1]
+    return [few + int(spare * size) for few, size in zip(least, sizes)], False
+
+
+def _grid(
+    cells: Sequence[Sequence[str]], tall: Sequence[int], wide: Sequence[int], marks: Sequence[str], margin: int
+) -> Iterator[str]:
+    for i, row in enumerate(cells):
+        yield f"{marks[i]:>{margin}} {_line('├┼┤' if i else '┌┬┐', wide)}"
+        for line in range(1, tall[i]):
+            texts = row if line == tall[i] // 2 else [""] * len(row)
+            yield f"{'':>{margin}} │{'│'.join(f' {text:^{w - 2}}' for text, w in zip(texts, wide))}│"
     yield f"{marks[-1]:>{margin}} {_line('└┴┘', wide)}"
 
 
 def _line(corners: str, wide: Sequence[int]) -> str:
-    return corners[0] + corners[1].join("─" * (w + 2) for w in wide) + corners[2]
+    return corners[0] + corners[1].join("─" * (w - 1) for w in wide) + corners[2]
 
 
 def _kept(count: int, most: int) -> list[int]:
@@ -102,6 +129,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 # Which ranks hold what of a tensor, for drawings: the boundaries in each dim, and the ranks that hold
 # an element.
+
+
+def drawn_dims(layout: TensorLayout) -> list[int]:
+    """The first two sharded dims, or the first two."""
+    return sorted(sorted(range(len(layout.spec.shape)), key=lambda dim: len(edges(layout, dim)) < 3)[:2])
 
 
 def edges(layout: TensorLayout, dim: int) -> list[int]:

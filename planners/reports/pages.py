@@ -8,22 +8,22 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from importlib import resources
 
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.layout import StateLayout, TensorLayout
-from planners.geometry.layout_text import in_both_forms, legend, short_form
-from planners.geometry.mesh import Ints
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
+from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
+from planners.geometry.mesh import Ints, Replicate, Shard
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify
 from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
-from planners.reports.cuts import Owners, edges
-from planners.units import format_bytes, format_seconds, format_some
+from planners.reports.cuts import Owners, drawn_dims, edges
+from planners.units import format_bytes, format_count, format_seconds, format_some
 
 __all__ = ["to_html"]
 
@@ -82,25 +82,31 @@ def to_html(
     if ranks_per_host < 1:
         raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
     story = _story(plan)
-    world = max(layout.world_size for _, layout in story.sides)
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:
         ranks_per_host = cluster.ranks_per_host
         seconds = format_seconds(estimate(plan, cluster).seconds)
         figures.append(("estimated time, at least", f"{seconds} ({cluster.rates})"))
-    parts = {
-        "title": escape(title or story.title),
-        "style": STYLE,
-        "between": _between(source, target),
-        "verdict": _verdict(plan, wrong),
-        "figures": figures_of(figures),
-        "tensors": _tensors(story, world),
-        "traffic": _traffic(story, ranks_per_host),
-        "loads": "".join(bars(loads, label) for label, loads in story.loads),
-        "table": _table(story),
-        "notation": notation(layout for _, layout in story.sides),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE)
+    return page_of(
+        "plan",
+        title=escape(title or story.title),
+        between=_between(source, target),
+        verdict=_verdict(plan, wrong),
+        figures=figures_of(figures),
+        tensors=_tensors(story),
+        traffic=_traffic(story, ranks_per_host),
+        loads="".join(bars(loads, label) for label, loads in story.loads),
+        table=_table(story),
+        notation=notation(layout for _, layout in story.sides),
+    )
+
+
+def page_of(frame: str, **parts: str) -> str:
+    """A frame from the folder of this module, filled in, with the style and scripts of all pages."""
+    folder = resources.files("planners.reports")
+    parts |= {name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
+    page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
 def _between(source: str, target: str) -> str:
@@ -184,31 +190,36 @@ def _reads(plan: LoadPlan) -> Iterator[Traffic]:
 # --- parts of the page ---
 
 
-def _shared(story: _Story) -> list[tuple[str, ...]]:
-    """Names by geometry on all sides, those of the most bytes first."""
+def weights_first(name: str) -> tuple[bool, str]:
+    """Sorts the states of an optimizer after what a person looks for."""
+    return re.search(r"\boptim|exp_avg|momentum_buffer", name) is not None, name
+
+
+def _shared(story: _Story) -> list[str]:
+    """A tensor of each geometry on all sides: weights first, of them those of the most bytes."""
     first, last = story.sides[0][1], story.sides[-1][1]
     names = [fqn for fqn in last if fqn in first and first[fqn].spec.shape == last[fqn].spec.shape]
-    groups = pair_groups(first, last, names)
-    return [g.names for g in sorted(groups, key=lambda g: (-g.after.spec.nbytes * len(g), g.names[0]))]
+    found = {min(g.names, key=weights_first): g.after.spec.nbytes * len(g) for g in pair_groups(first, last, names)}
+    return sorted(found, key=lambda name: (weights_first(name)[0], -found[name], name))
 
 
-def _tensors(story: _Story, world: int) -> str:
+def _tensors(story: _Story) -> str:
     shown: dict[tuple[object, ...], str] = {}  # by shape and forms: moments of an optimizer look like their parameter
-    for names in _shared(story):
-        layouts = [side[names[0]] for _, side in story.sides]
-        shown.setdefault((layouts[0].spec.shape, *(layout.form for layout in layouts)), names[0])
+    for fqn in _shared(story):
+        layouts = [side[fqn] for _, side in story.sides]
+        shown.setdefault((layouts[0].spec.shape, *(layout.form for layout in layouts)), fqn)
     chosen = list(shown.values())[:_MAX_TENSORS]
-    options = "".join(f'<option value="{i}">{escape(fqn)}</option>' for i, fqn in enumerate(chosen))
-    drawn = []
+    options, drawn = "", ""
     for i, fqn in enumerate(chosen):
-        pair = "".join(cuts(side[fqn], world, caption) for caption, side in story.sides)
+        pair = "".join(cuts(side[fqn], caption) for caption, side in story.sides)
         spec = story.sides[-1][1][fqn].spec
-        head = f"<h3>{escape(fqn)}</h3><p>{escape(str(list(spec.shape)))} {spec.dtype}, {format_bytes(spec.nbytes)}</p>"
-        drawn.append(f'<div class="tensor" id="tensor-{i}">{head}<div class="pair">{pair}</div></div>')
+        options += f'<option value="{i}">{escape(fqn)} {list(spec.shape)}</option>'
+        head = f"<h3>{escape(fqn)}</h3><p>{list(spec.shape)} {spec.dtype}, {format_bytes(spec.nbytes)}</p>"
+        drawn += f'<div class="tensor" id="tensor-{i}">{head}<div class="pair">{pair}</div></div>'
     more = len(shown) - len(chosen)
-    note = f"<p>Not drawn: {more} more kind{'s' * (more > 1)} of tensors.</p>" if more > 0 else ""
+    note = f"<p>Not drawn: {more} more combination{'s' * (more > 1)} of shape and layout.</p>" if more > 0 else ""
     pick = f'<label class="pick">Tensor <select id="pick">{options}</select></label>' if len(chosen) > 1 else ""
-    return pick + "".join(drawn) + note
+    return pick + drawn + note
 
 
 def _traffic(story: _Story, ranks_per_host: int) -> str:
@@ -232,15 +243,16 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
 
 def _table(story: _Story) -> str:
     rows = list(_rows(story))
-    rows.sort(key=lambda row: (-row[3], row[0]))
+    rows.sort(key=lambda row: (-row[3], weights_first(row[0])))
     heads = ["tensors", "count", "shape", "bytes", *(caption for caption, _ in story.sides)]
     body = "".join(
-        f"<tr><td>{escape(name).replace('.', '.<wbr>')}</td><td>{count:,}</td><td>{escape(shape)}</td>"
+        f"<tr><td>{escape(name).replace('.', '.<wbr>')}</td>"
+        f'<td data-sort="{count}">{count:,}</td><td>{escape(shape)}</td>'
         f'<td data-sort="{nbytes}">{format_bytes(nbytes)}</td>{"".join(f"<td>{escape(p)}</td>" for p in placed)}</tr>'
         for name, count, shape, nbytes, placed in rows[:_MAX_ROWS]
     )
     note = f"<p>{len(rows) - _MAX_ROWS:,} more rows are omitted.</p>" if len(rows) > _MAX_ROWS else ""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    head = "".join(f"<th{' aria-sort=descending' * (text == 'bytes')}>{escape(text)}</th>" for text in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
@@ -248,7 +260,7 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """(pattern, how many, shape, bytes, how each side places them): names that differ in numbers only are one row."""
     found: dict[tuple[str, ...], list[str]] = {}
     sides = [side for _, side in story.sides]
-    placements = [side.described(side, placed) for side in sides]
+    placements = [side.described(side, in_both_forms) for side in sides]
     specs = {fqn: side[fqn].spec for side in sides for fqn in side}
     for fqn, spec in specs.items():
         places = (words.get(fqn, "absent") for words in placements)
@@ -263,79 +275,78 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
 
 
 _WIDTH = 340
-_MAX_EXACT_CELLS = 64
-_SAMPLED_CELLS = 96
+_TOLD = '<p class="told" aria-live="polite"></p>'
+"""Where a page says what the pointer is at."""
+_MAX_CELLS = 64
+_GROUPS = 16
+"""How many regions are drawn of a dim with more than that many shards."""
 _MAX_BARS = 128
 _WIDE = 1000.0
 """Of figures that take the width of the page."""
-_RAMP = ((46, 74, 140), (33, 128, 141), (56, 138, 92), (146, 132, 32), (192, 104, 44), (190, 62, 86))
-"""Colors of ranks from the first to the last; of similar lightness, so that white text is legible on all."""
+_RAMP = ((46, 74, 140), (24, 116, 130), (40, 122, 76), (122, 108, 20), (176, 86, 30), (190, 54, 84), (122, 64, 150))
+"""A circle of colors, all so dark that white text has a contrast of 4.9 and more."""
 
 
-def rank_color(rank: int, world_size: int) -> str:
-    """The color of a rank in all pictures of a page. Neighbors have similar colors."""
-    at = rank / max(world_size - 1, 1) * (len(_RAMP) - 1)
-    i = min(int(at), len(_RAMP) - 2)
-    red, green, blue = (round(a + (b - a) * (at - i)) for a, b in zip(_RAMP[i], _RAMP[i + 1]))
-    return f"#{red:02x}{green:02x}{blue:02x}"
+def rank_color(rank: int) -> str:
+    """The color of a rank on every page. The first eight are far apart; of many ranks, neighbors are alike."""
+    at = math.log2(1 + rank / 4) / 1.6 * len(_RAMP) % len(_RAMP)
+    i = int(at)
+    mixed = (round(a + (b - a) * (at - i)) for a, b in zip(_RAMP[i], _RAMP[(i + 1) % len(_RAMP)]))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-class _DrawnAxis(NamedTuple):
-    """How a dim is shown: at these edges. `exact` if every shard boundary of the layout is one of them."""
-
-    edges: list[int]
-    exact: bool
-
-
-def cuts(layout: TensorLayout, world_size: int, caption: str) -> str:
-    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows are dim 0, columns dim 1."""
-    shape = layout.spec.shape
+def cuts(layout: TensorLayout, caption: str) -> str:
+    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and columns are the first two
+    sharded dims, or the first two."""
+    shape, words = layout.spec.shape, _words(layout)
     if 0 in shape:
-        return f'<p class="empty">{escape(caption)}: the tensor of shape {shape} has no elements.</p>'
-    seen = shape[-1:] if len(shape) == 1 else shape[:2]
-    axes = [_axis(layout, d, size) for d, size in enumerate(seen)]
-    if math.prod(len(axis.edges) for axis in axes) > 2 * _MAX_EXACT_CELLS * 16:  # both dims have many shards
-        axes = [_sampled(axis, size, 40) for axis, size in zip(axes, seen)]
-    rows = axes[0] if len(axes) == 2 else _DrawnAxis([0, 1], True)
-    columns = axes[-1] if axes else _DrawnAxis([0, 1], True)
-    height = 64.0 if len(axes) < 2 else min(max(_WIDTH * shape[0] / shape[1], 120.0), 300.0)
-    body = []
-    few = (len(rows.edges) - 1) * (len(columns.edges) - 1) <= 64
-    fine = ' class="fine"' if len(rows.edges) > 33 or len(columns.edges) > 33 else ""
-    owner = Owners(layout)
-    for r, (top, bottom) in enumerate(zip(rows.edges, rows.edges[1:])):
-        for c, (left, right) in enumerate(zip(columns.edges, columns.edges[1:])):
-            index = [(top + bottom) // 2, (left + right) // 2][2 - len(axes) :] if axes else []
-            ranks = owner.at([*index, *(0 for _ in shape[2:])])
-            x, w = _span(columns.edges, c, _WIDTH)
-            y, h = _span(rows.edges, r, height)
-            w, h = (w + 0.5, h + 0.5) if fine else (w, h)  # no seams where cells are not outlined
-            body.append(_cell(x, y, w, h, ranks, world_size, few))
+        return f'<p class="empty">{escape(caption)}: the tensor of shape {list(shape)} has no elements.</p>'
+    layout, inner = _outer(layout)
+    owner, dims = Owners(layout), drawn_dims(layout)
+    exact = [edges(layout, dim) for dim in dims]
+    most = _MAX_CELLS if math.prod(map(len, exact)) <= 1024 else _GROUPS
+    drawn = [at if len(at) <= most + 1 else [at[-1] * i // _GROUPS for i in range(_GROUPS + 1)] for at in exact]
+    rows, columns = [[0, 1]] * (2 - len(dims)) + drawn
+    height = 64.0 if len(dims) < 2 else min(max(_WIDTH * rows[-1] / columns[-1], 120.0), 300.0)
+    places = 'class="tick end" transform="translate(6 14) rotate(-90)"', 'class="tick start" x="14" y="6"'
+    names = (f"dim {dim}: {shape[dim]:,}" for dim in dims)
+    body = [f"<text {place}>{name}</text>" for place, name in zip(places[2 - len(dims) :], names)]
+    for down, across in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
+        spans = [(0, 1)] * len(shape)
+        for dim, span in zip(dims, [down, across][2 - len(dims) :]):
+            spans[dim] = span
+        ranks = owner.at([start for start, _ in spans])
+        if drawn != exact:
+            ranks = sorted({*ranks, *owner.at([stop - 1 for _, stop in spans])})
+        where = ", ".join(f"{start}:{stop}" if dim in dims else "0" for dim, (start, stop) in enumerate(spans))
+        (y, below), (x, right) = ([at * length / all_of[-1] for at in span] for span, length, all_of in (
+            (down, height, rows), (across, _WIDTH, columns),
+        ))  # fmt: skip
+        body.append(_cell(x + 14, y + 14, right - x, below - y, ranks, where, drawn != exact))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    note = "" if rows.exact and columns.exact else ", sampled: there are more shards than can be shown"
-    label = f"{caption}: shape {list(shape)}{rest}{note}"
-    words = escape(_words(layout, owner) + rest + note)
+    rest += f"; not drawn: how {' and '.join(inner)} shards each region again" if inner else ""
+    rest += "; a region is drawn for many shards, from the first to the last rank" if drawn != exact else ""
+    fine = ' class="fine"' if max(map(len, (rows, columns))) > 33 else ""
     return (
-        f"<figure><figcaption>{escape(caption)}<small>{words}</small></figcaption>"
-        f'<svg{fine} viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(body)}</svg></figure>"
+        f"<figure><figcaption>{escape(caption)}<small>{escape(words + rest)}</small></figcaption>"
+        f'<svg{fine} viewBox="0 0 {_WIDTH + 14} {height + 14:.0f}" role="img" tabindex="0" '
+        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_TOLD}</figure>'
     )
 
 
-def _axis(layout: TensorLayout, dim: int, size: int) -> _DrawnAxis:
-    return _sampled(_DrawnAxis(edges(layout, dim), True), size, _SAMPLED_CELLS, at_most=_MAX_EXACT_CELLS)
-
-
-def _sampled(axis: _DrawnAxis, size: int, cells: int, at_most: int = 40) -> _DrawnAxis:
-    """The axis itself if it has few cells, else that many cells of equal size."""
-    if len(axis.edges) - 1 <= min(at_most, cells):
-        return axis
-    return _DrawnAxis([size * i // cells for i in range(cells + 1)] if size >= cells else list(range(size + 1)), False)
-
-
-def placed(layout: TensorLayout) -> str:
-    """The layout in words, with its short form."""
-    return in_both_forms(layout)
+def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
+    """The layout without the axes that shard last, where a dim has more shards than can be drawn; and these axes."""
+    inner = []
+    for dim in range(len(layout.spec.shape[:2])):
+        while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
+            form = in_sharding_order(layout.form, {dim})
+            its = [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+            if len(its) < 2 or {type(form.placements[axis]) for axis in its} != {Shard}:
+                break
+            inner.append(form.mesh.names[its[-1]])
+            placements = [Replicate() if axis == its[-1] else p for axis, p in enumerate(form.placements)]
+            layout = TensorLayout.of(layout.spec, ProductForm.make(form.mesh, placements))
+    return layout, inner
 
 
 def notation(sides: Iterable[StateLayout]) -> str:
@@ -346,30 +357,21 @@ def notation(sides: Iterable[StateLayout]) -> str:
     return f"{head}<ul>{rows}</ul></section>" if rows else ""
 
 
-def _words(layout: TensorLayout, owners: Owners) -> str:
+def _words(layout: TensorLayout) -> str:
+    owners = Owners(layout)
     copies = f", {owners.copies:,} ranks hold each" if owners.copies > 1 else ""
-    return f"{placed(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
+    return f"{in_both_forms(layout)} · {format_count(owners.pieces, 'region')}{copies}"
 
 
-def _span(edges: list[int], i: int, length: float) -> tuple[float, float]:
-    total = edges[-1] - edges[0]
-    return length * (edges[i] - edges[0]) / total, length * (edges[i + 1] - edges[i]) / total
-
-
-def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: int, label: bool) -> str:
-    if not ranks:
-        return (
-            f'<rect class="missing" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}">'
-            "<title>no rank</title></rect>"
-        )
-    color = rank_color(ranks[0], world_size)
-    words = format_some(ranks, 4)
+def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, is_group: bool) -> str:
+    words = f"{ranks[0]} to {ranks[-1]}" if is_group and len(ranks) > 1 else format_some(ranks, 4)
+    look = f'fill="{rank_color(ranks[0])}"' if ranks else 'class="missing"'
+    who = f"rank{'s' * (len(ranks) > 1)} {words}" if ranks else "no rank"
     out = (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{color}">'
-        f"<title>rank{'s' * (len(ranks) > 1)} {words}</title></rect>"
+        f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{who}: [{where}]</title></rect>'
     )
-    text = words if len(words) * 7.5 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}"
-    if label and h >= 15 and len(text) * 7.5 < w - 2:
+    text = words if len(words) * 8 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
+    if h >= 15 and text and len(text) * 8 < w - 2:
         out += f'<text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}">{text}</text>'
     return out
 
@@ -378,25 +380,27 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], world_size: 
 
 
 def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, on a logarithmic scale, and in numbers if they
-    fit. A row or column is `each` units, such as 32 hosts."""
+    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A row or column is `each`
+    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes differ by more than 10
+    times."""
     rows, columns = sums.shape
-    most = max(int(sums.max(initial=0)), 1)
+    found = np.sort(sums[sums > 0])
+    least, most = (
+        (int(found[i]) for i in (np.searchsorted(found.cumsum(), found.sum() / 100), -1)) if len(found) else (1, 1)
+    )
     left, top = 66.0, 40.0
     wide = (_WIDE - left - 2) / columns
     high = min(max(min(wide, 56.0), 4.0), max(440.0 / rows, 4.0))
-    positive = sums[sums > 0]
-    least = int(positive.min()) if len(positive) else 1
     width, height = columns * wide, rows * high
     body = [f'<rect class="ground" x="{left}" y="{top}" width="{width:.1f}" height="{height:.1f}"/>']
     gap = 0.6 if min(wide, high) > 5 else 0.0
     for i, j in np.argwhere(sums > 0).tolist():
         value = int(sums[i, j])
-        level = 0.25 + 0.75 * (math.log(value / least) / math.log(most / least) if most > least else 1.0)
+        level = max(math.log(value / least, most / least), 0) if most > 10 * least else value / most
         words = f"{between[0]} {_units(unit, i, each)}, {between[1]} {_units(unit, j, each)}: {format_bytes(value)}"
         body.append(
             f'<rect x="{left + j * wide:.1f}" y="{top + i * high:.1f}" width="{wide - gap:.2f}" '
-            f'height="{high - gap:.2f}" fill-opacity="{level:.2f}"><title>{words}</title></rect>'
+            f'height="{high - gap:.2f}" fill-opacity="{0.2 + 0.8 * level:.2f}"><title>{words}</title></rect>'
         )
         if wide > 70 and high > 13:
             x, y = left + (j + 0.5) * wide, top + (i + 0.5) * high
@@ -409,15 +413,14 @@ def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
         x = left + (number / each + middle) * wide
         body.append(f'<text class="tick" x="{x:.1f}" y="{top - 10}">{number:,}</text>')
     total = top + height + 6
-    scale = f'<span class="swatch"></span>{format_bytes(most)}'
-    if least < most:
-        scale = f'<span class="swatch faint"></span>{format_bytes(least)} (least) to {scale} (most), logarithmic'
+    low, kind = (f"{format_bytes(least)} or less", "logarithmic") if most > 10 * least else ("0 B", "linear")
+    scale = f' · {low} <span class="swatch matrix-scale"></span> {format_bytes(most)} ({kind} scale)' * (len(found) > 0)
     return (
-        f'<div class="wide" tabindex="0"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" '
+        f'<div class="wide"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" tabindex="0" '
         f'aria-label="bytes from {rows} to {columns} rows and columns of {unit}s">{"".join(body)}'
-        f'<text class="tick" x="{left + width / 2:.1f}" y="12">{between[1]} {unit}</text>'
-        f'<text class="tick" transform="translate(9 {top + height / 2:.1f}) rotate(-90)">{between[0]} {unit}</text>'
-        f'</svg></div><p class="legend">Bytes in a cell: {scale}. An empty cell: none.</p>'
+        f'<text class="tick" x="{left + width / 2:.1f}" y="12">{between[1]} {unit} →</text>'
+        f'<text class="tick start" x="0" y="12">{between[0]} {unit} ↓</text></svg></div>{_TOLD}'
+        f'<p class="legend">Bytes in a cell: <span class="swatch"></span> none{scale}</p>'
     )
 
 
@@ -475,9 +478,9 @@ def bars(loads: Ints, label: str) -> str:
         else f"; a bar is the mean of about {world // n:,} ranks, and the faint bar behind it the largest"
     )
     return (
-        f'<figure class="wide" tabindex="0"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
-        f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" '
-        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg></figure>'
+        f'<figure class="wide"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
+        f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" tabindex="0" '
+        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg>{_TOLD}</figure>'
     )
 
 
@@ -489,132 +492,3 @@ def _round_sizes(most: int) -> list[int]:
     if step == unit and unit > 1 and most / unit < 2.5:
         step = unit // 2  # 1.5 MiB: half units rather than one line
     return list(range(0, most + step, step))
-
-
-# What all pages look like.
-
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --paper: #fbfcfd; --card: #fff;
-  --accent: #21808d; --heat: #56b0ba; --faint: #edf1f5; --right: #2f8f5b; --wrong: #c0392b; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b4; --line: #303945; --paper: #12161b;
-  --card: #1a2027; --accent: #5cc3c9; --heat: #2a7178; --faint: #232b34; --right: #5cc98f; --wrong: #ff7b6b; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Liberation Sans", "DejaVu Sans", sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 36px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; letter-spacing: -.02em; margin: 0 0 20px; font-weight: 650; }
-h2 { font-size: 18px; margin: 0 0 4px; font-weight: 650; letter-spacing: -.01em; }
-h3 { font: 600 14px/1.4 ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace; margin: 14px 0 0;
-  overflow-wrap: anywhere; }
-p { margin: 2px 0 10px; color: var(--soft); }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 22px 24px;
-  margin-top: 20px; min-width: 0; }
-dl { display: flex; flex-wrap: wrap; gap: 1px; margin: 0; background: var(--line); border: 1px solid var(--line);
-  border-radius: 12px; overflow: hidden; }
-dl div { background: var(--card); padding: 14px 18px; flex: 1 1 140px; }
-dt { color: var(--soft); font-size: 13px; }
-dd { margin: 2px 0 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.3; }
-dd small { display: block; font-size: 13px; font-weight: 400; color: var(--soft); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 28px; align-items: end; }
-.between { margin: -12px 0 14px; overflow-wrap: anywhere; }
-.between b { color: var(--ink); font-weight: 600; }
-.verdict { border-left: 4px solid var(--right); padding: 2px 12px; margin: 0 0 20px; color: var(--ink); }
-.verdict.wrong { border-color: var(--wrong); }
-.verdict ul { margin: 4px 0; padding-left: 20px; }
-.wide { overflow-x: auto; }
-.wide svg { min-width: 780px; }
-figure { margin: 8px 0 0; }
-figure.wide { margin: 12px 0 4px; }
-figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px; }
-figcaption small { display: block; font-weight: 400; color: var(--soft); font-size: 13px; }
-svg { display: block; width: 100%; height: auto; }
-.pair rect { stroke: var(--card); stroke-width: 1; }
-.pair .fine rect { stroke: none; shape-rendering: crispEdges; }
-.pair rect.missing { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
-.pair text { fill: #fff; font-size: 12px; font-weight: 600; text-anchor: middle; dominant-baseline: central;
-  pointer-events: none; }
-.matrix rect { fill: var(--heat); }
-.matrix rect.ground { fill: var(--faint); }
-.matrix rect:not(.ground):hover, .bars g:hover rect { stroke: var(--ink); stroke-width: 1.5; }
-.tick { fill: var(--soft); font-size: 11px; text-anchor: middle; dominant-baseline: central;
-  font-variant-numeric: tabular-nums; }
-.tick.end { text-anchor: end; }
-.tick.number { fill: var(--ink); font-size: 12px; pointer-events: none; }
-.bars rect { fill: var(--accent); }
-.bars rect.peak { fill-opacity: .35; }
-.bars line { stroke: var(--line); }
-.legend { display: flex; white-space: nowrap; align-items: center; gap: 8px; font-size: 13px; margin-top: 10px; }
-.swatch { width: 26px; height: 12px; border-radius: 3px; background: var(--heat); }
-.swatch.faint { opacity: .25; }
-label { color: var(--soft); font-size: 13px; }
-select, input { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--line);
-  border-radius: 8px; padding: 7px 10px; max-width: 100%; }
-input { width: 100%; margin: 8px 0 12px; }
-select:focus-visible, input:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
-.scroll { overflow: auto; max-height: 560px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-weight: 500; text-align: left;
-  cursor: pointer; }
-th, td { vertical-align: top; padding: 7px 16px 7px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td:nth-child(n+5) { white-space: normal; min-width: 150px; }
-td:first-child { font-family: ui-monospace, "SF Mono", "Liberation Mono", "DejaVu Sans Mono", monospace;
-  white-space: normal; overflow-wrap: anywhere; min-width: min(260px, 50vw); }
-td:nth-child(2), th:nth-child(2), td:nth-child(4), th:nth-child(4) { text-align: right; }
-.js .tensor:not(.shown) { display: none; }
-"""
-
-
-# The frame of a plan's page: style and script, with `{{slots}}` for what `to_html` fills in.
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<style>
-{{style}}</style>
-<main>
-<h1>{{title}}</h1>
-{{between}}{{verdict}}
-<dl>{{figures}}</dl>
-<section aria-labelledby="layouts"><h2 id="layouts">Layouts of the largest tensors</h2>
-<p>The number and color of a region show the lowest rank that holds it; 0+ means rank 0 and others. Neighboring ranks
-have similar colors. A rank has the same color on both sides.</p>
-{{tensors}}</section>
-{{traffic}}
-<section aria-labelledby="loads"><h2 id="loads">Bytes per rank</h2>{{loads}}</section>
-<section aria-labelledby="tensors"><h2 id="tensors">Tensors</h2>
-<p>Names that differ only in numbers are one row.</p>
-<label for="search">Search names, shapes and placements</label>
-<input id="search" type="search" autocomplete="off">
-<div class="scroll" tabindex="0">{{table}}</div></section>
-{{notation}}
-</main>
-<script>
-document.documentElement.classList.add("js");
-const tensors = [...document.querySelectorAll(".tensor")], pick = document.getElementById("pick");
-const show = i => tensors.forEach((t, j) => t.classList.toggle("shown", i === j));
-show(0);
-if (pick) pick.onchange = () => show(Number(pick.value));
-const body = document.querySelector(".scroll tbody"), rows = [...body.rows];
-document.getElementById("search").oninput = event => {
-  const words = event.target.value.toLowerCase().split(/ +/);
-  for (const row of rows) {
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every(word => text.includes(word));
-  }
-};
-document.querySelectorAll(".scroll th").forEach((head, i) => {
-  let up = true;
-  head.onclick = () => {
-    const key = row => row.cells[i].dataset.sort ?? row.cells[i].textContent;
-    rows.sort((a, b) => key(a).localeCompare(key(b), undefined, { numeric: true }) * (up ? 1 : -1));
-    up = !up;
-    body.append(...rows);
-  };
-});
-</script>
-</html>
-"""

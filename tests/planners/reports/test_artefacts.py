@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from planners import (
@@ -28,7 +29,8 @@ from planners import (
     schedule,
     to_html,
 )
-from planners.reports.pages import _round_sizes
+from planners.geometry.layout_text import parse_layout
+from planners.reports.pages import _round_sizes, cuts, matrix, rank_color
 from planners.units import format_bytes
 from tests.planners.states import alike
 
@@ -87,8 +89,10 @@ def test_a_page_is_whole_and_needs_nothing_from_outside(plan):
 def test_a_page_draws_who_holds_what():
     text = to_html(plan_reads(state("S(0),S(1)", "dp=2,tp=2"), state("S(0)", "dp=3")))
 
-    for rank in range(4):
-        assert f"<title>rank {rank}</title>" in text
+    for rank, box in enumerate(("0:4, 0:6", "0:4, 6:12", "4:8, 0:6", "4:8, 6:12")):
+        assert f"<title>rank {rank}: [{box}]</title>" in text
+    assert "<title>rank 1: [3:6, 0:12]</title>" in text
+    assert '<text class="tick start" x="14" y="6">dim 1: 12</text>' in text
     assert "<title>saved by rank 3, read by rank 2: 96 B</title>" in text
     assert text.count('<text class="tick number"') == 8
 
@@ -151,11 +155,81 @@ def test_the_matrix_has_a_row_for_each_rank_that_saved_and_a_column_for_each_tha
     rows, columns = -(-before // per), -(-after // per)
     assert f"bytes from {rows} to {columns} rows and columns of {'rank' if per == 1 else 'host'}s" in text
     unit = "host" if per > 1 else "rank"
-    assert f">saved by {unit}</text>" in text
-    assert f">read by {unit}</text>" in text
+    assert f">saved by {unit} ↓</text>" in text
+    assert f">read by {unit} →</text>" in text
     ticks = [int(n.replace(",", "")) for n in re.findall(r'<text class="tick"[^>]*>([\d,]+)</text>', text)]
     assert all(tick < 10 or tick % 5 == 0 or tick % 2 == 0 for tick in ticks)
     assert max(ticks) < max(before, after)
+
+
+def test_a_rank_has_the_same_color_on_every_page_in_which_white_text_is_legible():
+    few, many = (to_html(plan_reads(state("S(0)", f"dp={n}"), ROWS)) for n in (2, 8))
+    color = re.compile(r'fill="(#\w{6})"[^>]*><title>rank 1: \[4:8, 0:12\]')
+    assert color.findall(few) == [rank_color(1)]
+    assert f'fill="{rank_color(1)}"' in many
+    assert len({rank_color(rank) for rank in range(1000)}) > 300
+    for rank in range(20_000):
+        channels = (int(rank_color(rank)[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+        assert 1.05 / (luminance + 0.05) >= 4.5, "the contrast that WCAG AA asks for"
+
+
+def test_the_scale_of_the_matrix_is_linear_unless_sizes_differ_by_more_than_ten_times():
+    def scale(*sizes):
+        sums = np.array([[*sizes, 0]])
+        text = matrix(sums, ("saved by", "read by"), "rank", 1)
+        return re.findall(r'fill-opacity="(.*?)"', text), re.sub(r"<.*?>", "", text[text.index('"legend"') :])
+
+    opacities, legend = scale(1000, 100, 550)
+    assert opacities == ["1.00", "0.28", "0.64"]
+    assert legend.endswith("Bytes in a cell:  none · 0 B  1000 B (linear scale)")
+    opacities, legend = scale(100_000, 2000, 20_000)
+    assert opacities == ["1.00", "0.20", "0.67"]
+    assert legend.endswith("none · 2.0 KiB or less  97.7 KiB (logarithmic scale)")
+    opacities, legend = scale(1000, 900, 1)
+    assert opacities == ["1.00", "0.92", "0.20"], "a cell with almost nothing does not choose the scale"
+    assert legend.endswith("(linear scale)")
+    assert scale(0, 0)[1].endswith("Bytes in a cell:  none")
+
+
+def test_weights_are_drawn_before_moments_and_what_is_left_out_is_told():
+    weights = {f"model.w{i}.weight": (8 + i, 12) for i in range(9)}
+    moments = {f"exp_avg.w{i}.weight": (80 + i, 12) for i in range(9)}  # larger, and first by name
+
+    def layouts(mesh):
+        specs = (TensorSpec(name, shape, "float32") for name, shape in (moments | weights).items())
+        return StateLayout({spec.fqn: TensorLayout.of(spec, parse_layout(f"S(0) on {mesh}")) for spec in specs})
+
+    text = to_html(plan_reads(layouts("dp=2"), layouts("dp=3")))
+    options = re.findall(r"<option.*?>(.*?)</option>", text)
+    assert options == [f"model.w{i}.weight [{8 + i}, 12]" for i in range(8, 0, -1)]
+    assert "Not drawn: 10 more combinations of shape and layout." in text
+
+
+def test_of_many_shards_those_of_the_outer_axes_are_drawn_or_groups_with_their_ranks():
+    def drawn(form, shape=(4096, 64)):
+        text = cuts(TensorLayout.of(TensorSpec("w", shape, "float32"), parse_layout(form)), "saved")
+        return re.findall(r"<title>(.*?)</title>", text), re.search(r"<small>(.*?)</small>", text)[1]
+
+    titles, words = drawn("tp,fsdp: S(0),S(0) on fsdp=256,tp=4")
+    assert titles[1] == "ranks 1, 5, 9, 13 and 252 more: [1024:2048, 0:64]"
+    assert len(titles) == 4
+    assert words.endswith("· 1024 regions; not drawn: how fsdp shards each region again")
+    titles, words = drawn("S(0) on fsdp=1024")
+    assert titles[:2] == ["ranks 0 to 63: [0:256, 0:64]", "ranks 64 to 127: [256:512, 0:64]"]
+    assert len(titles) == 16
+    assert "a region is drawn for many shards" in words
+    assert len(drawn("S(0),S(1) on a=4096,b=64")[0]) == 256
+    titles, words = drawn("S(2) on a=2", (4, 3, 6))
+    assert titles == ["rank 0: [0:4, 0, 0:3]", "rank 1: [0:4, 0, 3:6]"], "dims that are sharded are drawn"
+
+
+def test_one_rank_has_no_axis():
+    text = to_html(plan_reads(state("R", "file=1"), ROWS))
+
+    assert "file=1" not in text
+    assert "<small>unsharded · 1 region</small>" in text
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, 1023, 1024, 1025, 3 << 20, 1023 << 20, (1 << 40) + 1])

@@ -303,28 +303,67 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
     page.ask("first.focus()")
     page.press("ArrowLeft", "ArrowLeft")
     assert page.ask("document.activeElement.words") == "model.layers.*.b, 7: the same"
-    page.press("ArrowUp")
+    assert page.ask("document.querySelectorAll('#map td.odd').length") == 1
+    legend = page.ask("document.querySelector('.legend').innerText").split("\n")
+    assert [*map(str.strip, legend)] == ["the same", "00.333 (linear scale)", "NaN or infinite on one side"]
+    page.press("ArrowDown" if page.ask("map.rows[0][0].endsWith('.b')") else "ArrowUp")
     assert page.ask("document.activeElement.words").startswith("model.layers.*.w, 7: relative 0.333, largest 1.")
+    assert page.ask("document.querySelector('#worst [aria-sort]').textContent") == "relative difference"
+    assert page.ask("document.querySelector('#worst tbody td.number').textContent") == "not finite"
     page.ask("document.querySelector('th button').click()")
     assert page.ask("document.querySelector('#worst tbody td').textContent") == "model.layers.7.w"
     assert_sound(page, width)
 
 
 @needs_browser
-def test_a_tall_map_begins_at_its_first_rows_under_a_header_that_stays(browser: Browser, tmp_path: Path) -> None:
+def test_a_tall_map_begins_with_what_differs_most_and_has_no_scroll_bar_of_its_own(
+    browser: Browser, tmp_path: Path
+) -> None:
     first = {f"model.layers.{i}.part{'x' * j}.weight": torch.ones(4) for j in range(50) for i in range(4)}
     second = {name: value * (2 if "x" * 49 in name else 1.1) for name, value in first.items()}  # the last row is worst
     file = tmp_path / "page.html"
     file.write_text(reshard.compare(first, second, measure=True).to_html(), encoding="utf-8")
     page = browser.open(file, width=1300)
-    top = "document.querySelector('#map td.head').getBoundingClientRect().top - box.getBoundingClientRect().top"
+    inner = "[...document.querySelectorAll('.map, .scroll')].some(one => one.scrollHeight > one.clientHeight)"
+    shown = "[...box.querySelectorAll('tr')].filter(row => row.offsetHeight).length"
 
-    assert page.ask("[box.scrollTop, box.scrollLeft]") == [0, 0]
-    at_first = page.ask(top)
-    assert page.ask("box.scrollTop = 300") < page.ask("box.scrollHeight - box.clientHeight")
-    assert abs(page.ask(top) - at_first) <= 2
-    assert page.ask("box.querySelector('tr:last-child td').offsetWidth") > 100, "four columns share the width"
+    assert page.ask("box.querySelector('tr:nth-child(2) th').textContent") == f"model.layers.*.part{'x' * 49}.weight"
+    assert (page.ask(inner), page.ask(shown)) == (False, 31)
+    page.ask("all_lines.click()")
+    assert (page.ask(inner), page.ask(shown)) == (False, 51)
+    assert page.ask("document.querySelectorAll('#worst tbody tr').length") == 20
+    page.ask("document.querySelector('.scroll .more').click()")
+    assert page.ask("document.querySelectorAll('#worst tbody tr').length") == 200
     assert_sound(page, 1300)
+
+
+@needs_browser
+def test_pictures_are_moved_in_by_keys_and_tables_sorted_by_them(browser: Browser, tmp_path: Path, say) -> None:
+    reshard.save({f"layers.{i}.w": torch.zeros(6 + i, 8) for i in range(3)}, tmp_path / "c")
+    file = tmp_path / "plan.html"
+    say("plan", tmp_path / "c", "fsdp=2,tp=2", "--rule", "*=S(0),S(1)", "--html", file)
+    page = browser.open(file)
+    page.ask("document.querySelectorAll('.tensor.shown svg')[1].focus()")
+    told = "document.querySelectorAll('.tensor.shown .told')[1].textContent"
+    page.press("ArrowDown")
+    assert page.ask(told) == "rank 0: [0:4, 0:4]"
+    page.press("ArrowDown", "ArrowRight")
+    assert page.ask(told) == "rank 3: [4:8, 4:8]"
+    page.press("ArrowDown", "ArrowLeft")
+    assert page.ask(told) == "rank 2: [4:8, 0:4]"
+    page.ask("document.querySelector('.matrix').focus()")
+    page.press("ArrowDown", "ArrowRight")
+    assert page.ask("document.querySelector('.matrix').parentNode.nextSibling.textContent").startswith(
+        "saved by rank 0, read by rank 1: "
+    )
+    rows = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[2].textContent)"
+    order = ["[8, 8] float32", "[7, 8] float32", "[6, 8] float32"]
+    assert page.ask(rows) == order
+    page.ask("document.querySelector('th[aria-sort] button').focus()")
+    page.press("Enter")
+    assert page.ask(rows) == order[::-1]
+    assert page.ask("document.querySelector('th[aria-sort]').getAttribute('aria-sort')") == "ascending"
+    assert_sound(page, 1400)
 
 
 @needs_browser
@@ -343,8 +382,10 @@ def test_names_in_a_plan_s_table_break_at_dots_and_numbers_have_no_rim(browser: 
         return range.getClientRects().length === 1;
     }})""")
     assert page.ask("getComputedStyle(document.querySelector('.tick.number')).stroke") == "none"
-    page.ask("(search.value = 'feed_forward.gate', search.oninput({ target: search }))")
-    assert not page.ask("document.querySelector('.scroll tbody tr').hidden")
+    page.ask("(search.value = 'feed_forward.gate', search.oninput())")
+    assert page.ask("document.querySelectorAll('.scroll tbody tr').length") == 1
+    page.ask("(search.value = 'attention.gate', search.oninput())")
+    assert page.ask("document.querySelectorAll('.scroll tbody tr').length") == 0
     assert_sound(page, 1300)
 
 
