@@ -16,7 +16,7 @@ from reshard.errors import FormatError, OptionError, did_you_mean, option_error,
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
-__all__ = ["check_arguments", "named_arguments", "options_of", "renamed", "with_options"]
+__all__ = ["check_arguments", "named_arguments", "no_attribute", "options_of", "renamed", "with_options"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -109,7 +109,7 @@ def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
 
 
 _OF_OTHERS = {
-    "checkpoint_id": "the path is the second argument",
+    "checkpoint_id": "pass the path without a name: save(state_dict, path), load(state_dict, path), open(path)",
     "no_dist": "write alone=True",
     "planner": "strict=, dtype_policy=, mapping=, and select= replace planners; reshard.dcp takes DCP's planners",
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
@@ -141,6 +141,12 @@ def _half(verb: str, given: Any) -> str:
     else:
         fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
     return f"{verb}(state_dict, path) was called with {what} only: {fix}"
+
+
+def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:
+    """The error for a name that an object does not have, with what to write for one of another library."""
+    fix = f": {meant[name]}" if name in meant else did_you_mean(name, [each for each in dir(it) if each[0] != "_"])
+    return AttributeError(f"{type(it).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=it)
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:

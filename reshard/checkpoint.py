@@ -22,6 +22,7 @@ from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
+from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
@@ -235,7 +236,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
-                ("other values", f"{len(self.objects):,}"), ("ranks that saved", f"{layout.world_size:,}"),
+                ("other values", f"{count_objects(contents):,}"), ("ranks that saved", f"{layout.world_size:,}"),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
             problems=self.problems(),

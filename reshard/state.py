@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from reshard.errors import FormatError
 
-__all__ = ["NUMBERED", "IntKey", "KeyPath", "State", "is_selected", "key_of", "path_from_json", "path_to_json"]
+__all__ = [
+    "NUMBERED", "IntKey", "KeyPath", "State", "count_objects", "is_selected", "key_of", "path_from_json",
+    "path_to_json",
+]  # fmt: skip
 
 
 T = TypeVar("T", covariant=True)
@@ -91,3 +94,20 @@ class State(Generic[T]):
     """Names of tensors that are the same tensor as that of another name: tied weights."""
     per_rank: Mapping[str, Any] = field(default_factory=dict)
     """Values that are each rank's own, by key."""
+
+
+def count_objects(state: State[Any]) -> int:
+    """The number of objects, which is the same for each way to store a state: an entry of a dict is one, and so are all
+    plain items of a list together, whether each has a key of its own or a value holds them all."""
+    return len({one for key, value in state.objects.items() for one in _places(state.paths.get(key, (key,)), value)})
+
+
+def _places(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _places((*path, str(key)), item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _places((*path, i), item)
+    else:
+        yield path[:-1] if type(path[-1]) is int else path

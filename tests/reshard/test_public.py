@@ -306,8 +306,14 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: reshard.load({}, checkpoint_id="c"), r"load\(\) .* 'checkpoint_id': the path is the second argument$"),
-        (lambda: reshard.save({}, checkpoint_id="c"), r"save\(\) .* 'checkpoint_id': the path is the second argument$"),
+        (
+            lambda: reshard.load({}, checkpoint_id="c"),
+            r"load\(\) .* 'checkpoint_id': pass .*, load\(state_dict, path\)",
+        ),
+        (
+            lambda: reshard.save({}, checkpoint_id="c"),
+            r"save\(\) .* 'checkpoint_id': pass .* name: save\(state_dict, path\)",
+        ),
         (lambda: reshard.async_save({}, "c", no_dist=True), r"async_save\(\) .* 'no_dist': write alone=True$"),
         (lambda: reshard.load({}, "c", no_dist=True), r"load\(\) .* 'no_dist': write alone=True$"),
         (
