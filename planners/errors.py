@@ -72,6 +72,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     names = list(known)
     near = get_close_matches(word, names, n=1)
+    near = near or [name for name in names if name.startswith(f"{word}_")]
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""

@@ -69,6 +69,8 @@ def to_html(
     """
     if ranks_per_host < 1:
         raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+    if not isinstance(cluster, Cluster | None):
+        raise PlanError(f"cluster must be a Cluster, got {cluster!r}")
     story = _story(plan)
     world = max(layout.world_size for _, layout in story.sides)
     figures = [*story.figures, *_held(story.sides)]

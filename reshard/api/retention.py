@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
+from reshard.arguments import renamed
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, NewerVersionError, OptionError, StorageError
 from reshard.formats.opening import RunStep, discarded_in, path_below, run_in, step_of, steps_at
@@ -91,6 +92,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     return found[-1].path if found else None
 
 
+@renamed()
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
     """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
     Return the removed paths. Checkpoints in other formats stay, and do not count.

@@ -43,7 +43,7 @@ from reshard.api.save_job import (
 )
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
-from reshard.formats.opening import refuse_first_step, refuse_run
+from reshard.formats.opening import refuse_first_step, refuse_run, warn_of_file_name
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -295,6 +295,7 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
+    warn_of_file_name(path)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
             f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"

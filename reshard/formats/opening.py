@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,9 +41,11 @@ from reshard.stored.source import Files
 __all__ = [
     "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at", "look_in", "open_contents",
     "path_below", "refuse_first_step", "refuse_run",
-    "run_in", "step_of", "step_path", "steps_at",
+    "run_in", "step_of", "step_path", "steps_at", "warn_of_file_name",
 ]  # fmt: skip
 
+
+_log = logging.getLogger("reshard")
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
@@ -234,6 +237,15 @@ def refuse_first_step(path: str | os.PathLike[str] | Storage) -> None:
     )
 
 
+def warn_of_file_name(path: str | os.PathLike[str] | Storage) -> None:
+    """Log a warning if a folder is about to be called as files of other tools are."""
+    if not isinstance(path, Storage) and (name := _file_of(path)) and name not in _MARKERS:
+        _log.warning(
+            "%s becomes a folder, and not a file that other tools read. For such a file, call "
+            "reshard.convert(checkpoint, path, format='torch') or format='safetensors'", path_text(path),
+        )  # fmt: skip
+
+
 def _marker_in(storage: Storage) -> str:
     """The file that shows that there is a native checkpoint right there, or one of DCP; else ""."""
     for name in _MARKERS:
@@ -339,9 +351,14 @@ def _nothing(storage: Storage, url: str) -> str:
     path = Path(_local(url)) if isinstance(storage, LocalStorage) else None
     if path is not None and path.is_dir():
         return f"{url} is an empty folder: it holds no checkpoint"
-    may_look = path is not None and path.parent.is_dir() and os.access(path.parent, os.R_OK)
-    near = did_you_mean(path.name, os.listdir(path.parent)[:5000]) if path is not None and may_look else ""
-    return f"there is nothing at {url}{near or _of_a_hub(url)}"
+    if path is None:
+        return f"there is nothing at {url}"
+    gone = path
+    while not gone.parent.is_dir():
+        gone = gone.parent
+    near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
+    since = "" if gone == path else f", since there is no {gone}"
+    return f"there is nothing at {url}{since}{near or _of_a_hub(url)}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:
