@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
@@ -99,15 +99,16 @@ class State(Generic[T]):
 def count_objects(state: State[Any]) -> int:
     """The number of objects, which is the same for each way to store a state: an entry of a dict is one, and so are all
     plain items of a list together, whether each has a key of its own or a value holds them all."""
-    return len({one for key, value in state.objects.items() for one in _places(state.paths.get(key, (key,)), value)})
-
-
-def _places(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _places((*path, str(key)), item)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _places((*path, i), item)
-    else:
-        yield path[:-1] if type(path[-1]) is int else path
+    found: set[KeyPath] = set()
+    todo: list[tuple[KeyPath, Any]] = []
+    for key, value in state.objects.items():
+        todo.append((state.paths.get(key, (key,)), value))
+        while todo:
+            path, value = todo.pop()
+            if isinstance(value, dict):
+                todo += [((*path, str(key)), item) for key, item in value.items()]
+            elif isinstance(value, list | tuple):
+                todo += [((*path, i), item) for i, item in enumerate(value)]
+            else:
+                found.add(path[:-1] if type(path[-1]) is int else path)
+    return len(found)

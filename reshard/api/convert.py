@@ -25,7 +25,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
-from reshard.formats.opening import refuse_first_step, refuse_run, run_in, warn_of_file_name
+from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
@@ -299,8 +299,8 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
 
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
     refuse_first_step(job.target)
-    if job.format in ("native", "dcp"):
-        warn_of_file_name(job.target)
+    if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
+        _log.warning(BECOMES_FOLDER, storage.url)
     names = storage.list()
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
         _log.warning(

@@ -43,7 +43,7 @@ from reshard.api.save_job import (
 )
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
-from reshard.formats.opening import refuse_first_step, refuse_run, warn_of_file_name
+from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -67,7 +67,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
 __all__ = [
-    "SaveReport", "agreed_plan", "async_save", "await_place", "ended_for", "forget_background_save",
+    "SaveReport", "agreed_plan", "async_save", "ended_for", "forget_background_save",
     "save", "start_in_background",
 ]  # fmt: skip
 
@@ -251,11 +251,13 @@ def async_save(
 
 
 def _await_saves_to(path: Any) -> None:
+    """Wait for the saves to the same place."""
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
         return
-    await_place(place)
+    for future in [future for future, where in list(_saves.items()) if where == place]:
+        future.exception()  # if one took longer, it would take the place of a later one
 
 
 _Staging = Callable[[Sequence[Entry]], ToWrite]
@@ -295,7 +297,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
-    warn_of_file_name(path)
+    if storage.url.endswith(FILE_SUFFIXES):
+        _log.warning(BECOMES_FOLDER, storage.url)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
             f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"
@@ -641,7 +644,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
     """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
-        place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all that is known of it.
+        place: where it writes, for later saves and `ended_for`; None: the caller's future is all that is known of it.
 
     Raises RuntimeError if the system allows no more threads.
     """
@@ -667,12 +670,6 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
 def forget_background_save(future: Future[Any]) -> None:
     """A caller knows the result: it need not be reported again."""
     _saves.pop(future, None)
-
-
-def await_place(place: str) -> None:
-    """Wait for the saves to the same place: if one took longer, it would take the place of a later one."""
-    for future in [future for future, where in list(_saves.items()) if where == place]:
-        future.exception()
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:

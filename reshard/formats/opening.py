@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,13 +38,11 @@ from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at", "look_in", "open_contents",
-    "path_below", "refuse_first_step", "refuse_run",
-    "run_in", "step_of", "step_path", "steps_at", "warn_of_file_name",
+    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at",
+    "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path",
+    "steps_at",
 ]  # fmt: skip
 
-
-_log = logging.getLogger("reshard")
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
@@ -56,7 +53,10 @@ _MARKERS = (MANIFEST, ".metadata")
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+
+BECOMES_FOLDER = "%s becomes a folder, and not a file that other tools read: for such a file, convert to its format"
+"""What to log where a checkpoint that is a folder is about to be called as a file is."""
 
 
 _Found = tuple[Storage, dict[str, int]]
@@ -237,15 +237,6 @@ def refuse_first_step(path: str | os.PathLike[str] | Storage) -> None:
     )
 
 
-def warn_of_file_name(path: str | os.PathLike[str] | Storage) -> None:
-    """Log a warning if a folder is about to be called as files of other tools are."""
-    if not isinstance(path, Storage) and (name := _file_of(path)) and name not in _MARKERS:
-        _log.warning(
-            "%s becomes a folder, and not a file that other tools read. For such a file, call "
-            "reshard.convert(checkpoint, path, format='torch') or format='safetensors'", path_text(path),
-        )  # fmt: skip
-
-
 def _marker_in(storage: Storage) -> str:
     """The file that shows that there is a native checkpoint right there, or one of DCP; else ""."""
     for name in _MARKERS:
@@ -299,7 +290,7 @@ def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
 def _file_of(path: str | os.PathLike[str]) -> str:
     """The name that a path ends with, if files of checkpoints are called so."""
     last = unquote(path_text(path).rstrip("/").rpartition("/")[2])
-    return last if last in _MARKERS or last.endswith(_FILE_SUFFIXES) else ""
+    return last if last in _MARKERS or last.endswith(FILE_SUFFIXES) else ""
 
 
 def _local(text: str) -> str:

@@ -588,7 +588,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         ("Rename", "it is reshard.mapping.Rename"),
         ("FileSystemWriter", "it is reshard.dcp.FileSystemWriter"),
         ("CheckpointError", "it is reshard.errors.CheckpointError"),
-        ("safe_open", r"reshard.open\(file\) reads safetensors files lazily"),
+        ("safe_open", r"reshard.open\(file\) reads it lazily"),
         ("to_html", r"plans, checkpoints, and comparisons have it: plan.to_html\(\)"),
         ("diff", "reshard.compare compares checkpoints, reshard.planners.diff plans"),
     ],
