@@ -164,27 +164,37 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     return _MARKS.sub(lambda mark: f"{mark[1]}{parts[mark[2]]}\n<!-- end -->", text)
 
 
-_FIGURE = re.compile(r"(<!-- figure of (\w+): (.+?) of (.+?), ([\w ]+?) -->).*?(<!-- end -->)")
+_FIGURES = re.compile(r"(<!-- figures in bold:\n(.*?)-->)(.*?)(?=<!-- end -->)", re.DOTALL)
+_NAME = re.compile(r"(\w+): (.+?) of (.+), ([\w ]+)")
+_BOLD = re.compile(r"\*\*.*?\*\*")
 
 
 def with_figures(text: str, rows: Iterable[Row]) -> str:
-    """A text with single figures of the page between its marks, such as "figure of load: DCP / ours of columns, s".
+    """A text with single figures of the page. A comment before a table or paragraph names those that are in bold there,
+    in their order, a line each, such as "load: DCP / ours of columns, s"; the comment "end" follows.
 
-    Raises ValueError if a mark names what no row has.
+    Raises ValueError if a line names what no row has, or if there are more or fewer figures than lines.
     """
     named = {(row.section, row.what, row.unit): row for row in rows}
 
-    def figure(mark: re.Match[str]) -> str:
-        _, section, which, what, unit, end = mark.groups()
+    def figure(name: str) -> str:
+        parts = _NAME.fullmatch(name)
+        section, which, what, unit = parts.groups() if parts is not None else ("", name, "", "")
         row = named.get((section, what, unit))
         contestants = {"ours": row.ours, "floor": row.floor, **row.peers} if row is not None else {}
         above, _, below = which.partition(" / ")
         if row is None or not {above, below or "ours"} <= contestants.keys():
             raise ValueError(f"no row of {section} has {which} of {what}, {unit}")
-        said = _ratio(contestants[above], contestants[below]) if below else _figure(contestants[above])
-        return f"{mark[1]}{said}{end}"
+        return _ratio(contestants[above], contestants[below]) if below else _figure(contestants[above])
 
-    return _FIGURE.sub(figure, text)
+    def block(found: re.Match[str]) -> str:
+        names, shown = found[2].splitlines(), _BOLD.findall(found[3])
+        if len(names) != len(shown):
+            raise ValueError(f"{len(names)} figures are named, and {len(shown)} are in bold: {', '.join(shown)}")
+        figures = (f"**{figure(name)}**" for name in names)
+        return found[1] + _BOLD.sub(lambda _: next(figures), found[3])
+
+    return _FIGURES.sub(block, text)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from planners import Cluster, TensorSpec, estimate, fsdp_tp, plan_reads, to_html, verify
+from planners import Cluster, TensorSpec, estimate, fsdp_tp, plan_reads, verify
 from planners.units import format_bytes
 
 DIM, FFN, KV, VOCAB, LAYERS = 16384, 53248, 1024, 128256, 126
@@ -43,7 +43,7 @@ def main(page: str | None = None) -> None:
     cluster = Cluster(storage_read_bytes_per_s=2e9)
     print(estimate(plan, cluster))
     if page is not None:
-        text = to_html(plan, source="FSDP 2,048 × TP 8", target="FSDP 768 × TP 16", cluster=cluster)
+        text = plan.to_html(source="FSDP 2,048 × TP 8", target="FSDP 768 × TP 16", cluster=cluster)
         Path(page).write_text(text, encoding="utf-8")
 
 

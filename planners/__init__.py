@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from planners.plans.save import SavePlan, WriteItem, WriteItems, plan_writes
     from planners.plans.schedule import Message, Schedule, schedule
     from planners.plans.transfer import TransferItem, TransferItems, TransferPlan, plan_transfers
-    from planners.reports.pages import to_html
     from planners.reports.text import PlanDiff, PlanStats, diff, explain, format_plan, summarize
     from planners.testing.replay import replay
 
@@ -68,7 +67,6 @@ _PUBLIC = {
     "plans.save": "SavePlan WriteItem WriteItems plan_writes",
     "plans.relay": "plan_relay",
     "plans.transfer": "TransferItem TransferItems TransferPlan plan_transfers",
-    "reports.pages": "to_html",
     "reports.text": "PlanDiff PlanStats diff explain format_plan summarize",
     "testing.replay": "replay",
 }
@@ -85,13 +83,18 @@ __all__ = [
     "compare_topologies", "concat", "ddp", "diff", "dumps", "estimate", "even_ranges", "expert_parallel", "explain",
     "flat_layouts", "flat_offsets", "format_plan", "fsdp", "fsdp_tp", "hsdp", "inverse", "loads", "pipelined",
     "plan_copies", "plan_reads", "plan_relay", "plan_transfers", "plan_writes", "replay", "schedule", "stack",
-    "summarize", "to_html", "verify", "viewed",
+    "summarize", "verify", "viewed",
 ]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
+        if name == "to_html":
+            from planners.errors import warn_renamed
+
+            warn_renamed("planners.to_html(plan)", "plan.to_html()")
+            return _page_of
         if name not in _HOME:
             from planners.errors import did_you_mean
 
@@ -101,10 +104,10 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         return value
 
 
-def _page_of(plan: Any) -> str:
+def _page_of(plan: Any, **options: Any) -> str:
     from planners.reports.pages import to_html
 
-    return to_html(plan)
+    return to_html(plan, **options)
 
 
 draw_pages_with(_page_of)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = [
     "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "ReshardError",
-    "did_you_mean", "sentence",
+    "did_you_mean", "sentence", "warn_renamed",
 ]  # fmt: skip
 
 
@@ -71,9 +72,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     names = list(known)
     near = get_close_matches(word, names, n=1)
+    near = near or [name for name in names if name.startswith(f"{word}_")]
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Where a user writes the old name: two frames above the caller."""
+    text = f"{old} is now called {new}; the old name will be removed in a later release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def sentence(text: str) -> str:

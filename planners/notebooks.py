@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from planners.units import format_bytes
@@ -12,10 +12,10 @@ __all__ = ["Pictured", "Tabled", "draw_pages_with", "framed", "preformatted"]
 
 _MOST_NAMES = 3
 _MOST_LINES = 40
-_draw: list[Callable[[Any], str]] = []
+_draw: list[Callable[..., str]] = []
 
 
-def draw_pages_with(draw: Callable[[Any], str]) -> None:
+def draw_pages_with(draw: Callable[..., str]) -> None:
     """Register a function that draws a plan as a complete HTML page."""
     _draw[:] = [draw]
 
@@ -25,8 +25,37 @@ class Pictured:
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str | None:
-        return framed(_draw[0](self), repr(self)) if _draw else None
+    def to_html(
+        self,
+        *,
+        title: str | None = None,
+        ranks_per_host: int = 8,
+        source: str = "",
+        target: str = "",
+        cluster: Any = None,
+        wrong: Sequence[str] = (),
+    ) -> str:
+        """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors,
+        traffic between ranks, bytes per rank, and a searchable table of tensors. Notebooks display a plan as this page.
+
+            Path("plan.html").write_text(plan.to_html(source="run/step-1000", target="fsdp=3"))
+
+        Args:
+            title: title of the page. Default: what the plan does.
+            ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
+            source: name of the source for readers, such as a path or a topology.
+            target: name of the target.
+            cluster: a `Cluster`: also show the time that `estimate` returns. Its `ranks_per_host` is used.
+            wrong: what is wrong besides what the proof finds. The page lists it first.
+
+        Raises PlanError for less than one rank per host.
+        """
+        return _draw[0](
+            self, title=title, ranks_per_host=ranks_per_host, source=source, target=target, cluster=cluster, wrong=wrong
+        )
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html(), repr(self))
 
 
 def framed(page: str, title: str) -> str:

@@ -80,6 +80,16 @@ _ELSEWHERE = {
     "load_checkpoint": "reshard.load fills a state dict, reshard.open reads without one",
     "save_checkpoint": "reshard.save writes a checkpoint",
     "restore": "reshard.load fills a state dict from a checkpoint",
+    "save_file": "reshard.save writes a checkpoint, reshard.convert one file of another format",
+    "load_file": "reshard.open(file) reads it lazily",
+    "safe_open": "reshard.open(file) reads it lazily",
+    "save_model": "reshard.save, of a state dict by reshard.get_model_state_dict(model)",
+    "load_model": "reshard.load fills a state dict, reshard.set_model_state_dict fills a model",
+    "Checkpointer": "reshard.CheckpointManager, or reshard.save and reshard.load",
+    "StandardCheckpointer": "reshard.CheckpointManager, or reshard.save and reshard.load",
+    "diff": "reshard.compare compares checkpoints, reshard.planners.diff plans",
+    "to_html": "plans, checkpoints, and comparisons have it: plan.to_html()",
+    "inspect": "reshard.open(path) reads a checkpoint without a model",
 }
 """Names that other libraries have for what is called otherwise here."""
 
@@ -163,8 +173,14 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         if name not in _HOME and name not in _MODULES:
             from reshard import errors
 
-            meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else errors.did_you_mean(name, _HOME)
-            meant = f": it is reshard.errors.{name}" if name in errors.__all__ else meant
+            places = (
+                []
+                if name[0] == "_" or name in _ELSEWHERE
+                else map("reshard.{}".format, ("errors", "planners", "mapping", "dcp"))
+            )
+            place = next((place for place in places if hasattr(importlib.import_module(place), name)), "")
+            meant = f": it is {place}.{name}" if place else errors.did_you_mean(name, _HOME)
+            meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else meant
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage_collection import gc_paused
 

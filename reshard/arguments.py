@@ -16,7 +16,7 @@ from reshard.errors import FormatError, OptionError, did_you_mean, option_error,
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
-__all__ = ["check_arguments", "named_arguments", "options_of", "renamed", "with_options"]
+__all__ = ["check_arguments", "named_arguments", "no_attribute", "options_of", "renamed", "with_options"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,6 +73,12 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     for name in given.keys() - known.keys():
         if name in _OF_OTHERS or not is_open:
             raise _unexpected(what, name, known) from None
+    by_name = [name for name, each in known.items() if each.kind == each.KEYWORD_ONLY]
+    places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    if by_name and len(args) > len(places):
+        taken = ", ".join(name for name in places if name != "self") or "nothing"
+        words = f"{what}() takes {taken} by position, and all else by name, such as {by_name[0]}="
+        raise TypeError(f"{words}: got {args[len(places)]!r:.80}, too") from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
@@ -109,14 +115,26 @@ def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
 
 
 _OF_OTHERS = {
-    "checkpoint_id": "the path is the second argument",
+    "checkpoint_id": "pass the path without a name: save(state_dict, path), load(state_dict, path), open(path)",
     "no_dist": "write alone=True",
+    "allow_partial_load": "write strict=False",
+    "device": "tensors are filled on the device on which they are",
+    "format": "reshard.save writes its own format; reshard.convert(path, target, format=...) writes others",
+    "blocking": "reshard.async_save saves in the background",
+    "use_async": "reshard.async_save saves in the background",
+    "full_state_dict": "pass options=reshard.StateDictOptions(full_state_dict=True)",
+    "cpu_offload": "pass options=reshard.StateDictOptions(cpu_offload=True)",
+    "options": "pass every= and keep=, as in CheckpointManager(root, every=Every(steps=500), keep=Keep(last=3))",
+    "num_replicas": "write parts=",
+    "rank": "write part=",
     "planner": "strict=, dtype_policy=, mapping=, and select= replace planners; reshard.dcp takes DCP's planners",
+    "select": 'a load reads the keys of the state: pass these keys only, and strict="subset"',
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
     "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
     "step": "pass the folder of the step, or reshard.open(path, step=...)",
     "max_to_keep": "write Keep(last=...)",
     "save_interval_steps": "write every=Every(steps=...)",
+    "framework": "leave it out: tensors are torch's",
     "map_location": "tensors are filled on the device on which they are",
     "weights_only": "leave it out: no code from a checkpoint runs",
 }
@@ -141,6 +159,12 @@ def _half(verb: str, given: Any) -> str:
     else:
         fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
     return f"{verb}(state_dict, path) was called with {what} only: {fix}"
+
+
+def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:
+    """The error for a name that an object does not have, with what to write for one of another library."""
+    fix = f": {meant[name]}" if name in meant else did_you_mean(name, [each for each in dir(it) if each[0] != "_"])
+    return AttributeError(f"{type(it).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=it)
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:

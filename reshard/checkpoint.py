@@ -16,12 +16,13 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
-from reshard.arguments import renamed
+from reshard.arguments import no_attribute, renamed
 from reshard.errors import CheckpointError, KeyMismatchError, OptionError
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
+from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
@@ -39,6 +40,14 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 _MOST_HISTOGRAMS = 512
+
+
+_OF_OTHERS = {
+    **dict.fromkeys(("state_dict", "load"), ".nested() returns the nested state, lazily"),
+    **dict.fromkeys(("tensors", "get_tensor", "get_slice"), "index it: checkpoint[name][...], checkpoint[name][:4]"),
+    "metadata": ".layout has shapes, dtypes, and who holds what",
+}
+"""Names in other libraries for what is written otherwise here."""
 
 
 class NormalizedState(dict[str, Any]):
@@ -235,7 +244,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
-                ("other values", f"{len(self.objects):,}"), ("ranks that saved", f"{layout.world_size:,}"),
+                ("other values", f"{count_objects(contents):,}"), ("ranks that saved", f"{layout.world_size:,}"),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
             problems=self.problems(),
@@ -249,6 +258,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         from planners.notebooks import framed
 
         return framed(self.to_html(), repr(self))
+
+    if not TYPE_CHECKING:  # which would take any name for one of these
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _OF_OTHERS)
 
     def __repr__(self) -> str:
         said = [repr(self.url), self.format, format_count(len(self), "tensor"), self.unchecked]
@@ -317,6 +331,8 @@ def stored_layout(stored: StoredTensor) -> TensorLayout:
 def _similar(name: str, known: Mapping[str, Any]) -> str:
     import difflib
 
+    if below := [each for each in known if each.startswith(f"{name}.")]:
+        return f"that is a part of names such as {below[0]!r}: .nested() returns the nested state"
     close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
@@ -351,5 +367,7 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
+    if not isinstance(step, int | None):
+        raise OptionError(f"step must be an integer, got {step!r}")
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from planners.errors import ReshardError as ReshardError, did_you_mean as did_you_mean, sentence as sentence
+from planners.errors import (
+    ReshardError as ReshardError,
+    did_you_mean as did_you_mean,
+    sentence as sentence,
+    warn_renamed as warn_renamed,
+)
 
 __all__ = [
     "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
@@ -187,12 +191,6 @@ def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(sys.modules[module], names[name])
 
     return of_module
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Where a user writes the old name: two frames above the caller."""
-    text = f"{old} is now called {new}; the old name will be removed in a later release"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 if not TYPE_CHECKING:  # which would take any name for one of these

@@ -10,7 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from reshard.errors import FormatError
 
-__all__ = ["NUMBERED", "IntKey", "KeyPath", "State", "is_selected", "key_of", "path_from_json", "path_to_json"]
+__all__ = [
+    "NUMBERED", "IntKey", "KeyPath", "State", "count_objects", "is_selected", "key_of", "path_from_json",
+    "path_to_json",
+]  # fmt: skip
 
 
 T = TypeVar("T", covariant=True)
@@ -91,3 +94,21 @@ class State(Generic[T]):
     """Names of tensors that are the same tensor as that of another name: tied weights."""
     per_rank: Mapping[str, Any] = field(default_factory=dict)
     """Values that are each rank's own, by key."""
+
+
+def count_objects(state: State[Any]) -> int:
+    """The number of objects, which is the same for each way to store a state: an entry of a dict is one, and so are all
+    plain items of a list together, whether each has a key of its own or a value holds them all."""
+    found: set[KeyPath] = set()
+    todo: list[tuple[KeyPath, Any]] = []
+    for key, value in state.objects.items():
+        todo.append((state.paths.get(key, (key,)), value))
+        while todo:
+            path, value = todo.pop()
+            if isinstance(value, dict):
+                todo += [((*path, str(key)), item) for key, item in value.items()]
+            elif isinstance(value, list | tuple):
+                todo += [((*path, i), item) for i, item in enumerate(value)]
+            else:
+                found.add(path[:-1] if type(path[-1]) is int else path)
+    return len(found)

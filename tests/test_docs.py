@@ -123,7 +123,7 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
 
 def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> None:
     text = for_index(
-        "<!-- figure of a -->1<!-- end --> [a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)",
+        "<!-- figures in bold: a -->1<!-- end --> [a](docs/a.md#b) ![c](d.png) [e](https://f.example/) [g](#h)",
         "https://x.example/blob/v1/",
         "https://raw.example/v1",
     )

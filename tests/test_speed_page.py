@@ -19,7 +19,7 @@ def test_the_pages_show_the_stored_results() -> None:
 
     assert filled(TABLES.read_text(), on_the_page(results)) == TABLES.read_text()
     assert summary(SPEED.read_text(), results) == SPEED.read_text()
-    assert SPEED.read_text().count("<!-- figure of ") > 30
+    assert SPEED.read_text().count("\nload: ") > 10
     assert results.to_json() == RESULTS.read_text()
     assert set(results.sections) <= set(ORDER)
 
@@ -36,16 +36,21 @@ def test_the_readme_has_the_page_s_figures() -> None:
     readme = README.read_text()
 
     assert with_figures(readme, Results.from_json(RESULTS.read_text()).rows) == readme
-    assert readme.count("<!-- figure of load: ") == 4
+    assert readme.count("\nload: ") == 4
+    assert readme.count("<!--") == 2
 
 
 def test_a_figure_within_a_text_is_the_page_s() -> None:
-    marks = "<!-- figure of load: DCP of columns, s -->", "<!-- figure of load: floor / ours of columns, s -->"
-    text = " ".join(f"{mark}?<!-- end -->" for mark in marks)
+    names = "load: DCP of columns, s\nload: floor / ours of columns, s\n"
+    text = f"**a** <!-- figures in bold:\n{names}-->\n| **?** | **?** |\n<!-- end --> **b**"
 
     assert with_figures(text, [ROW]) == text.replace("?", "8", 1).replace("?", "0.5 (0.25 to 0.5)")
     with pytest.raises(ValueError, match="no row of load has DCP of rows, s"):
-        with_figures("<!-- figure of load: DCP of rows, s --><!-- end -->", [ROW])
+        with_figures("<!-- figures in bold:\nload: DCP of rows, s\n-->**1**<!-- end -->", [ROW])
+    with pytest.raises(ValueError, match=r"no row of  has load of , "):
+        with_figures("<!-- figures in bold:\nload\n-->**1**<!-- end -->", [ROW])
+    with pytest.raises(ValueError, match=r"2 figures are named, and 1 are in bold: \*\*1\*\*"):
+        with_figures(f"<!-- figures in bold:\n{names}-->**1**<!-- end -->", [ROW])
 
 
 def test_a_row_tells_ratios_of_the_same_rounds_and_how_far_apart_they_are() -> None:

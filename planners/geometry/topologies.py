@@ -503,7 +503,7 @@ def looks_like_a_topology(text: str) -> bool:
     """Return True if the text looks like a topology: `name=size,name=size`, perhaps with lines of rules. A path does
     not."""
     head = next(iter(text.strip().splitlines()), "")
-    return bool(head) and all(_PART.fullmatch(part) for part in head.split(","))
+    return bool(head) and all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
 
 
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:

@@ -63,24 +63,14 @@ def to_html(
     cluster: Cluster | None = None,
     wrong: Sequence[str] = (),
 ) -> str:
-    """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors, traffic
-    between ranks, bytes per rank, and a searchable table of tensors.
-
-        page = to_html(plan, source="run/step-1000", target="fsdp=3")
-
-    Args:
-        plan: a plan of a load, a save, or a transfer.
-        title: title of the page. Default: what the plan does.
-        ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
-        source: name of the source for readers, such as a path or a topology.
-        target: name of the target.
-        cluster: also show the time that `estimate` returns. Its `ranks_per_host` is used.
-        wrong: what is wrong besides what the proof finds. The page lists it first.
+    """Draw what `to_html` of a plan returns; see there.
 
     Raises PlanError for a value that is not a plan, or for less than one rank per host.
     """
     if ranks_per_host < 1:
         raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+    if not isinstance(cluster, Cluster | None):
+        raise PlanError(f"cluster must be a Cluster, got {cluster!r}")
     story = _story(plan)
     figures = [*story.figures, *_held(story.sides)]
     if cluster is not None:

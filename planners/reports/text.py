@@ -29,9 +29,12 @@ def format_plan(
     ranks.
 
     For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
+    Raises PlanError for a value that is neither.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
+    if not isinstance(plan, Plan):
+        raise PlanError(f"format_plan takes a plan or a schedule, got {plan!r:.80}")
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
     left = limit

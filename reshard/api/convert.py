@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,7 +25,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
-from reshard.formats.opening import refuse_first_step, refuse_run, run_in
+from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
@@ -36,6 +36,7 @@ from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
 from reshard.ranks.spans import Span
+from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
@@ -178,12 +179,13 @@ def convert(
 def _report(
     job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, phases: Span
 ) -> ConvertReport:
+    written = {key: value for key, value in writer.contents.objects.items() if key not in writer.left_out}
     return ConvertReport(
         source=state.url,
         target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
         format=job.format,
         tensors=len(writer.names),
-        objects=len(writer.contents.objects.keys() - set(writer.left_out)),
+        objects=count_objects(replace(writer.contents, objects=written)),
         files=tuple(file.name for file in writer.files),
         total_bytes=writer.total_bytes,
         resumed=resumed,
@@ -297,6 +299,8 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
 
 def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
     refuse_first_step(job.target)
+    if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
+        _log.warning(BECOMES_FOLDER, storage.url)
     names = storage.list()
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
         _log.warning(

@@ -35,7 +35,7 @@ from reshard.errors import (
 from reshard.formats.format import Writing
 from reshard.formats.normalize import keep_beside, normalize
 from reshard.formats.table import NOT_SHARDED, writing_of
-from reshard.live.dtypes import BY_NAME
+from reshard.live.dtypes import dtype_from_name
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import cast
 from reshard.native import commit
@@ -76,9 +76,11 @@ class ConvertJob:
             )
         if not isinstance(self.mapping, Mapping | StateMapping | None):
             raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
-        if self.dtype is not None and self.dtype not in BY_NAME:
-            near = did_you_mean(str(self.dtype), BY_NAME) or ". Write a torch dtype by name, such as 'bfloat16'"
-            raise option_error(f"unknown dtype {self.dtype!r}{near}", FormatError)
+        if self.dtype is not None:
+            try:
+                dtype_from_name(self.dtype)
+            except FormatError as error:
+                raise option_error(str(error), FormatError) from None
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} {NOT_SHARDED}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:

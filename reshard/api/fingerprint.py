@@ -20,6 +20,7 @@ from planners.geometry.mesh import Replicate
 from planners.units import format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
+from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_sums import PUBLIC, Key
@@ -45,6 +46,7 @@ def alone(data: bytes) -> Sequence[bytes]:
     return [data]
 
 
+@renamed()
 def fingerprint(
     state_dict: Any,
     *,

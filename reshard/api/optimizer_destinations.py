@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from reshard.api.key_suggestions import named_from_numbers
 from reshard.api.load import saved_in
+from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
@@ -25,6 +26,7 @@ from reshard.state_dict.names import Models
 __all__ = ["optimizer_destinations"]
 
 
+@renamed()
 def optimizer_destinations(
     model: Models, optimizers: Optimizer | Iterable[Optimizer], source: CheckpointSource, *, prefix: str = "optim"
 ) -> dict[str, Any]:

@@ -154,6 +154,9 @@ class SaveOptions:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("check_replicas", "fingerprints", "overwrite", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
         if self.select is not None:

@@ -32,7 +32,8 @@ def plan(
     """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
 
         plan = reshard.plan("run/step-1000", "fsdp=48,tp=16")
-        print(planners.format_plan(plan, limit=3), planners.verify(plan).ok)
+        print(reshard.planners.format_plan(plan, limit=3), reshard.planners.verify(plan).ok)
+        Path("plan.html").write_text(plan.to_html())
 
     Args:
         source: the path of a checkpoint or layout file, an open `Checkpoint`, or a `StateLayout`.

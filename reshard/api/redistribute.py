@@ -383,10 +383,10 @@ def redistribute(
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
         mapping: target key -> source key, for keys that differ; or a `reshard.mapping.Mapping` from
             the names and shapes of the source to those of the target.
-        views: targets that consist of sources of other shapes: `planners.concat("wqkv", [q, k,
+        views: targets that consist of sources of other shapes: `reshard.planners.concat("wqkv", [q, k,
             v])`.
         source_layouts, target_layouts: layouts of plain local tensors, by key
-            (`planners.TensorLayout`).
+            (`reshard.planners.TensorLayout`).
         strict: False ignores keys that only one side has.
         dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
             smaller dtype.

@@ -95,6 +95,7 @@ class WrittenReport(TimedReport):
 
     tensors: int
     objects: int
+    """Values other than tensors. A list or tuple of plain values is one."""
     total_bytes: int
     """Bytes of all tensors. Each element counts once."""
     aliases: Mapping[str, str]

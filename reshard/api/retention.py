@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
+from reshard.arguments import renamed
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, NewerVersionError, OptionError, StorageError
-from reshard.formats.opening import RunStep, path_below, run_in, step_of, steps_at
+from reshard.formats.opening import RunStep, discarded_in, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
 from reshard.native.reader import detect
@@ -36,8 +37,8 @@ class Step:
     nbytes: int
     """Size of its tensors, as far as known."""
     problem: str | None
-    """Why it is not complete; None if it is complete, according to the names and sizes of its files.
-    """
+    """Why `reshard.open` of the run skips it: it is not complete, according to the names and sizes of its files, or the
+    run went back to an earlier step. Else None."""
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
@@ -53,13 +54,14 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
     found = []
     for seen in steps_at(folder, is_sure=True):
         path = path_below(folder, seen.name)
+        aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
         try:
             checkpoint = open_checkpoint(path)
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
-            found.append(Step(seen.step, path, checkpoint.format, nbytes, None))
+            found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
     return found
 
 
@@ -76,6 +78,8 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     newest; and as `reshard.steps`.
     """
     for step in reversed(steps_at(folder, is_sure=True)):
+        if step.is_discarded:
+            continue
         path = path_below(folder, step.name)
         try:
             open_checkpoint(path)
@@ -88,6 +92,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     return found[-1].path if found else None
 
 
+@renamed()
 def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
     """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
     Return the removed paths. Checkpoints in other formats stay, and do not count.
@@ -181,8 +186,9 @@ class _Published:
 def complete(folder: str | os.PathLike[str]) -> list[_Published]:
     """The native steps of a run that are complete, the oldest first; or, if no name is that of a step, all native
     checkpoints."""
-    known = published(folder)
-    by_time = sorted((one for one in known if not one.problem), key=lambda one: (one.created_unix_s, one.path))
+    gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
+    known = [one for one in published(folder) if not one.problem and one.path not in gone]
+    by_time = sorted(known, key=lambda one: (one.created_unix_s, one.path))
     steps = [(one.step.age, one) for one in by_time if one.step]
     if not steps and run_in(open_storage(folder).names()):
         return []

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Unpack
 
 import msgspec
 import torch.distributed as dist
@@ -41,9 +41,9 @@ from reshard.api.save_job import (
     total,
     write,
 )
-from reshard.arguments import check_arguments, options_of, renamed, with_options
+from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
-from reshard.formats.opening import refuse_first_step, refuse_run
+from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
@@ -62,15 +62,18 @@ from reshard.ranks.global_state import (
 )
 from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.progress import current, phase, rest_of_call
-from reshard.state import NUMBERED
+from reshard.state import NUMBERED, count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
 __all__ = [
-    "SaveReport", "agreed_plan", "async_save", "await_place", "ended_for", "forget_background_save",
+    "SaveReport", "agreed_plan", "async_save", "ended_for", "forget_background_save",
     "save", "start_in_background",
 ]  # fmt: skip
 
+
+T = TypeVar("T")
+A = TypeVar("A")
 
 _log = logging.getLogger("reshard")
 
@@ -133,40 +136,62 @@ def save(
             )
 
 
-class PendingSave:
-    """A save that runs in the background."""
+class PendingSave(Generic[T]):
+    """A save that runs in the background. It has `result`, `exception`, `done`, and `add_done_callback`, as a
+    `concurrent.futures.Future` has."""
 
-    def __init__(self, future: Future[SaveReport]) -> None:
+    def __init__(self, future: Future[T]) -> None:
         self._future = future
         self._pid = os.getpid()
+        self.is_known = False
+        """Whether the caller knows how it ended: the next save need not report it."""
 
     @renamed(timeout_s="timeout")
-    def result(self, timeout: float | None = None) -> SaveReport:
+    def result(self, timeout: float | None = None) -> T:
         """Wait for the save and return its report. Raises the errors of `save`, and TimeoutError after `timeout`
         seconds."""
+        return self._asked(self._future.result, timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save and return its error, or None. Raises TimeoutError after `timeout` seconds."""
+        return self._asked(self._future.exception, timeout)
+
+    def done(self) -> bool:
+        """Return True if the save has ended, successfully or not."""
+        return self._future.done()
+
+    def add_done_callback(self, call: Callable[[PendingSave[T]], object]) -> None:
+        """Call `call` with this object when the save has ended, on the thread of the save; at once if it has."""
+        self._future.add_done_callback(lambda _: call(self))
+
+    def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(
                 f"this save runs in process {self._pid}, and process {os.getpid()} is a fork of "
                 "it, which cannot wait for it"
             )
         try:
-            return self._future.result(timeout)
+            return ask(timeout)
         except TimeoutError:
-            if self._future.done():  # it is the save's own
+            if self.done():  # it is the save's own
                 raise
             raise TimeoutError(f"the save is still in progress after {timeout} s") from None
         finally:
-            if self._future.done():
-                forget_background_save(self._future)  # the caller knows the result: the next save need not report it
-
-    def done(self) -> bool:
-        """Return True if the save has ended, successfully or not."""
-        return self._future.done()
+            if self.done():
+                self.is_known = True
+                forget_background_save(self._future)
 
     def __repr__(self) -> str:
         """One line; a failure is raised by `result`."""
         ended = self._future.exception() or repr(self._future.result()) if self.done() else "in progress"
         return f"PendingSave({ended})"
+
+    if not TYPE_CHECKING:  # which would take any name for one of these
+
+        def __getattr__(self, name: str) -> Any:
+            meant = dict.fromkeys(("wait", "wait_until_finished", "upload_completion"), "result() waits for the save")
+            staged = "async_save returns once the values are copied, so there is nothing to wait for"
+            raise no_attribute(self, name, {**meant, "staging_completion": staged})
 
 
 @renamed(deadline_s="timeout")
@@ -181,7 +206,7 @@ def async_save(
     max_in_flight: int = 1,
     stage: Stage = "host",
     **options: Unpack[SaveKeywords],
-) -> PendingSave:
+) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
     The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
@@ -190,8 +215,8 @@ def async_save(
     device if it has enough memory, and the call does not wait. Each rank may choose its own `stage`.
 
     At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
-    error of an earlier save on all ranks, unless all of them have called its `result()`. Saves to the same path run one
-    after another.
+    error of an earlier save on all ranks, unless all of them have called its `result()` or `exception()`. Saves to the
+    same path run one after another.
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
@@ -226,11 +251,13 @@ def async_save(
 
 
 def _await_saves_to(path: Any) -> None:
+    """Wait for the saves to the same place."""
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
         return
-    await_place(place)
+    for future in [future for future, where in list(_saves.items()) if where == place]:
+        future.exception()  # if one took longer, it would take the place of a later one
 
 
 _Staging = Callable[[Sequence[Entry]], ToWrite]
@@ -270,6 +297,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
+    if storage.url.endswith(FILE_SUFFIXES):
+        _log.warning(BECOMES_FOLDER, storage.url)
     if not options.overwrite and commit.published(storage) is not None:
         raise FormatError(
             f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"
@@ -326,7 +355,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         path=job.path,
         save_id=generation.save_id,
         tensors=len(census.tensors),
-        objects=len(census.objects),
+        objects=count_objects(replace(census, objects=dict.fromkeys(census.objects))),
         total_bytes=plan.total_bytes,
         bytes_written=data.nbytes - reused,
         aliases=census.aliases,
@@ -606,8 +635,6 @@ def meet_before_save(
 # same private name as the pools' own closing.
 
 
-T = TypeVar("T")
-
 _saves: dict[Future[Any], str | None] = {}
 """The oldest first, with their paths. Those without a path count only while they run; the others until a caller
 has asked for the result: an error must not be lost."""
@@ -617,7 +644,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
     """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
-        place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all that is known of it.
+        place: where it writes, for later saves and `ended_for`; None: the caller's future is all that is known of it.
 
     Raises RuntimeError if the system allows no more threads.
     """
@@ -643,12 +670,6 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
 def forget_background_save(future: Future[Any]) -> None:
     """A caller knows the result: it need not be reported again."""
     _saves.pop(future, None)
-
-
-def await_place(place: str) -> None:
-    """Wait for the saves to the same place: if one took longer, it would take the place of a later one."""
-    for future in [future for future, where in list(_saves.items()) if where == place]:
-        future.exception()
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:

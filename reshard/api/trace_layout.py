@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 from planners.geometry.layout import ProductForm, StateLayout, form_from_json
 from planners.geometry.mesh import Mesh
+from reshard.arguments import renamed
 from reshard.errors import LayoutError, OptionError, option_error
 from reshard.live.state import take_apart
 from reshard.live.wrappers import forget_meshes
@@ -27,6 +28,7 @@ from reshard.state_dict import get_model_state_dict
 __all__ = ["trace_layout"]
 
 
+@renamed()
 def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[int] | None = None) -> StateLayout:
     """Return the layout of a job with `world_size` ranks by running the job's own code in this
     process.

@@ -15,6 +15,7 @@ from reshard.api.redistribute import redistribute
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
 from reshard.live.state import take_apart
+from reshard.live.tensors import state_instead_of
 from reshard.mapping.mapping import Mapping as StateMapping
 from reshard.ranks.global_state import take_global_state
 from reshard.ranks.group import Group
@@ -183,6 +184,10 @@ class WeightSource:
         """
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        if not isinstance(state, Mapping):
+            raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
+        if not isinstance(dtype, torch.dtype | None):
+            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""

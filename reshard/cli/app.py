@@ -133,7 +133,19 @@ class _Program(TyperGroup):
         if not args and not ctx.resilient_parsing:
             print(self.get_help(ctx))
             ctx.exit(EXIT_USAGE)
+        if args and args[0] in _OF_OTHERS:
+            raise UsageError(f"there is no command {args[0]!r}: {_OF_OTHERS[args[0]]}")
         return super().parse_args(ctx, args)
+
+
+_OF_OTHERS = {
+    **dict.fromkeys(("ls", "list", "show", "info", "steps"), "write reshard inspect"),
+    "compare": "write reshard diff",
+    "check": "write reshard verify",
+    "version": "write reshard --version",
+    "prune": "in Python, reshard.prune(folder, keep_last=3) removes old checkpoints of a run",
+}
+"""Names in other programs for what is called otherwise here."""
 
 
 def _option(param: Any, command: str) -> tuple[str, str]:

@@ -24,7 +24,6 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import fsdp_tp
 from planners.plans.load import LoadPlan, plan_reads
 from planners.plans.plan import verify
-from planners.reports.pages import to_html
 from reshard.checkpoint import open as open_checkpoint
 from reshard.cli.examples.llama_fsdp_tp_pp import Training
 from reshard.errors import ReshardError
@@ -187,7 +186,7 @@ def _plan(path: str) -> Plans:
 def _picture(out: Path, name: str, plan: LoadPlan) -> str:
     file = out / f"plan to {name}.html".lower().replace(" ", "-").replace("×", "x")
     title = f"{BEFORE} onto {name}"
-    file.write_text(to_html(plan, title=title, source=f"{out}/checkpoint", target=name), encoding="utf-8")
+    file.write_text(plan.to_html(title=title, source=f"{out}/checkpoint", target=name), encoding="utf-8")
     return str(file)
 
 

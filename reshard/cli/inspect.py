@@ -95,10 +95,10 @@ def inspect(
         page = checkpoint.to_html(histograms=histograms, steps=_costs(run))
         show.write_page(html, page, as_json=as_json)
     if as_json:
-        shown = _as_json(checkpoint, list(checkpoint), list(checkpoint.objects), problems)
+        shown = _as_json(checkpoint, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
-        _print(checkpoint, list(checkpoint), list(checkpoint.objects), problems, depth)
+        _print(checkpoint, problems, depth)
     if problems:
         raise typer.Exit(1)
 
@@ -171,14 +171,14 @@ def _near(name: str, known: list[str]) -> str:
     return meant if meant or not longer else f". Names that contain it: {show.some(longer, 5)}"
 
 
-def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], problems: list[str]) -> dict[str, Any]:
+def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
     layout = checkpoint.layout
     return {
         "path": checkpoint.url,
         "ok": not problems,
         "format": checkpoint.format,
         "world_size": layout.world_size,
-        "total_bytes": sum(checkpoint[name].nbytes for name in names),
+        "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()),
         "tensors": {
             name: {
                 "shape": list(layout[name].spec.shape),
@@ -186,32 +186,28 @@ def _as_json(checkpoint: Checkpoint, names: list[str], objects: list[str], probl
                 "nbytes": layout[name].spec.nbytes,
                 "layout": _layout_as_json(layout[name]),
             }
-            for name in names
+            for name in checkpoint
         },
-        "objects": {name: checkpoint.objects[name] for name in objects},
+        "objects": dict(checkpoint.objects),
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
     }
 
 
-def _print(
-    checkpoint: Checkpoint,
-    names: list[str],
-    objects: list[str],
-    problems: list[str],
-    depth: int | None,
-) -> None:
+def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
+    from reshard.state import count_objects
 
     screen = show.console()
-    layout = checkpoint.layout
+    layout, names, objects = checkpoint.layout, list(checkpoint), checkpoint.objects
     words, forms, both = (layout.described(names, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: layout[name].spec.nbytes for name in names}
     show.print_text(
         screen,
         f"format {checkpoint.format}, {show.counted(len(names), 'tensor')}, {show.size(sum(nbytes.values()))}, "
-        f"{show.counted(len(objects), 'object')}, saved by {show.counted(layout.world_size, 'rank')}",
+        f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
+        f"saved by {show.counted(layout.world_size, 'rank')}",
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (layout[name].spec.dtype,) for name in names})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
@@ -225,9 +221,9 @@ def _print(
     for name in objects:
         *above, last = path = paths[name]
         if type(last) is int:
-            lists.setdefault(tuple(above), []).append(checkpoint.objects[name])
+            lists.setdefault(tuple(above), []).append(objects[name])
         else:
-            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(checkpoint.objects[name])}")
+            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(objects[name])}")
     for path, its in lists.items():
         leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():

@@ -92,9 +92,7 @@ def plan(
 
         out.write_text(dumps(made), encoding="utf-8")
     if html is not None:
-        from planners.reports.pages import to_html
-
-        page = to_html(made, source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
+        page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
         print_json(_as_json(made, report, useless, cluster))

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
+
 from planners.units import format_some
 from reshard.errors import (
     CheckpointError,
@@ -36,8 +38,9 @@ from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "RunStep", "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run",
-    "run_in", "step_of", "step_path", "steps_at",
+    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at",
+    "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path",
+    "steps_at",
 ]  # fmt: skip
 
 
@@ -50,7 +53,10 @@ _MARKERS = (MANIFEST, ".metadata")
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+
+BECOMES_FOLDER = "%s becomes a folder, and not a file that other tools read: for such a file, convert to its format"
+"""What to log where a checkpoint that is a folder is about to be called as a file is."""
 
 
 _Found = tuple[Storage, dict[str, int]]
@@ -74,10 +80,15 @@ class _Run(NamedTuple):
 
     def having(self, number: int | None, path: str | os.PathLike[str]) -> list[RunStep]:
         """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
-        found = [step for step in reversed(self.steps) if number in (None, step.step)]
+        found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
             raise CheckpointNotFoundError(
                 f"{os.fspath(path)} has no step {number}, since it is not the folder of a run: leave out step={number}"
+            )
+        if not found and number is None:
+            raise CheckpointNotFoundError(
+                f"{os.fspath(path)} has no step to open: the run went back to an earlier step, which is gone, and "
+                f"discarded {_listed(self.steps)}. Pass step= to open one of these"
             )
         if not found:
             known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps)
@@ -140,6 +151,10 @@ def _run_at(
         return none
     look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
     steps, marks = steps_seen(look), marks_in(look)
+    inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
+    if steps and LEDGER in look(inner)[1]:
+        gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
+        steps = [replace(step, is_discarded=step.name in gone) for step in steps]
     if not steps and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
@@ -275,7 +290,7 @@ def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
 def _file_of(path: str | os.PathLike[str]) -> str:
     """The name that a path ends with, if files of checkpoints are called so."""
     last = unquote(path_text(path).rstrip("/").rpartition("/")[2])
-    return last if last in _MARKERS or last.endswith(_FILE_SUFFIXES) else ""
+    return last if last in _MARKERS or last.endswith(FILE_SUFFIXES) else ""
 
 
 def _local(text: str) -> str:
@@ -327,9 +342,14 @@ def _nothing(storage: Storage, url: str) -> str:
     path = Path(_local(url)) if isinstance(storage, LocalStorage) else None
     if path is not None and path.is_dir():
         return f"{url} is an empty folder: it holds no checkpoint"
-    may_look = path is not None and path.parent.is_dir() and os.access(path.parent, os.R_OK)
-    near = did_you_mean(path.name, os.listdir(path.parent)[:5000]) if path is not None and may_look else ""
-    return f"there is nothing at {url}{near or _of_a_hub(url)}"
+    if path is None:
+        return f"there is nothing at {url}"
+    gone = path
+    while not gone.parent.is_dir():
+        gone = gone.parent
+    near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
+    since = "" if gone == path else f", since there is no {gone}"
+    return f"there is nothing at {url}{since}{near or _of_a_hub(url)}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:
@@ -489,11 +509,44 @@ class RunStep:
     """None for Lightning's `last.ckpt`, which is the newest whatever its step."""
     name: str
     """Its path within the folder of the run."""
+    is_discarded: bool = False
+    """Whether the run went back to an earlier step, see `StepRecord.is_aside`."""
 
     @property
     def age(self) -> tuple[bool, int, str]:
         """Sorts the oldest first."""
         return self.step is None, self.step or 0, self.name
+
+
+LEDGER = "manager.json"
+"""What a `CheckpointManager` knows of the steps beside it."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a step besides its checkpoint."""
+
+    metrics: dict[str, float | str] = {}
+    """Infinite ones as text: JSON has no numbers for them."""
+    is_based: bool = False
+    """Whether the save reuses what an earlier one has."""
+    is_aside: bool = False
+    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
+
+
+class StepRecords(msgspec.Struct, frozen=True):
+    """The contents of the file."""
+
+    steps: dict[int, StepRecord]
+    version: int = 1
+
+
+def discarded_in(storage: Storage, below: str = "") -> set[str]:
+    """The names of the steps that do not count, in the folder of a run."""
+    try:
+        records = msgspec.json.decode(storage.read(below + LEDGER), type=StepRecords).steps
+    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return set()  # of a manager or not: it is the manager that refuses a damaged one
+    return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
 
 
 def look_at(folder: str) -> Look:

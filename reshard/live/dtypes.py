@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.layout import ITEM_SIZES
-from reshard.errors import FormatError
+from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
     "as_array", "dtype_from_name", "dtype_name", "item_dtype", "raw_elements", "row_major_bytes",
@@ -38,8 +38,9 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return BY_NAME[name]
     except (KeyError, TypeError):
-        why = f"torch {torch.__version__} does not have it" if name in ITEM_SIZES else "write a torch dtype by name"
-        raise FormatError(f"unknown dtype {name!r}: {why}") from None
+        near = did_you_mean(str(name), BY_NAME) or ": write a torch dtype by name, such as 'bfloat16'"
+        why = f": torch {torch.__version__} does not have it" if name in ITEM_SIZES else near
+        raise FormatError(f"unknown dtype {name!r}{why}") from None
 
 
 # CPU tensors as numpy arrays of raw elements, in which only the bytes matter.

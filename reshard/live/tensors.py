@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -440,6 +441,8 @@ def state_instead_of(given: object) -> str:
         fix = ": pass reshard.get_model_state_dict(model)"
     elif isinstance(given, torch.optim.Optimizer):
         fix = ": pass reshard.get_optimizer_state_dict(model, optimizer)"
+    elif isinstance(given, str | os.PathLike):
+        fix = ": for a checkpoint, reshard.open(path) reads it, and its .layout has the layouts"
     return f"{type(given).__name__}{fix}"
 
 

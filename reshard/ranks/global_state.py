@@ -151,7 +151,8 @@ def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
         return encode_plain(value, tensor_bytes=tensor_bytes)
     except FormatError as error:
         hooks = f"; {_IN_OPTIMIZERS}" if not _OF_OPTIMIZERS.isdisjoint(key.split(".")) else ""
-        raise FormatError(f"the value under {key!r} cannot be saved: {error}{hooks}") from None
+        what = f"the value under {key!r}" if key else "the state"
+        raise FormatError(f"{what} cannot be saved: {error}{hooks}") from None
 
 
 _OF_OPTIMIZERS = frozenset(["state", "param_groups"])

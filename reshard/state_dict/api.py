@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from reshard.arguments import renamed
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
 from reshard.live.tensors import is_sharded, this_rank, world_size
@@ -39,6 +40,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
+@renamed()
 @_quietly()
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
@@ -60,6 +62,7 @@ def get_model_state_dict(
     return collect_model(_model_state(live, submodules, opts), opts)
 
 
+@renamed()
 @_quietly()
 def get_optimizer_state_dict(
     model: Models,
@@ -87,6 +90,7 @@ def get_optimizer_state_dict(
     return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
 
 
+@renamed()
 @_quietly()
 def get_state_dict(
     model: Models,
@@ -103,6 +107,7 @@ def get_state_dict(
     return model_state, _optimizer_state(live_optimizers, submodules, opts)
 
 
+@renamed()
 @_quietly()
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
@@ -127,6 +132,7 @@ def set_model_state_dict(
     return apply_model(writes, opts.strict)
 
 
+@renamed()
 @_quietly()
 def set_optimizer_state_dict(
     model: Models,
@@ -157,6 +163,7 @@ def set_optimizer_state_dict(
     return apply_optimizers(live, writes)
 
 
+@renamed()
 @_quietly()
 def set_state_dict(
     model: Models,

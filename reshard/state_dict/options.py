@@ -77,7 +77,7 @@ def as_options(given: Any) -> StateDictOptions:
         return given
     names = [field.name for field in fields(StateDictOptions) if hasattr(given, field.name)]
     if not names:
-        words = f"options must be a StateDictOptions, got {type(given).__name__}"
+        words = f"options must be a StateDictOptions, as in StateDictOptions(strict=False), got {type(given).__name__}"
         raise option_error(words, NormalizationError)
     return StateDictOptions(**{name: getattr(given, name) for name in names})
 

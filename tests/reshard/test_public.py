@@ -274,7 +274,11 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (lambda: reshard.prepare(state, state, max_inflight_bytes=3), LayoutError, "must be at least 1024, got 3"),
         (lambda: reshard.StateDictOptions(strict=1), NormalizationError, "option strict must be a bool, got 1"),
         (lambda: reshard.StateDictOptions(broadcast_from_rank0=True), NormalizationError, "needs full_state_dict=True"),
-        (lambda: reshard.get_model_state_dict(NET, options=3), NormalizationError, "be a StateDictOptions, got int"),
+        (
+            lambda: reshard.get_model_state_dict(NET, options=3),
+            NormalizationError,
+            "be a StateDictOptions, as in StateDictOptions(strict=False), got int",
+        ),
         (lambda: reshard.trace_layout(NET, world_size=2), OptionError, "got Linear: write trace_layout(lambda: "),
         (lambda: reshard.trace_layout(lambda: NET, world_size=0), LayoutError, "must be an integer >= 1, got 0"),
     ]
@@ -306,8 +310,14 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: reshard.load({}, checkpoint_id="c"), r"load\(\) .* 'checkpoint_id': the path is the second argument$"),
-        (lambda: reshard.save({}, checkpoint_id="c"), r"save\(\) .* 'checkpoint_id': the path is the second argument$"),
+        (
+            lambda: reshard.load({}, checkpoint_id="c"),
+            r"load\(\) .* 'checkpoint_id': pass .*, load\(state_dict, path\)",
+        ),
+        (
+            lambda: reshard.save({}, checkpoint_id="c"),
+            r"save\(\) .* 'checkpoint_id': pass .* name: save\(state_dict, path\)",
+        ),
         (lambda: reshard.async_save({}, "c", no_dist=True), r"async_save\(\) .* 'no_dist': write alone=True$"),
         (lambda: reshard.load({}, "c", no_dist=True), r"load\(\) .* 'no_dist': write alone=True$"),
         (
@@ -324,6 +334,37 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         (lambda: reshard.Keep(max_to_keep=3), r"Keep\(\) .* 'max_to_keep': write Keep\(last=...\)"),
         (lambda: reshard.Every(save_interval_steps=3), r"'save_interval_steps': write every=Every\(steps=...\)"),
         (lambda: reshard.Keep(lats=3), r"Keep\(\) .* 'lats': did you mean 'last'"),
+        (lambda: reshard.load({}, "c", allow_partial_load=True), r"'allow_partial_load': write strict=False$"),
+        (lambda: reshard.load({}, "c", dtype="half"), r"'dtype': did you mean 'dtype_policy'\?$"),
+        (
+            lambda: reshard.load({}, "c", device="cuda"),
+            r"'device': tensors are filled on the device on which they are$",
+        ),
+        (lambda: reshard.load({}, "c", select="a"), r"'select': .* pass these keys only, and strict=\"subset\"$"),
+        (
+            lambda: reshard.save({}, "c", format="dcp"),
+            r"'format': .*; reshard.convert\(path, target, format=...\) writes",
+        ),
+        (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
+        (lambda: reshard.save({}, "c", 5), r"^save\(\) takes state_dict, path by position, .*=: got 5, too$"),
+        (lambda: reshard.open("c", 5), r"^open\(\) takes path by position, and all else by name, such as step=: got 5"),
+        (lambda: reshard.prune("c", 5), r"^prune\(\) takes folder by position, .* such as keep_last=: got 5, too$"),
+        (lambda: reshard.prune("c", keep=5), r"'keep': did you mean 'keep_last'\?$"),
+        (lambda: reshard.open(checkpoint_id="c"), r"'checkpoint_id': pass the path without a name: .*, open\(path\)$"),
+        (lambda: reshard.open("c", framework="pt"), r"'framework': leave it out: tensors are torch's$"),
+        (
+            lambda: reshard.get_model_state_dict(torch.nn.Linear(1, 1), full_state_dict=True),
+            r"pass options=reshard.StateDictOptions\(full_state_dict=True\)$",
+        ),
+        (
+            lambda: reshard.set_state_dict(torch.nn.Linear(1, 1), [], {}, {}),
+            r"^set_state_dict\(\) takes model, optimizers by position, .* such as model_state_dict=: got {}, too$",
+        ),
+        (
+            lambda: reshard.CheckpointManager("c", every=reshard.Every(steps=1), options=3),
+            r"'options': pass every= and keep=, as in CheckpointManager\(root, every=Every\(steps=500\)",
+        ),
+        (lambda: reshard.ElasticSampler(9, num_replicas=2), r"'num_replicas': write parts=$"),
         (lambda: reshard.open("c", weights_only=True), r"'weights_only': leave it out: no code from a checkpoint runs"),
     ],
 )
@@ -538,3 +579,78 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"notes\.txt is not a checkpoint in a known format\. Known formats are"):
         reshard.open(tmp_path / "notes.txt")
     assert repr(reshard.prepare(state, {"w": torch.zeros(4), "step": 0})) == "Prepared(1 tensor)"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Topology", "it is reshard.planners.Topology"),
+        ("Rename", "it is reshard.mapping.Rename"),
+        ("FileSystemWriter", "it is reshard.dcp.FileSystemWriter"),
+        ("CheckpointError", "it is reshard.errors.CheckpointError"),
+        ("safe_open", r"reshard.open\(file\) reads it lazily"),
+        ("to_html", r"plans, checkpoints, and comparisons have it: plan.to_html\(\)"),
+        ("diff", "reshard.compare compares checkpoints, reshard.planners.diff plans"),
+    ],
+)
+def test_names_that_are_elsewhere_are_told_where(name: str, told: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^module 'reshard' has no attribute '{name}': {told}$"):
+        getattr(reshard, name)
+
+
+def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reshard.save({"model": {"w": torch.ones(4, 2)}}, "run/step-7")
+    checkpoint, plan = reshard.open("run/step-7"), reshard.plan("run/step-7", "fsdp=2")
+    net: Any = NET
+    for call, told in (
+        (lambda: reshard.open("rnu/step-7"), r"nothing at rnu/step-7, since there is no rnu: did you mean 'run'\?$"),
+        (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
+        (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
+        (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
+        (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
+        (
+            lambda: reshard.convert("run/step-7", "x", dtype="bf16"),
+            r"^unknown dtype 'bf16': did you mean 'bfloat16'\?$",
+        ),
+        (
+            lambda: reshard.convert("run/step-7", "x", dtype="half"),
+            r"'half': write a torch dtype by name, such as 'bfl",
+        ),
+        (
+            lambda: reshard.layout_of("run/step-7"),
+            r"got str: for a checkpoint, reshard.open\(path\) reads it, and its .l",
+        ),
+        (lambda: reshard.plan("run/step-7", "fsdp"), r"^cannot read the topology 'fsdp': write fsdp=3, tp=2"),
+        (lambda: plan.to_html(cluster=3), r"^cluster must be a Cluster, got 3$"),
+        (lambda: reshard.verify(plan), r"is LoadPlan: .*: reshard.planners.verify\(plan\) proves a plan$"),
+        (lambda: planners.format_plan("run"), r"^format_plan takes a plan or a schedule, got 'run'$"),
+        (
+            lambda: reshard.WeightSource(net),
+            r"takes the state dict of a model, got Linear: pass reshard.get_model_state",
+        ),
+        (lambda: reshard.WeightSource({}, dtype="half"), r"^dtype must be a torch.dtype, such as .*, got 'half'$"),
+        (lambda: reshard.elastic.gather("mem", "x"), r"^folders must be a list of the folders of hosts, .* \['mem'\]$"),
+        (lambda: reshard.save({1.5: torch.ones(1)}, "x"), r"^the state cannot be saved: a Tensor is in a place"),
+        (
+            lambda: reshard.get_model_state_dict(NET, options={"strict": False}),  # type: ignore[arg-type]
+            r"^options must be a StateDictOptions, as in StateDictOptions\(strict=False\), got dict$",
+        ),
+    ):
+        with pytest.raises(ReshardError, match=told):
+            call()
+    for name, told in (
+        ("state_dict", r".nested\(\) returns the nested state, lazily"),
+        ("get_tensor", r"index it: checkpoint\[name\]\[...\]"),
+        ("problem", r"did you mean 'problems'"),
+    ):
+        with pytest.raises(AttributeError, match=rf"^'Checkpoint' object has no attribute '{name}': {told}"):
+            getattr(checkpoint, name)
+
+
+def test_a_folder_that_is_called_as_a_file_is_told(tmp_path, caplog) -> None:
+    reshard.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    reshard.convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
+    reshard.convert(tmp_path / "model.pt", tmp_path / "other.pt", format="torch")
+    told = [record.getMessage().split(", and")[0].rpartition("/")[2] for record in caplog.records]
+    assert told == ["model.pt becomes a folder", "model.safetensors becomes a folder"]

@@ -111,6 +111,14 @@ def test_fields_of_reports(report: Any, old: str, new: str) -> None:
         assert getattr(report, old) == getattr(report, new) == ("w",)
 
 
+def test_a_plan_was_drawn_by_a_function() -> None:
+    plan = reshard.plan(reshard.layout_of({"w": W}), "fsdp=2")
+    with pytest.warns(DeprecationWarning, match=r"planners.to_html\(plan\) is now called plan.to_html\(\);") as caught:
+        draw: Any = planners.to_html  # type: ignore[attr-defined]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert draw(plan, title="t") == plan.to_html(title="t")
+
+
 def test_unsharded_axes_were_uncut() -> None:
     topology = planners.Topology.parse("dp=2,tp=2", {"*.w": "S(0),S(1)", "*": "S(0),R"})
     layout = topology.layout([planners.TensorSpec("b", (4,), "float32"), planners.TensorSpec("a.w", (4, 4), "float32")])

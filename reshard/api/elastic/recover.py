@@ -44,6 +44,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    OptionError,
     ReshardError,
     StorageError,
     format_ranks,
@@ -431,6 +432,8 @@ def gather(
         FormatError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
+    if isinstance(folders, str | os.PathLike):
+        raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order(step=step)

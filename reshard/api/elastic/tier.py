@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +36,7 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
-from reshard.api.save import agreed_plan, start_in_background
+from reshard.api.save import PendingSave, agreed_plan, start_in_background
 from reshard.api.save_job import Choice, SaveJob, ToWrite, entries_of, staged, tally, total, write
 from reshard.arguments import check_arguments, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
@@ -113,7 +112,7 @@ class Tier:
         self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, timeout)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
         self._incarnation: Incarnation | None = None  # of the job, on the first rank
-        self._pending: PendingKeep | None = None
+        self._pending: PendingSave[TierSaveReport] | None = None
         self._wire: dist.ProcessGroup | None = None
 
     def save(
@@ -157,7 +156,7 @@ class Tier:
         bytes_per_s: float = 256 << 20,
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
-    ) -> PendingKeep:
+    ) -> PendingSave[TierSaveReport]:
         """Like `save`, but return as soon as each rank has copied its part in memory.
 
         The generation has the values at the time of the call. Files are written and copies are sent
@@ -194,7 +193,7 @@ class Tier:
                 finally:
                     data.release()
 
-            self._pending = PendingKeep(start_in_background(work, f"reshard-keep-{step}"))
+            self._pending = PendingSave(start_in_background(work, f"reshard-keep-{step}"))
             return self._pending
 
     def restore(
@@ -315,25 +314,6 @@ def check_bytes_per_s(bytes_per_s: object) -> None:
 
 # `save`: each rank writes its part into the folder of its host, other hosts get copies, and then it
 # counts.
-
-
-class PendingKeep:
-    """A save to memory that runs in the background."""
-
-    def __init__(self, future: Future[TierSaveReport]) -> None:
-        self._future = future
-        self.is_known = False
-        """Whether the result was reported to a caller."""
-
-    def done(self) -> bool:
-        """Return True if it has ended, successfully or not."""
-        return self._future.done()
-
-    def result(self) -> TierSaveReport:
-        """Wait for the end; raises what went wrong, as `Tier.save` does."""
-        self._future.exception()  # ends when it is done
-        self.is_known = True
-        return self._future.result()
 
 
 class Pace:

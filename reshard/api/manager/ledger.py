@@ -14,12 +14,12 @@ import msgspec
 from reshard.api.retention import published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
-from reshard.formats.opening import path_below, refuse_first_step, steps_at
+from reshard.formats.opening import LEDGER, StepRecord, StepRecords, path_below, refuse_first_step, steps_at
 from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
 
-__all__ = ["LEDGER", "Ledger", "StepRecord", "step_path", "whole_steps"]
+__all__ = ["Ledger", "step_path", "whole_steps"]
 
 # run/                          the root
 #     manager.json              metrics of steps, published before the save of each begins
@@ -27,7 +27,6 @@ __all__ = ["LEDGER", "Ledger", "StepRecord", "step_path", "whole_steps"]
 #     step-500/                 a checkpoint like any other
 #     step-1000/
 
-LEDGER = "manager.json"
 _OWNER = "manager-owner.json"
 _NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -48,22 +47,6 @@ def _published(root: str) -> dict[int, str]:
     return dict(sorted((int(match[1]), problem) for match, problem in rows if match))
 
 
-class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a step besides its checkpoint."""
-
-    metrics: dict[str, float | str] = {}
-    """Infinite ones as text: JSON has no numbers for them."""
-    is_based: bool = False
-    """Whether the save reuses what an earlier one has."""
-    is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
-
-
-class _Text(msgspec.Struct, frozen=True):
-    steps: dict[int, StepRecord]
-    version: int = 1
-
-
 @dataclass
 class Ledger:
     """The records of a root.
@@ -80,7 +63,7 @@ class Ledger:
         """Read the records from storage; empty if there are none."""
         storage = open_storage(root)
         try:
-            return cls(root, dict(msgspec.json.decode(storage.read(LEDGER), type=_Text).steps))
+            return cls(root, dict(msgspec.json.decode(storage.read(LEDGER), type=StepRecords).steps))
         except CheckpointNotFoundError:
             return cls(root)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -91,7 +74,7 @@ class Ledger:
 
     def publish(self) -> None:
         """Write the records to storage."""
-        open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(_Text(self.steps))))
+        open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(StepRecords(self.steps))))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
         """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one."""
@@ -107,6 +90,15 @@ class Ledger:
             self.steps[step] = msgspec.structs.replace(self.steps.get(step, StepRecord()), is_aside=True)
         if steps:
             self.publish()
+
+    def refuse_discarded(self) -> None:
+        """Raise CheckpointNotFoundError if complete steps are there, and the run has discarded all of them."""
+        if steps := [str(step) for step, problem in _published(self.root).items() if not problem]:
+            raise CheckpointNotFoundError(
+                f"no step in {self.root} can be restored: the run went back to an earlier step, which is gone, and "
+                f"discarded {', '.join(steps)}. To continue from the newest of these, delete "
+                f"{path_below(self.root, LEDGER)}, which also forgets the metrics of all steps"
+            )
 
     def current(self) -> list[int]:
         """The complete steps that count, in order."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
 
 import msgspec
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
-from reshard.api.save import PendingSave, async_save, save, start_in_background
-from reshard.arguments import options_of, renamed, with_options
+from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
+from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
@@ -40,6 +40,12 @@ _OWN = {
     "overwrite": "each step is saved once, in a folder of its own",
 }
 """Options of saves that the manager decides itself, and how."""
+
+_OF_ORBAX = {
+    "wait_until_finished": "wait() waits for saves in the background",
+    "should_save": "save() decides by every=, and its report is true if the step is saved",
+}
+"""Names in Orbax for what is called otherwise here."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -341,7 +347,7 @@ class CheckpointManager:
             return False
         return self._ledger.saves_since_whole() + 1 < self._full_every and bool(self._ledger.current())
 
-    def _follow(self, pending: PendingSave) -> None:
+    def _follow(self, pending: PendingSave[SaveReport]) -> None:
         """On the first rank: wait for the save, then remove older steps."""
         pending.result()
         self._tidy()
@@ -385,8 +391,8 @@ class CheckpointManager:
         Args:
             state: as for `save`. It is filled in place.
             step: load this step only.
-            discard_newer: with `step`: the run continues from it. Newer steps are no longer restored, and are removed
-                when the next save is complete.
+            discard_newer: with `step`: the run continues from it. Newer steps are no longer restored or opened without
+                their number, and are removed when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist, no step is
@@ -406,6 +412,9 @@ class CheckpointManager:
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report = self._newest_whole(found, foreign, wanted, taken.state, options)
         if report is None:
+            with group.together("CheckpointManager.restore"):
+                if ledger is not None:
+                    ledger.refuse_discarded()
             return None
         newer = [one for one in found if one > report.step]
         goes_on = discard_newer or wanted is None
@@ -528,6 +537,11 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.root!r}, every={self.every}, keep={self.keep})"
+
+    if not TYPE_CHECKING:  # which would take any name for one of these
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _OF_ORBAX)
 
     def _read(self) -> Ledger:
         return Ledger.read(self.root)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
+from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, LayoutError
 
 __all__ = ["ElasticSampler"]
@@ -17,6 +18,7 @@ _CHUNK = 1 << 16
 """Numbers that are made objects of Python at a time."""
 
 
+@named_arguments
 class ElasticSampler(Sampler[int]):
     """A sampler for one rank's share of each epoch. It resumes exactly, also with another number of ranks.
 

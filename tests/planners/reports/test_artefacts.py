@@ -27,10 +27,9 @@ from planners import (
     plan_transfers,
     plan_writes,
     schedule,
-    to_html,
 )
 from planners.geometry.layout_text import parse_layout
-from planners.reports.pages import _round_sizes, cuts, matrix, rank_color
+from planners.reports.pages import _round_sizes, cuts, matrix, rank_color, to_html
 from planners.units import format_bytes
 from tests.planners.states import alike
 
@@ -246,7 +245,15 @@ def test_what_has_no_page_is_refused():
     with pytest.raises(PlanError, match="cannot draw a StateLayout"):
         to_html(GRID)
     with pytest.raises(PlanError, match="ranks_per_host must be >= 1"):
-        to_html(LOAD, ranks_per_host=0)
+        LOAD.to_html(ranks_per_host=0)
+
+
+def test_each_kind_of_plan_draws_its_own_page():
+    cluster = Cluster(storage_read_bytes_per_s=1e9, storage_write_bytes_per_s=1e9, network_bytes_per_s=1e9)
+    for plan in (LOAD, SAVE, MOVE):
+        asked = {"title": "t", "source": "a", "target": "b", "cluster": cluster, "wrong": ["odd"]}
+        assert plan.to_html(**asked) == to_html(plan, **asked)
+        assert plan.to_html() == to_html(plan)
 
 
 def test_text_of_each_kind_of_plan():

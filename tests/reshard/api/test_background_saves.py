@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, StorageError
 from reshard.storage import LocalStorage, Writer
+from tests.faulty import Faulty
 
 
 class Holding(LocalStorage):
@@ -141,3 +142,45 @@ def test_what_is_saved_is_of_the_time_of_the_call_also_in_memory_that_was_used_b
         target = {name: torch.zeros_like(tensor).contiguous() for name, tensor in known.items()}
         reshard.load(target, tmp_path / str(step))
         assert all(torch.equal(target[name], tensor) for name, tensor in known.items())
+
+
+def test_a_save_in_the_background_is_asked_as_a_future_is(tmp_path: Path) -> None:
+    seen: list[object] = []
+    pending = reshard.async_save({"w": torch.ones(2)}, tmp_path / "c")
+    pending.add_done_callback(seen.append)
+    assert pending.exception(timeout=60) is None
+    assert pending.done()
+    assert pending.result(60).tensors == 1
+    pending.add_done_callback(seen.append)
+    assert seen == [pending, pending]
+
+    def full(verb: str, name: str) -> None:
+        if verb == "create":
+            raise StorageError("the disk is full")
+
+    failed = reshard.async_save({"w": torch.ones(2)}, Faulty(LocalStorage(tmp_path / "d"), full))
+    assert isinstance(failed.exception(), StorageError)
+    reshard.async_save({"w": torch.ones(2)}, tmp_path / "e").result()  # does not raise the other's error again
+    with pytest.raises(StorageError):
+        failed.result()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("wait", r"^'PendingSave' object has no attribute 'wait': result\(\) waits for the save$"),
+        ("upload_completion", r"result\(\) waits for the save$"),
+        ("staging_completion", "async_save returns once the values are copied, so there is nothing to wait for"),
+        ("results", "did you mean 'result'"),
+    ],
+)
+def test_names_of_other_libraries_for_waiting_are_told_the_name_here(name: str, text: str, tmp_path: Path) -> None:
+    pending = reshard.async_save({"w": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(AttributeError, match=text):
+        getattr(pending, name)
+    pending.result()
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+        with pytest.raises(AttributeError, match=r"no attribute 'wait_until_finished': wait\(\) waits for saves"):
+            manager.wait_until_finished()  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match="did you mean 'best_step'"):
+            manager.best_steps()  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ from planners.errors import PlanError
 from planners.geometry.topologies import Topology, fsdp
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
 from reshard.formats.safetensors import SafetensorsWriter
+from reshard.state import count_objects
 from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
@@ -606,3 +607,22 @@ def test_killed_with_its_workers(tmp_path: Path) -> None:
 
     assert 3 <= len(report.resumed) < 40
     assert reshard.verify(target, tmp_path / "source").ok
+
+
+def test_objects_are_counted_alike_in_every_format(tmp_path: Path) -> None:
+    """A list of plain values is one, whether each item has a key, as in our format, or none, as in DCP's."""
+    state = {
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"]}, {"lr": 0.2}],  # 4
+        "ids": list(range(50)),  # 1
+        "nested": [1, 2, [3, 4], {"a": 1}],  # 3: the items, the list in it, and an entry of the dict in it
+        "mixed": [torch.ones(2), 5, 6],  # 1
+        "by_number": {0: "a", 1: "b"},  # 2
+        "empty": [[], {}],  # 0
+        "size": torch.Size([1, 2]),  # 1
+    }
+    assert reshard.save(state, tmp_path / "native").objects == 12
+    save_alone(state, checkpoint_id=tmp_path / "dcp")
+    torch.save(state, tmp_path / "torch.pt")
+    for source in ("native", "dcp", "torch.pt"):
+        report = reshard.convert(tmp_path / source, tmp_path / f"from-{source}", format="native")
+        assert report.objects == count_objects(reshard.open(tmp_path / source).contents) == 12

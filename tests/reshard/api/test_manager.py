@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from inspect import signature
 from pathlib import Path
@@ -27,6 +28,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
+from reshard.formats import opening
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -330,6 +332,41 @@ def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) ->
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
 
 
+def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
+    """Until the next save is complete, their files are there, with higher numbers."""
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 2, discard_newer=True)
+    for path in (root, tmp_path / "checkpoints"):  # a folder of steps may also be one level down
+        if path != root:
+            path.mkdir()
+            root.rename(path / "run-checkpoints")
+        assert reshard.open(path).url.endswith("step-2")
+        assert str(reshard.latest_complete(path)).endswith("step-2")
+        assert reshard.open(path, step=3).url.endswith("step-3")
+        assert [step.problem is None for step in reshard.steps(path)] == [True, True, False]
+        assert "went back to an earlier step" in str(reshard.steps(path)[-1].problem)
+    root = tmp_path / "checkpoints" / "run-checkpoints"
+    assert [Path(path).name for path in reshard.prune(root, keep_last=1)] == ["step-1"]
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-2", "step-3"]
+
+
+def test_a_run_whose_only_steps_are_discarded_is_not_begun_anew(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 1, discard_newer=True)
+        shutil.rmtree(root / "step-1")
+        with pytest.raises(CheckpointNotFoundError, match=r"discarded 2, 3\. To continue .* delete .*manager.json"):
+            manager.restore(state)
+    with pytest.raises(CheckpointNotFoundError, match=r"has no step to open: .* step-3, step-2\. Pass step= to open"):
+        reshard.open(root)
+    assert reshard.latest_complete(root) is None
+    (root / "manager.json").unlink()
+    assert value_at(root)[0].step == 3
+
+
 def test_what_a_killed_job_did_not_remove_goes_before_the_next_save(tmp_path: Path) -> None:
     """Else a job that is killed there again and again would fill the storage."""
     for step in range(1, 6):
@@ -502,7 +539,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         assert (manager.all_steps(), manager.best_step()) == ([4, 5], 4)
         with pytest.raises(CheckpointError, match="already has step 5"):
             manager.save(5, state)
-    (root / ledger.LEDGER).write_text("{torn")
+    (root / opening.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
 
