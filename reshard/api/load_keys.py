@@ -17,8 +17,8 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_names, format_ranks
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.state import LiveTensor, Targets
-from reshard.live.tensors import tensor_class
+from reshard.live.state import Targets
+from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
     copy_containers,

@@ -43,7 +43,7 @@ from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "ended",
+    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
     "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
 ]  # fmt: skip
@@ -317,7 +317,7 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
 
 
 def claim(storage: Storage, save_id: str) -> None:
-    """Publish that this process is writing the generation, until `ended`."""
+    """Publish that this process is writing the generation, until `liveness.release_lease`."""
     liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
@@ -339,11 +339,6 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
             time.sleep(0.1)
         else:
             return
-
-
-def ended(save_id: str) -> None:
-    """Publish that this process no longer writes the generation, even if its claim could not be removed."""
-    liveness.release_lease(save_id)
 
 
 def release(storage: Storage, save_id: str) -> None:

@@ -18,8 +18,8 @@ from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ra
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
-from reshard.live.state import LiveState, LiveTensor
-from reshard.live.tensors import is_sharded, is_tensor, spec_of
+from reshard.live.state import LiveState
+from reshard.live.tensors import LiveTensor, is_sharded, is_tensor
 from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
@@ -224,7 +224,7 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
         if is_sharded(value):
             raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor belongs to several ranks")
         if is_tensor(value):
-            spec = spec_of(key, value)
+            spec = LiveTensor(key, value).spec
             specs[key] = [list(spec.shape), spec.dtype]
         else:
             mine[key] = _encoded(key, value, OWN_TENSOR_BYTES)
@@ -338,7 +338,7 @@ class DigestTable:
         if not check_replicas:
             return table
         for key, digest in table.objects.items():
-            table._add(key, digest, *_anybody(key))
+            table._add(key, digest)
         rank = group.job_rank
         copies = {key: _replicas(tensor, rank, group.world_size) for key, tensor in tensors.items()}
         digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=on_device)
@@ -348,14 +348,16 @@ class DigestTable:
             form = layout[key].form if key in layout else None
             for name in of:
                 if not (isinstance(form, ProductForm) and rank in form.mesh):
-                    table._add(name, digests[name], *_anybody(name))
+                    table._add(name, digests[name])
                     continue
                 if id(form) not in known:
                     known[id(form)] = form, *_holders(form, rank)
                 table._add(name, digests[name], *known[id(form)][1:])
         return table
 
-    def _add(self, key: str, digest: bytes, holders: bytes, count: int) -> None:
+    def _add(self, key: str, digest: bytes, holders: bytes = b"", count: int = _ANYBODY) -> None:
+        """`holders`: default: any rank may have a value under that key."""
+        holders = holders or xxhash.xxh3_64_digest(key.encode())
         self.rows.setdefault(holders, {})[key] = digest
         self.counts[holders] = count
 
@@ -401,11 +403,6 @@ _BUFFERS = (
     "pass the model inside DistributedDataParallel, whose first rank's buffers count, or call "
     "torch.distributed.broadcast(buffer, 0) for each of model.buffers()"
 )
-
-
-def _anybody(key: str) -> tuple[bytes, int]:
-    """Of a value that any rank may have under that key."""
-    return xxhash.xxh3_64_digest(key.encode()), _ANYBODY
 
 
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
