@@ -258,15 +258,15 @@ def _prepare(
     """
     storage = open_storage(path)
     first_word = partial(_first_word, storage, path, options)
-    _, kept, met, census, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
+    _, kept, census, first, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
     assert data is not None, "all ranks have staged"
-    assert met.first is not None
+    assert first is not None
     try:
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
             check_globs(options.globs, census)
-        (save_id, choice, replaces), base = met.first, None
+        (save_id, choice, replaces), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
             base, choice = _opened(path, choice, Share(group.rank, group.world_size))
@@ -505,9 +505,9 @@ class AgreedPlan(NamedTuple):
 
     holdings: LocalState
     kept: CachedPlan
-    met: Agreement
     census: GlobalState
     """With objects."""
+    first: FirstWord | None
     data: ToWrite | None
     """What was staged."""
 
@@ -549,7 +549,7 @@ def agreed_plan(
                 data.release()
             raise
         if kept is not None and met.census is not None:
-            return AgreedPlan(holdings, kept, met, met.census, data)
+            return AgreedPlan(holdings, kept, met.census, met.first, data)
         if data is not None:
             data.release()
         assert before is None, "all ranks have planned the same"

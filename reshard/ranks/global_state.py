@@ -103,7 +103,17 @@ class LocalState:
         for path in (*state.paths.values(), *state.containers):
             check_text(key_of(path))
         objects = {key: _encoded(key, value) for key, value in state.objects.items()}
-        return cls(state, objects, msgspec.json.encode(_describe(state)))
+        description = _Description(
+            tensors=describe(state.tensors),
+            objects=list(objects),
+            per_rank=list(state.per_rank),
+            paths={key: path_to_json(path) for key, path in state.paths.items()},
+            containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
+            aliases=dict(state.aliases),
+            empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
+            on_device=lies_on_device(state.tensors.values()),
+        )
+        return cls(state, objects, msgspec.json.encode(description))
 
 
 def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
@@ -159,19 +169,6 @@ _IN_OPTIMIZERS = (
     "if an optimizer has it, let its hooks leave it out or convert it, see 'Objects in optimizers' in "
     "docs/integrations.md"
 )
-
-
-def _describe(state: LiveState) -> _Description:
-    return _Description(
-        tensors=describe(state.tensors),
-        objects=list(state.objects),
-        per_rank=list(state.per_rank),
-        paths={key: path_to_json(path) for key, path in state.paths.items()},
-        containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
-        aliases=dict(state.aliases),
-        empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
-        on_device=lies_on_device(state.tensors.values()),
-    )
 
 
 def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:

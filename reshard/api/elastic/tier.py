@@ -382,7 +382,7 @@ class _KeepJob:
         Args:
             incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
         """
-        holdings, planned, _, census, _ = agreed_plan(state, group, options)
+        holdings, planned, census, *_ = agreed_plan(state, group, options)
         with phase("plan"):
             nbytes = [planned.plan.bytes(rank) for rank in group.ranks]
             copies = _planned_copies(group, hosts, nbytes, settings.copies)
