@@ -65,7 +65,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
 __all__ = [
-    "SaveReport", "agreed_plan", "async_save", "await_place", "ended_for", "forget_background_save",
+    "SaveReport", "agreed_plan", "async_save", "ended_for", "forget_background_save",
     "save", "start_in_background",
 ]  # fmt: skip
 
@@ -233,14 +233,6 @@ def async_save(
             copies.release()
             with group.together("save"):
                 raise
-
-
-def _await_saves_to(path: Any) -> None:
-    try:
-        place = place_of(open_storage(path))
-    except ReshardError:  # the save itself will say so, to all ranks
-        return
-    await_place(place)
 
 
 _Staging = Callable[[Sequence[Entry]], ToWrite]
@@ -638,7 +630,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
     """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
-        place: where it writes, for `await_place` and `ended_for`; None: the caller's future is all
+        place: where it writes, for `_await_saves_to` and `ended_for`; None: the caller's future is all
             that is known of it.
 
     Raises RuntimeError if the system allows no more threads.
@@ -667,9 +659,13 @@ def forget_background_save(future: Future[Any]) -> None:
     _saves.pop(future, None)
 
 
-def await_place(place: str) -> None:
+def _await_saves_to(path: Any) -> None:
     """Wait for the saves to the same place: if one took longer, it would take the place of a later
     one."""
+    try:
+        place = place_of(open_storage(path))
+    except ReshardError:  # the save itself will say so, to all ranks
+        return
     for future in [future for future, where in list(_saves.items()) if where == place]:
         future.exception()
 

@@ -292,8 +292,12 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
         LayoutError: positions that do not fit the local or the global shape, or that hold an
             element twice.
     """
-    if positions is None or isinstance(positions, Part):
-        part = positions or Part.of_box(Box.full(shape))
+    if positions is None:
+        positions = Part.of_box(Box.full(shape))
+    elif isinstance(positions, Box) and positions.sizes == tensor.shape:  # as nearly always
+        positions = Part.of_box(positions)
+    if isinstance(positions, Part):
+        part = positions
     elif not isinstance(positions, Box) and shape and not positions and not tensor.numel():
         return []  # a rank without any part
     else:
@@ -333,8 +337,6 @@ def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
     shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
-    if len(boxes) == 1:
-        return Part.of_box(boxes[0]) if boxes[0].sizes == local else None
     dims = []
     for d in range(boxes[0].ndim):
         dims.append(tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)))

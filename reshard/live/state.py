@@ -18,11 +18,10 @@ from reshard.live.tensors import (
     dtensor_like,
     holder,
     identity_of,
-    inner_names,
     is_dtensor,
+    is_plain,
     is_sharded,
     is_tensor,
-    settled,
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
@@ -100,15 +99,14 @@ def take_apart(
         LayoutError: a tensor is not a plain array in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
-    kept = flat.leaves
+    leaves, containers = flat.leaves, flat.containers
     if ranks:
-        kept = {path: value for path, value in kept.items() if getattr(value, OVERWRITTEN_BY, None) not in ranks}
-    leaves = {path: settled(value) for path, value in kept.items()}
-    if any(map(inner_names, leaves.values())):
-        from reshard.live.tensor_classes import expanded  # few states have such
+        leaves = {path: value for path, value in leaves.items() if getattr(value, OVERWRITTEN_BY, None) not in ranks}
+    if not all(map(is_plain, flat.leaves.values())):  # few states have others
+        from reshard.live.tensor_classes import expanded
 
-        leaves = expanded(leaves)
-    flat = replace(flat, leaves=leaves, containers=flat.containers | class_kinds(flat.leaves))
+        leaves, containers = expanded(leaves), containers | class_kinds(flat.leaves)
+    flat = replace(flat, leaves=leaves, containers=containers)
     if select is not None:
         flat = _selected(flat, select)
     paths = {key_of(path): path for path in flat.leaves}

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 __all__ = [
     "OVERWRITTEN_BY", "UNSHARDED", "LiveTensor", "agreed_form", "candidate_layouts", "class_kinds", "dtensor_like",
     "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of", "inner_names", "is_dtensor",
-    "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of", "lines_of",
-    "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways", "state_instead_of",
-    "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size", "wrapped_like", "wrappers",
+    "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of",
+    "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
+    "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size", "wrapped_like",
+    "wrappers",
 ]  # fmt: skip
 
 
@@ -729,12 +730,17 @@ def tensor_class(value: object) -> str:
     return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 
+def is_plain(value: object) -> bool:
+    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
+    return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
+
+
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
     """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these
     are made of."""
     out: dict[KeyPath, str] = {}
     for path, value in leaves.items():
-        if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
+        if is_plain(value):
             continue
         value = settled(value)
         if name := tensor_class(value):
@@ -746,7 +752,7 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 def settled(value: Any) -> Any:
     """The value itself; for the result of a collective that may be in progress, the plain tensor,
     after it has arrived; for a wrapper, the tensor inside."""
-    if not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN:
+    if is_plain(value):
         return value
     local = holder(value)
     inner: torch.Tensor
