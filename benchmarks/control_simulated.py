@@ -77,7 +77,7 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
                 together = save_job.file_group_of(group, ranks_per_file)
                 for said in (b"bytes by item size", b"rows", bytes(_TOLD_BYTES)):
                     together.tell(said)
-            tally = pack_tally(dict.fromkeys(range(len(state.tensors)), _PART))
+            tally = pack_tally(dict.fromkeys(state.tensors, _PART), state.tensors)
             group.gather_and_sum((group.rank, _RECORD), tally, add_tallies)
 
 

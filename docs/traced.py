@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reshard
 from docs.import_graph import ROOT, TOP_LEVEL
-from reshard.live.tensors import local_tensors
+from reshard.live.tensors import LiveTensor
 
 __all__ = ["RANKS", "Function", "Seen", "calls"]
 
@@ -98,12 +98,12 @@ def _asked() -> tuple[int, int]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = copy.deepcopy(reshard.get_optimizer_state_dict(model, optimizer))
-    count = 0
+    count, code = 0, vars(LiveTensor)["local"].func.__code__
 
     def on(frame: FrameType, event: str, _: object) -> None:
         nonlocal count
-        if event == "call" and frame.f_code is local_tensors.__code__:
-            count += isinstance(frame.f_locals["tensor"], DTensor)
+        if event == "call" and frame.f_code is code:
+            count += isinstance(frame.f_locals["self"].value, DTensor)
 
     _watched(on, lambda: reshard.set_optimizer_state_dict(model, optimizer, state))
     moments = [value for of_one in state["state"].values() for value in of_one.values()]

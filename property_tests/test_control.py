@@ -197,7 +197,7 @@ def test_of_many_ranks_all_have_the_first_error_at_once(how: str, size: int, dea
 @settings(max_examples=examples(20), deadline=None)
 def test_pools_are_what_all_said(size: int, fan: int, data: st.DataObject) -> None:
     said = data.draw(st.lists(st.sampled_from([b"", b"a", b"b"]), min_size=size, max_size=size))
-    pools = [DistinctValues.of(one) for one in said]
+    pools = [DistinctValues([one]) for one in said]
     while len(pools) > 1:
         pools = [DistinctValues.join(pools[i : i + fan]) for i in range(0, len(pools), fan)]
     assert [pools[0].distinct[number] for number in pools[0].numbers()] == said

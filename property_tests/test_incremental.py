@@ -23,6 +23,7 @@ from reshard.native import commit, data_file as blocks, reuse
 from reshard.native.commit import Generation
 from reshard.native.data_file import Entry
 from reshard.ranks.global_state import GlobalState
+from reshard.ranks.liveness import release_lease
 from reshard.storage import open_storage
 from tests.same import bits
 
@@ -55,7 +56,7 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
         reused += kept
     generation.publish({rank: one for rank, one in written.items() if one.files}, prints)
     generation.tidy()
-    commit.ended(generation.save_id)
+    release_lease(generation.save_id)
     return reused
 
 

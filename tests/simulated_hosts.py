@@ -23,7 +23,7 @@ import torch
 
 from planners import TensorLayout, TensorSpec
 from reshard.api.elastic import Tier, generation as moving
-from reshard.live import state as live_state
+from reshard.live.tensors import LiveTensor
 from tests.faulty import SystemCalls
 from tests.simulated_ranks import Died, World
 
@@ -50,24 +50,31 @@ def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Ten
     return whole
 
 
-def _spec(key: str, value: Any) -> TensorSpec:
-    layout = getattr(value, "cut_by", None)
-    return _REAL["spec_of"](key, value) if layout is None else TensorSpec(key, layout.spec.shape, layout.spec.dtype)
+def _fact(name: str, of_layout: Callable[[str, TensorLayout], Any]) -> property:
+    """A fact of a live tensor, by the layout of what `cut` made."""
+    real = vars(LiveTensor)[name].func
+
+    def fact(tensor: LiveTensor) -> Any:
+        layout = getattr(tensor.value, "cut_by", None)
+        return real(tensor) if layout is None else of_layout(tensor.key, layout)
+
+    return property(fact)
 
 
-_REAL: dict[str, Any] = {name: getattr(live_state, name) for name in ("spec_of", "form_of", "forms_of", "is_sharded")}
-_OURS: dict[str, Any] = {
-    "spec_of": _spec,
-    "form_of": lambda v, key="": v.cut_by.form if hasattr(v, "cut_by") else _REAL["form_of"](v, key),
-    "forms_of": lambda v, key="": (v.cut_by.form,) if hasattr(v, "cut_by") else _REAL["forms_of"](v, key),
-    "is_sharded": lambda v: hasattr(v, "cut_by") or _REAL["is_sharded"](v),
+_OURS = {
+    "spec": _fact("spec", lambda key, layout: TensorSpec(key, layout.spec.shape, layout.spec.dtype)),
+    "form": _fact("form", lambda _, layout: layout.form),
+    "forms": _fact("forms", lambda _, layout: (layout.form,)),
+    "is_sharded": _fact("is_sharded", lambda *_: True),
 }
 
 
 @contextmanager
 def cut_tensors() -> Iterator[None]:
     """What `cut` made is taken for sharded tensors."""
-    with mock.patch.multiple(live_state, **_OURS):
+    with ExitStack() as stack:
+        for name, fact in _OURS.items():
+            stack.enter_context(mock.patch.object(LiveTensor, name, fact))
         yield
 
 

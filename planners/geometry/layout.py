@@ -30,9 +30,9 @@ from planners.geometry.mesh import (
 )
 
 __all__ = [
-    "ITEM_SIZES", "LAYOUT_KINDS", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm", "ProductGeometry",
-    "StateLayout", "TensorLayout", "TensorSpec", "check_rank", "flat_boxes", "form_from_json", "form_to_json",
-    "itemsize", "local_boxes", "state_from_json", "state_to_json",
+    "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm",
+    "ProductGeometry", "StateLayout", "TensorLayout", "TensorSpec", "check_rank", "flat_boxes", "form_from_json",
+    "form_to_json", "itemsize", "local_boxes", "state_from_json", "state_to_json",
 ]  # fmt: skip
 
 ITEM_SIZES: dict[str, int] = {
@@ -759,15 +759,22 @@ def state_to_json(state: StateLayout) -> dict[str, Any]:
     return {"world_size": state.world_size, "forms": [form_to_json(form) for form in forms], "tensors": tensors}
 
 
+MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError)
+"""What becomes of data that no layout or plan can have become."""
+
+
 def state_from_json(data: Mapping[str, Any]) -> StateLayout:
-    """Inverse of `state_to_json`. Raises as `form_from_json` does."""
-    forms = [form_from_json(form) for form in data["forms"]]
-    tensors = {}
-    for fqn, (dtype, shape, form) in data["tensors"].items():
-        if not 0 <= form < len(forms):
-            raise CodecError(f"form {form} of {len(forms)} does not exist", fqn=fqn)
-        tensors[fqn] = TensorLayout.of(TensorSpec(fqn, shape, dtype), forms[form])
-    return StateLayout(tensors, data["world_size"])
+    """Inverse of `state_to_json`. Raises CodecError for what it cannot have made."""
+    try:
+        forms = [form_from_json(form) for form in data["forms"]]
+        tensors = {}
+        for fqn, (dtype, shape, form) in data["tensors"].items():
+            if not 0 <= form < len(forms):
+                raise CodecError(f"form {form} of {len(forms)} does not exist", fqn=fqn)
+            tensors[fqn] = TensorLayout.of(TensorSpec(fqn, shape, dtype), forms[form])
+        return StateLayout(tensors, data["world_size"])
+    except MALFORMED as error:
+        raise CodecError(f"this layout is malformed or was edited: {error}") from error
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorLayout:

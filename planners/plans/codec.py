@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planners.errors import CodecError
-from planners.geometry.layout import LAYOUT_KINDS, Kind
+from planners.geometry.layout import LAYOUT_KINDS, MALFORMED, Kind
 
 __all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
 
@@ -36,7 +36,9 @@ def from_json(data: object) -> Any:
         raise CodecError(f"unknown kind {data['reshard']!r}. Known kinds: {_names()}")
     try:
         return kind.decode(data)
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+    except CodecError:
+        raise
+    except MALFORMED as error:
         raise CodecError(f"this {data['reshard']!r} is malformed or was edited: {error}") from error
 
 

@@ -140,12 +140,8 @@ class LoadPlan(Plan[ReadItems]):
         view = self.views.get(fqn)
         return self.saved[fqn].spec.itemsize if view is None else view.spec.itemsize
 
-    def items(self, rank: int) -> ReadItems:
-        """Return what `rank` reads.
-
-        Raises PlanError for a rank outside the job, and CoverageError if no saved chunk has a needed element.
-        """
-        return self.rank_items(rank)
+    items = Plan[ReadItems].rank_items
+    """Return what a rank reads."""
 
     def _derived(self, rank: int) -> Iterable[ReadItem]:
         found: list[tuple[int, list[ReadItem]]] = []

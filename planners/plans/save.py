@@ -88,9 +88,8 @@ class SavePlan(Plan[WriteItems]):
         loads.flags.writeable = False
         self._rank_bytes = loads
 
-    def items(self, rank: int) -> WriteItems:
-        """Return what `rank` writes. Raises PlanError for a rank outside the job."""
-        return self.rank_items(rank)
+    items = Plan[WriteItems].rank_items
+    """Return what a rank writes."""
 
     def _derived(self, rank: int) -> Iterable[WriteItem]:
         out = []

@@ -48,15 +48,14 @@ from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
-from reshard.live.state import LiveTensor, PerRank
+from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
-    form_by_all,
+    LiveTensor,
     is_sharded,
     is_tensor,
     raw_bytes,
-    spec_of,
     state_instead_of,
 )
 from reshard.live.tree import flatten
@@ -449,7 +448,7 @@ class _HeldBoxes:
     def of(cls, key: str, value: Any, group: Group) -> _HeldBoxes:
         """Collective over the ranks that hold it, where they must find out together how it is sharded."""
         live = LiveTensor(key, value)
-        layout = TensorLayout.of(live.spec, form_by_all(value))
+        layout = TensorLayout.of(live.spec, live.form_by_all())
         parts = held_parts(live, layout, group.job_rank)
         boxes = {box: local[inner.slices] for local, part in parts for box, inner in part.boxes()}
         return cls(tuple(live.spec.shape), live.dtype, boxes)
@@ -534,7 +533,7 @@ class _Side:
         self.foreign = {k for k, v in self.tensors.items() if getattr(v, OVERWRITTEN_BY, None) is not None}
         for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:
             if is_tensor(value):
-                spec_of(key, value)  # which refuses what has no plain elements
+                LiveTensor(key, value).spec  # noqa: B018  which refuses what has no plain elements
         self.is_one_rank_s = True
         self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
 

@@ -26,7 +26,7 @@ from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import OVERWRITTEN_BY, is_tensor, layout_of, local_tensors, state_instead_of
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_tensor, layout_of, state_instead_of
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
@@ -188,7 +188,7 @@ def holdings(
         if is_tensor(value) and getattr(value, OVERWRITTEN_BY, None) not in ranks
     }
     given: StateLayout = layout_of(tensors) if layouts is None else _pick(layouts, tensors)
-    held = {fqn: _matched(fqn, local_tensors(tensors[fqn]), given.parts(fqn, rank)) for fqn in given}
+    held = {fqn: _matched(fqn, LiveTensor(fqn, tensors[fqn]).local, given.parts(fqn, rank)) for fqn in given}
     sums = iter(_summed(given, held, rank, key))
     found = []
     for fqn, layout in given.items():

@@ -37,8 +37,8 @@ from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
-from reshard.live.state import LiveTensor, PerRank, Targets
-from reshard.live.tensors import UNSHARDED
+from reshard.live.state import PerRank, Targets
+from reshard.live.tensors import UNSHARDED, LiveTensor
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_names, format_ranks
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.state import LiveTensor, Targets
-from reshard.live.tensors import tensor_class
+from reshard.live.state import Targets
+from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
     copy_containers,
@@ -430,13 +430,14 @@ class Mismatches:
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
         does not allow to be missing, unexpected or mismatched.
         """
-        claims = _claims(match.checkpoint)
+        globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
+        outside = {key for key in self.missing if globs is not None and not is_selected(key, globs)}
         truth = Truth(
-            tuple(key for key in match.missing if claims(key)),
+            tuple(key for key in match.missing if key not in outside),
             tuple(name for name in match.names if name not in self.used),
-            tuple(key for key in match.missing if not claims(key)),
+            tuple(key for key in match.missing if key in outside),
         )
-        missing = {k: its for k, its in self.missing.items() if claims(k) and options.mode_of(k) != "partial"}
+        missing = {k: its for k, its in self.missing.items() if k not in outside and options.mode_of(k) != "partial"}
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
         idle: list[str] = []
         if isinstance(options.strict, Mapping):
@@ -586,13 +587,6 @@ def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> 
 def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
     """Each key, and on which ranks it is, where it is not on all."""
     return {key: "" if len(ranks) == group.world_size else f"   ({format_ranks(ranks)})" for key, ranks in keys.items()}
-
-
-def _claims(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """Return whether a checkpoint ought to have a key: it ought to have all, unless it was declared
-    a subset."""
-    globs = checkpoint.contents.subset
-    return lambda key: globs is None or is_selected(key, globs)
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:

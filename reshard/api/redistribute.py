@@ -38,7 +38,6 @@ from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
-from reshard.live.tensors import local_tensors
 from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
 from reshard.ranks.spans import Span
@@ -298,7 +297,7 @@ class Prepared:
     def _tensors(self) -> Iterator[torch.Tensor]:
         for side in (self._source, self._target):
             for live in side.state.tensors.values():
-                yield from local_tensors(live.value) if not live.is_meta else ()
+                yield from replace(live).local if not live.is_meta else ()  # asked again
 
     def _report(self, span: Span) -> TransferReport:
         pairing, exchanges = self.pairing, self._exchanges

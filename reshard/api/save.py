@@ -1,4 +1,5 @@
-"""`save` and `async_save`: all ranks derive one plan, each writes its part once, and the manifest is published last."""
+"""`save` and `async_save`: all ranks derive one plan, each writes its part once, and the manifest
+is published last."""
 
 from __future__ import annotations
 
@@ -18,13 +19,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Unpack
 import msgspec
 import torch.distributed as dist
 
-from planners.plans.save import SavePlan
+from planners.plans.save import SavePlan, WriteItems
 from planners.units import format_bytes, format_count, format_some
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.save_job import (
     Choice,
-    OwnItem,
     SaveJob,
     Stage,
     ToWrite,
@@ -33,18 +33,15 @@ from reshard.api.save_job import (
     choose_base,
     entries_of,
     holdings_of,
-    own_items,
     planned_writes,
     staged,
     summed_up,
-    tally,
-    total,
     write,
 )
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
-from reshard.live.fingerprints import add_tallies
+from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
@@ -61,6 +58,7 @@ from reshard.ranks.global_state import (
     joined_objects,
 )
 from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
+from reshard.ranks.liveness import release_lease
 from reshard.ranks.progress import current, phase, rest_of_call
 from reshard.state import NUMBERED, count_objects
 from reshard.storage.base import Storage
@@ -89,39 +87,50 @@ def save(
     timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
-    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
+    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and
+    plain data.
 
-    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
-    checkpoint at `path` stays until the new one is complete.
+    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that
+    holds it. An existing checkpoint at `path` stays until the new one is complete.
 
         state = {"model": reshard.get_model_state_dict(model), "step": step}
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
-        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
-        process_group: the ranks that save together. Default: the default group, or this process if there is none.
-        alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
-        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a key of some rank.
-            Globs that begin with `!` exclude keys, as in `convert`. The checkpoint is
-            then a declared subset: loads require the keys that the globs match and report the others.
+        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all
+            must see it.
+        process_group: the ranks that save together. Default: the default group, or this process if
+            there is none.
+        alone: this process saves by itself, even in a running job. It needs full tensors and its
+            own path.
+        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a
+            key of some rank. Globs that begin with `!` exclude keys, as in `convert`. The
+            checkpoint is
+            then a declared subset: loads require the keys that the globs match and report the
+                others.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
-        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU. Fingerprints take 50 MiB
-            more.
-        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, and nothing is written. Other files are never replaced.
-        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data that it already
-            has is not written again. The new checkpoint is still complete by itself: see docs/incremental.md.
-        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
-        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
+        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU.
+            Fingerprints take 50 MiB more.
+        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an
+            existing checkpoint is an error, and nothing is written. Other files are never
+            replaced.
+        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data
+            that it already has is not written again. The new checkpoint is still complete by
+            itself: see docs/incremental.md.
+        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not
+            with a base.
+        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one
+            line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
-        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
-        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
-            memory_budget_bytes and progress.
+        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob
+            matches nothing.
+        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options
+            other than memory_budget_bytes and progress.
         FormatError: a value is not plain data, or, with `overwrite=False`, a checkpoint exists.
         StorageError: the storage failed, or ranks see different folders.
     """
@@ -209,10 +218,11 @@ def async_save(
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
-    separate stream, after the pending work of the current stream, and the call waits for these copies. Tensors on the
-    host are copied there. The next save reuses the memory. With `stage="device"`, tensors on a device are copied on the
-    device if it has enough memory, and the call does not wait. Each rank may choose its own `stage`.
+    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned
+    host memory on a separate stream, after the pending work of the current stream, and the call
+    waits for these copies. Tensors on the host are copied there. The next save reuses the memory.
+    With `stage="device"`, tensors on a device are copied on the device if it has enough memory,
+    and the call does not wait. Each rank may choose its own `stage`.
 
     At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
     error of an earlier save on all ranks, unless all of them have called its `result()` or `exception()`. Saves to the
@@ -250,16 +260,6 @@ def async_save(
                 raise
 
 
-def _await_saves_to(path: Any) -> None:
-    """Wait for the saves to the same place."""
-    try:
-        place = place_of(open_storage(path))
-    except ReshardError:  # the save itself will say so, to all ranks
-        return
-    for future in [future for future, where in list(_saves.items()) if where == place]:
-        future.exception()  # if one took longer, it would take the place of a later one
-
-
 _Staging = Callable[[Sequence[Entry]], ToWrite]
 
 
@@ -267,21 +267,23 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
 ) -> tuple[SaveJob, ToWrite]:
-    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes nothing.
+    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes
+    nothing.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on
+    all.
     """
     storage = open_storage(path)
     first_word = partial(_first_word, storage, path, options)
-    _, kept, met, census, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
+    _, kept, census, first, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
     assert data is not None, "all ranks have staged"
-    assert met.first is not None
+    assert first is not None
     try:
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
             check_globs(options.globs, census)
-        (save_id, choice, replaces), base = met.first, None
+        (save_id, choice, replaces), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
             base, choice = _opened(path, choice, Share(group.rank, group.world_size))
@@ -292,8 +294,8 @@ def _prepare(
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
-    """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
-    there."""
+    """Decide the save id and the base on the first rank. Raises an error if the save must not
+    replace what is there."""
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
@@ -310,8 +312,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its data, and the choice
-    says why."""
+    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its
+    data, and the choice says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
@@ -320,7 +322,8 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
 
 
 def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
-    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
+    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank
+    fails."""
     group, generation = job.group, job.generation
     try:
         with phase("claim"):
@@ -332,19 +335,19 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         with group.together("write"):
             data, same = summed_up(job, data)
             written, reused, prints = write(job, data, same)
-            told = group.gather_and_sum(
-                (group.job_rank, written), tally(job, prints), add_tallies, kind=tuple[int, Written]
-            )
+            tally = pack_tally(prints, generation.census.tensors)
+            told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             if told is not None:
                 files = {rank: one for rank, one in told[0] if one.files}
+                parts = unpack_tally(told[1], generation.census.tensors)
                 with phase("publish"):
-                    generation.publish(files, [total(job, told[1])] if files and job.options.fingerprints else [])
+                    generation.publish(files, [parts] if files and job.options.fingerprints else [])
     except BaseException as error:
         if group.rank == 0:
             _clear(job, error)
         raise
     finally:
-        commit.ended(generation.save_id)
+        release_lease(generation.save_id)
     if group.world_size > REMOVES_ALONE and generation.replaces is not None:
         _remove_together(group, generation)
     if told is not None:
@@ -370,11 +373,13 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
 
 
 REMOVES_ALONE = 32
-"""Up to this number of ranks, the first rank removes what a save has replaced. Beyond, each removes its own files."""
+"""Up to this number of ranks, the first rank removes what a save has replaced. Beyond, each
+removes its own files."""
 
 
 def _remove_together(group: Group, generation: Generation) -> None:
-    """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
+    """Collective: of what the save, which is published, has replaced, each rank removes its own
+    files."""
     try:
         group.barrier()  # the manifest names what replaces it
         generation.remove_replaced(group.job_rank)
@@ -426,12 +431,13 @@ class CachedPlan:
     """Without objects."""
     plan: SavePlan
     """Proved."""
-    items: list[OwnItem]
+    items: WriteItems
     """Of this rank."""
 
 
 FirstWord = tuple[str, Choice, str | None]
-"""What the first rank has for all: the id of the save, what it is based on, and the id of the one that it replaces."""
+"""What the first rank has for all: the id of the save, what it is based on, and the id of the one
+that it replaces."""
 
 
 class Agreement(NamedTuple):
@@ -450,8 +456,8 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     call: bytes
     """A digest of the options; empty where ranks were called with different ones."""
     kept: bytes
-    """A digest of all descriptions when the kept plan was made; empty if any rank has none, or ranks
-    have others."""
+    """A digest of all descriptions when the kept plan was made; empty if any rank has none, or
+    ranks have others."""
     pool: DistinctValues
     """Digests of descriptions of what they hold; of nothing where that is known."""
     values: ValueDigests | None
@@ -489,15 +495,15 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
 def keep_plan(
     holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
 ) -> CachedPlan:
-    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it is
-    for this one alone.
+    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it
+    is for this one alone.
 
     Args:
         census: without objects.
         said: digests of the descriptions of all ranks.
     """
     told = digest_of(msgspec.msgpack.encode(said))
-    kept = CachedPlan(told, census, plan, own_items(census.tensors, plan, group.job_rank))
+    kept = CachedPlan(told, census, plan, plan.items(group.job_rank))
     if not census.per_rank:
         with _lock:
             _kept[_key(holdings, group, options)] = kept
@@ -518,9 +524,9 @@ class AgreedPlan(NamedTuple):
 
     holdings: LocalState
     kept: CachedPlan
-    met: Agreement
     census: GlobalState
     """With objects."""
+    first: FirstWord | None
     data: ToWrite | None
     """What was staged."""
 
@@ -536,7 +542,8 @@ def agreed_plan(
 ) -> AgreedPlan:
     """Collective: the plan of an earlier save of the same state, or a new one.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on
+    all.
 
     Args:
         stage: what this rank writes, while it is on its way to the others.
@@ -554,14 +561,14 @@ def agreed_plan(
                     first = first_word(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):
-                    data = stage(entries_of(kept.items, holdings.state, group.job_rank))
+                    data = stage(entries_of(kept.items, kept.plan.layout, holdings.state, group.job_rank))
             before, met = met, meet_before_save(holdings, group, options, kept, first, before=met)
         except BaseException:
             if data is not None:
                 data.release()
             raise
         if kept is not None and met.census is not None:
-            return AgreedPlan(holdings, kept, met, met.census, data)
+            return AgreedPlan(holdings, kept, met.census, met.first, data)
         if data is not None:
             data.release()
         assert before is None, "all ranks have planned the same"
@@ -591,14 +598,17 @@ def meet_before_save(
     *,
     before: Agreement | None = None,
 ) -> Agreement:
-    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be known.
+    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be
+    known.
 
     Args:
         kept: what this rank has found, or planned.
         first: on the first rank, where it has a plan.
-        before: of the meeting before, after which all have planned again: its content is not repeated.
+        before: of the meeting before, after which all have planned again: its content is not
+            repeated.
 
-    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
+    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census`
+    does.
     """
     table: DigestTable | None = None
     if kept is not None and group.world_size > 1:
@@ -613,7 +623,7 @@ def meet_before_save(
     mine = _SaveVote(
         digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
         b"" if kept is None else kept.told,
-        DistinctValues.of(digest_of(holdings.description) if before is None else b""),
+        DistinctValues([digest_of(holdings.description) if before is None else b""]),
         None if table is None else table.told(),
         first,
     )
@@ -636,7 +646,8 @@ def meet_before_save(
 
 
 _saves: dict[Future[Any], str | None] = {}
-"""The oldest first, with their paths. Those without a path count only while they run; the others until a caller
+"""The oldest first, with their paths. Those without a path count only while they run; the others
+until a caller
 has asked for the result: an error must not be lost."""
 
 
@@ -672,8 +683,20 @@ def forget_background_save(future: Future[Any]) -> None:
     _saves.pop(future, None)
 
 
+def _await_saves_to(path: Any) -> None:
+    """Wait for the saves to the same place: if one took longer, it would take the place of a later
+    one."""
+    try:
+        place = place_of(open_storage(path))
+    except ReshardError:  # the save itself will say so, to all ranks
+        return
+    for future in [future for future, where in list(_saves.items()) if where == place]:
+        future.exception()
+
+
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
-    """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
+    """Wait until one more save may start. Return those that have ended and whose result no caller
+    knows."""
     known = [future for future, place in list(_saves.items()) if place is not None]
     while sum(not future.done() for future in known) >= max_in_flight:
         next(future for future in known if not future.done()).exception()
@@ -700,7 +723,8 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 @renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ between ranks."""
+    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ
+    between ranks."""
 
     path: str
     save_id: str
@@ -713,11 +737,13 @@ class SaveReport(WrittenReport):
     bytes_reused: int = 0
     """Bytes of tensors that this rank did not write because a file of an earlier save has them."""
     skipped: tuple[str, ...] = ()
-    """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data again."""
+    """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data
+    again."""
     select: tuple[str, ...] = ()
     """The globs of the keys that were saved. Empty if all were."""
     replaced: bool = False
-    """Whether the save replaced an earlier one at the path, which `overwrite=False` does not allow."""
+    """Whether the save replaced an earlier one at the path, which `overwrite=False` does not
+    allow."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""

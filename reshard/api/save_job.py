@@ -14,10 +14,9 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
-from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout, TensorSpec
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.plans.plan import verify
-from planners.plans.save import SavePlan, plan_writes
+from planners.plans.save import SavePlan, WriteItems, plan_writes
 from reshard.api.options import SaveOptions
 from reshard.errors import (
     CheckpointError,
@@ -33,7 +32,8 @@ from reshard.formats.opening import look_at, look_in, open_contents, path_below
 from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.state import LiveState, LiveTensor, is_long, take_apart
+from reshard.live.state import LiveState, is_long, take_apart
+from reshard.live.tensors import LiveTensor
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry, FileGroup, sum_up, write_common_file, write_file
 from reshard.native.manifest import MANIFEST
@@ -47,15 +47,16 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
-    "Choice", "OwnItem", "SaveJob", "Stage", "ToWrite", "alike", "base_at",
+    "Choice", "SaveJob", "Stage", "ToWrite", "alike", "base_at",
     "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
-    "holdings_of", "own_items", "planned_writes", "staged", "summed_up", "tally", "total", "write",
+    "holdings_of", "planned_writes", "staged", "summed_up", "write",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's view of a save: the state, which rank writes what, and where. It keeps no user tensor alive."""
+    """One rank's view of a save: the state, which rank writes what, and where. It keeps no user
+    tensor alive."""
 
     group: Group
     storage: Storage
@@ -77,8 +78,8 @@ def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalSta
 def planned_writes(
     holdings: LocalState, group: Group, options: SaveOptions, answers: Iterable[tuple[bytes, Sequence[int]]]
 ) -> tuple[GlobalState, SavePlan]:
-    """Collective: what all ranks hold, without objects, and who of them writes what, proved. Writes nothing, and
-    compares no values.
+    """Collective: what all ranks hold, without objects, and who of them writes what, proved.
+    Writes nothing, and compares no values.
 
     Args:
         answers: what all ranks said of their holdings, by `Group.distinct_answers`.
@@ -97,39 +98,13 @@ def planned_writes(
     return census, plan
 
 
-class OwnItem(NamedTuple):
-    """What a rank writes of one of its parts of a tensor."""
-
-    spec: TensorSpec
-    parts: int
-    """How many parts it has."""
-    part: int
-    source: Box
-    """Within the part."""
-    box: Box
-    """Within the tensor."""
-
-
 @gc_paused()
-def own_items(layout: StateLayout, plan: SavePlan, rank: int) -> list[OwnItem]:
-    """Return what `rank` writes."""
-    counts: dict[str, int] = {}
-    out = []
-    for item in plan.items(rank):
-        if item.fqn not in counts:
-            counts[item.fqn] = len(layout.parts(item.fqn, rank))
-        out.append(OwnItem(layout[item.fqn].spec, counts[item.fqn], item.part, item.source, item.box))
-    return out
-
-
-@gc_paused()
-def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[Entry]:
+def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: int) -> list[Entry]:
     """The arrays that `rank`, which holds `state`, writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
     out = []
-    for spec, parts, number, source, box in items:
-        fqn = spec.fqn
+    for fqn, box, source, _, number in items:
         if fqn not in views:
             if fqn not in own and fqn not in state.tensors:
                 raise LayoutError(
@@ -137,19 +112,21 @@ def entries_of(items: Iterable[OwnItem], state: LiveState, rank: int) -> list[En
                     "on all ranks of its mesh, under the same key"
                 )
             tensor = LiveTensor(fqn, own[fqn]) if fqn in own else state.tensors[fqn]
-            views[fqn] = _parts(tensor, parts, rank)
+            views[fqn] = _parts(tensor, layout[fqn], rank)
         part = views[fqn][number]
-        out.append(Entry(spec, box, part if source.sizes == part.shape else part[source.slices]))
+        out.append(Entry(layout[fqn].spec, box, part if source.sizes == part.shape else part[source.slices]))
     return out
 
 
-def _parts(tensor: LiveTensor, count: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """The local tensors as the agreed layout counts them: those of the tensor, or one for each of its boxes."""
+def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.Tensor, ...]:
+    """The local tensors as the agreed layout counts them: those of the tensor, or one for each of
+    its boxes."""
     local, fqn = tensor.local, tensor.key
     if any(t.device.type == "meta" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
     if any(type(t).__name__ == "FakeTensor" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
+    count = 1 if isinstance(layout.form, ProductForm) else len(layout.parts(rank))
     if len(local) == count:
         return local
     boxes = [place.slices for part in tensor.form.parts(tensor.spec.shape, rank) for _, place in part.boxes()]
@@ -164,35 +141,22 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     if not job.choice.by_print:
         return data, []
     group, generation = job.group, job.generation
-    data = data.summed_up()
-    told = group.gather_and_sum(b"", tally(job, data.prints), add_tallies)
+    data, every = data.summed_up(), generation.census.tensors
+    told = group.gather_and_sum(b"", pack_tally(data.prints, every), add_tallies)
     names: list[str] = []
     if told is not None and job.base is not None:
-        now = generation.fingerprints([total(job, told[1])])
+        now = generation.fingerprints([unpack_tally(told[1], every)])
         try:
-            names = alike(doubtful(job.base, generation.census.tensors, now), job.base, now)
+            names = alike(doubtful(job.base, every, now), job.base, now)
         except (CheckpointError, StorageError) as error:
             job.base.pass_over(error)
     return data, group.share(names if group.rank == 0 else None, kind=list[str])
 
 
-def tally(job: SaveJob, prints: Mapping[str, Partial]) -> bytes:
-    """Parts of fingerprints by name, packed for `add_tallies`: the layout, which is the same on all ranks, has numbers
-    for the names."""
-    numbers = {fqn: number for number, fqn in enumerate(job.generation.census.tensors)} if prints else {}
-    return pack_tally({numbers[fqn]: part for fqn, part in prints.items()})
-
-
-@gc_paused()
-def total(job: SaveJob, packed: bytes) -> dict[str, Partial]:
-    """Inverse of `tally`."""
-    names = list(job.generation.census.tensors)
-    return {names[number]: part for number, part in unpack_tally(packed).items()}
-
-
 def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, dict[str, Partial]]:
-    """This rank's file, or its part of one, and, made by another thread meanwhile, its part of the fingerprints. Also
-    says how many bytes need not be written, of which those of the tensors `same` are known."""
+    """This rank's file, or its part of one, and, made by another thread meanwhile, its part of the
+    fingerprints. Also says how many bytes need not be written, of which those of the tensors
+    `same` are known."""
     many = job.options.ranks_per_file > 1 and job.group.world_size > 1
     if not data.entries and not many:
         return Written(), 0, {}
@@ -250,13 +214,14 @@ def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]
 
 
 Stage = Literal["host", "device"]
-"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device itself."""
+"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device
+itself."""
 
 _log = logging.getLogger("reshard")
 _host = HostMemory()
 _common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
-"""For tensors that are on the host already. Touching new memory takes several times as long as copying into old,
-or a third of that if numpy asked for huge pages."""
+"""For tensors that are on the host already. Touching new memory takes several times as long as
+copying into old, or a third of that if numpy asked for huge pages."""
 _LARGE_BYTES = 64 << 10
 
 
@@ -273,7 +238,8 @@ class ToWrite:
     beside: CopyStreams
     """For fingerprints, which are computed where the elements are, while others are written."""
     prints: dict[str, Partial] = field(default_factory=dict)
-    """Of entries that were summed up before, by name of the tensor: these are no more where they were."""
+    """Of entries that were summed up before, by name of the tensor: these are no more where they
+    were."""
     summed: frozenset[int] = frozenset()
     """Numbers of those entries."""
     release: Callable[[], None] = _nothing
@@ -314,8 +280,9 @@ def check_stage(stage: str) -> None:
 def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
     """Copies of `entries`: the caller may change its tensors once this returns.
 
-    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by "device", copied where
-    they are, by the caller's stream itself, without waiting. If there is no space for that, the host is used.
+    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by
+    "device", copied where they are, by the caller's stream itself, without waiting. If there is no
+    space for that, the host is used.
     """
     if stage == "device":
         try:
@@ -377,7 +344,8 @@ class Choice(NamedTuple):
     """What the first rank has found."""
 
     folder: str = ""
-    """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save replaces."""
+    """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save
+    replaces."""
     save_id: str | None = None
     """None if there is none to be based on."""
     by_print: bool = False
@@ -391,10 +359,12 @@ _MOST_SKIPPED = 8
 
 
 def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
-    """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which `path` holds, else
-    one in a folder beside it. What is wrong with one is no reason not to save: it is skipped.
+    """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which
+    `path` holds, else one in a folder beside it. What is wrong with one is no reason not to save:
+    it is skipped.
 
-    Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this library.
+    Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this
+    library.
     """
     passed: list[str] = []
     for folder in _newest_first(path, passed) if wanted == "auto" else [_folder_beside(path, wanted)]:
@@ -415,9 +385,11 @@ def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, 
 
 
 def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:
-    """The checkpoint in a folder beside `path`, or at `path` itself for "", of whose files a share is looked for.
+    """The checkpoint in a folder beside `path`, or at `path` itself for "", of whose files a share
+    is looked for.
 
-    Raises FormatError if it is none of this library; CheckpointNotFoundError if it is not the save of this id.
+    Raises FormatError if it is none of this library; CheckpointNotFoundError if it is not the save
+    of this id.
     """
     if not folder:
         storage, there, here, place = open_storage(path), "", "", path
@@ -433,8 +405,8 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
 
 
 def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:
-    """Tensors whose sharding changed, or whose blocks have no digests: fingerprints can show whether all
-    of one is what it was."""
+    """Tensors whose sharding changed, or whose blocks have no digests: fingerprints can show
+    whether all of one is what it was."""
     old = base.facts.plan.layout
     return [
         fqn
@@ -477,8 +449,8 @@ def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
 
 
 def _newest_first(path: Any, passed: list[str]) -> list[str]:
-    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds to `passed` why one cannot
-    be looked at."""
+    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds to
+    `passed` why one cannot be looked at."""
     parent, own = _parent(path)
     if not parent:
         return [""]
@@ -515,7 +487,8 @@ def _save_id(head: bytes) -> str:
 
 
 def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
-    """Runs of at most `per_file` places that follow one another, of the ascending ones of a machine."""
+    """Runs of at most `per_file` places that follow one another, of the ascending ones of a
+    machine."""
     run: list[int] = []
     for place in places:
         if run and (place != run[-1] + 1 or len(run) == per_file):
@@ -527,7 +500,8 @@ def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
 
 
 def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
-    """The ranks with which this one writes a file. Collective, and so is the exchange between them."""
+    """The ranks with which this one writes a file. Collective, and so is the exchange between
+    them."""
     here = machine() or f"rank {group.job_rank}"
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}

@@ -16,8 +16,8 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
 from reshard.live.plain_data import decode_plain, encode_plain
-from reshard.live.state import LiveTensor, Targets
-from reshard.live.tensors import OVERWRITTEN_BY
+from reshard.live.state import Targets
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts

@@ -18,8 +18,8 @@ from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
 from reshard.api.transfer_matching import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
-from reshard.live.state import LiveTensor, Targets
-from reshard.live.tensors import local_tensors
+from reshard.live.state import Targets
+from reshard.live.tensors import LiveTensor
 
 __all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
@@ -42,7 +42,8 @@ class Steps:
     """Transfer -> where the local tensors of the plans are in those that the transfer
     wants; not for transfers whose plans use the complete local tensors."""
     repeats: tuple[tuple[str, str, Repeat], ...]
-    """(transfer, transfer, what this rank copies from the one to the other), when all has been moved."""
+    """(transfer, transfer, what this rank copies from the one to the other), when all has been
+    moved."""
     bytes_between_groups: int
     """See `TransferReport`."""
 
@@ -85,7 +86,8 @@ def plan_steps(
 
 
 def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
-    """A step between receivers, which pass on what they hold unchanged, in the dtype of the target."""
+    """A step between receivers, which pass on what they hold unchanged, in the dtype of the
+    target."""
 
     def lying(state: StateLayout) -> StateLayout:
         tensors = {}
@@ -100,7 +102,8 @@ def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
 def _wanted_once(
     pairing: TensorMatches, rank: int
 ) -> tuple[dict[str, TensorLayout], dict[str, tuple[HeldPlace, ...]], tuple[tuple[str, str, Repeat], ...]]:
-    """(what each transfer moves, where this rank puts it if that is not all, what it copies afterwards)."""
+    """(what each transfer moves, where this rank puts it if that is not all, what it copies
+    afterwards)."""
     moved = {name: transfer.after for name, transfer in pairing.transfers.items()}
     alike: dict[tuple[str, str], list[str]] = {}
     for name, transfer in pairing.transfers.items():
@@ -124,7 +127,8 @@ def _wanted_once(
 
 
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
-    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it has no such key."""
+    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it
+    has no such key."""
     local = tensor.local if tensor is not None else ()
     parts = layout.form.parts(layout.spec.shape, rank)
     return zip(part_tensors(layout.spec.fqn, local, layout, rank), parts)
@@ -156,7 +160,8 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
 
 
 def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
-    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one after another."""
+    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one
+    after another."""
     sizes = [part.sizes for part in parts]
     numels = [part.numel for part in parts]
     shape = tuple(local.shape)
@@ -190,7 +195,8 @@ class TransferMemory:
     side of a plan means."""
 
     def __init__(self, steps: Steps, sources: Targets, targets: Targets, rank: int) -> None:
-        """`sources`, `targets`: this rank's own states, whose tensors may be given other memory meanwhile."""
+        """`sources`, `targets`: this rank's own states, whose tensors may be given other memory
+        meanwhile."""
         self._steps, self._pairing, self._rank = steps, steps.pairing, rank
         self._sources, self._targets = sources, targets
 
@@ -198,7 +204,7 @@ class TransferMemory:
         """The local tensors of its source."""
         source = self._pairing.transfers[name].source
         live = self._sources.tensors.get(source)
-        local = local_tensors(live.value) if live is not None else ()
+        local = replace(live).local if live is not None else ()  # asked again: it may have been given other memory
         return part_tensors(source, local, self._pairing.before[source], self._rank)
 
     def target(self, key: str) -> Sequence[torch.Tensor]:
@@ -207,12 +213,14 @@ class TransferMemory:
         return part_tensors(key, local, self._pairing.after[key], self._rank)
 
     def wanted(self, name: str) -> Sequence[torch.Tensor]:
-        """Return where the wanted boxes of its source go, as views of the local tensors of its target."""
+        """Return where the wanted boxes of its source go, as views of the local tensors of its
+        target."""
         transfer = self._pairing.transfers[name]
         return _slots(transfer, self.target(transfer.target), self._rank)
 
     def moved(self, name: str) -> Sequence[torch.Tensor]:
-        """Return the wanted parts that move, without those that repeat what another transfer brings."""
+        """Return the wanted parts that move, without those that repeat what another transfer
+        brings."""
         parts, places = self.wanted(name), self._steps.places.get(name)
         return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
@@ -235,7 +243,8 @@ def _slots(transfer: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -
 
 
 def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
-    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be omitted."""
+    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be
+    omitted."""
     rest = [d for d in range(tensor.ndim) if d not in dims]
     moved = tensor.permute([*(d for d in dims if d is not None), *rest])
     return moved.view([1 if d is None else tensor.shape[d] for d in dims])
@@ -251,18 +260,19 @@ def refuse_shared_memory(
     """
     spans: defaultdict[torch.device, list[tuple[int, int, bool, str]]] = defaultdict(list)
     for transfer in pairing.transfers.values():
-        mine, its = sources.get(transfer.source), targets.get(transfer.target)
+        both = sources.get(transfer.source), targets.get(transfer.target)
+        mine, its = (one if one is None else replace(one) for one in both)  # they may have been given other memory
         if (
             mine is not None
             and its is not None
             and transfer.before.form == transfer.after.form
             and transfer.turn is None
         ):
-            pairs = list(zip(local_tensors(mine.value), local_tensors(its.value)))
+            pairs = list(zip(mine.local, its.local))
             if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
                 continue
         for value, is_target, key in ((mine, False, transfer.source), (its, True, transfer.target)):
-            for tensor in local_tensors(value.value) if value is not None else ():
+            for tensor in value.local if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
                     spans[tensor.device].append((*_span(tensor), is_target, key))
     for those in spans.values():

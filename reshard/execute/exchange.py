@@ -22,8 +22,7 @@ from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, p
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
 from reshard.live.dtypes import raw_elements
-from reshard.live.state import LiveTensor
-from reshard.live.tensors import raw_bytes
+from reshard.live.tensors import LiveTensor, raw_bytes
 from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker

@@ -150,7 +150,7 @@ def _run_at(
     if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
         return none
     look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
-    steps, marks = steps_seen(look), marks_in(look)
+    steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
         gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
@@ -364,7 +364,8 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
     contents = format.open(files)
-    if format.name != "native" or not (beside := sorted(set(marks_in(look_in(names))) - {MANIFEST, HF_INDEX})):
+    beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
+    if format.name != "native" or not beside:
         return contents
     warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"
     return replace(contents, warnings=(*contents.warnings, warning))
@@ -394,9 +395,7 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
         names = storage.list(file)
     if file in _MARKERS:
         names = storage.list()
-        marks = {
-            name for name in marks_in(look_in(names)) if not (has_dcp([name]) if file != MANIFEST else name == file)
-        }
+        marks = {name for name in marks_in(names) if not (has_dcp([name]) if file != MANIFEST else name == file)}
         return storage, {name: size for name, size in names.items() if name not in marks and not is_temporary(name)}
     if file and file in names:
         return storage, {file: names[file]}
@@ -404,11 +403,8 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
 
 
 def _is_local_file(text: str) -> bool:
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme != "file":
-        return False
     try:
-        return Path(unquote(rest) if separator else text).is_file()
+        return Path(_local(text)).is_file()
     except OSError as error:
         raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
@@ -594,9 +590,9 @@ def steps_seen(look: Look) -> list[RunStep]:
     return next(iter(runs.values()), [])
 
 
-def marks_in(look: Look) -> list[str]:
-    """The files at the top that are called as those of a checkpoint, and not as steps."""
-    return sorted(name for name in look("")[1] if _is_mark(name) and not step_of(name))
+def marks_in(names: Iterable[str]) -> list[str]:
+    """Those at the top that are called as files of a checkpoint, and not as steps."""
+    return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
 
 
 def owned_by(marks: Iterable[str]) -> list[str]:

@@ -308,7 +308,9 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
     for some in batches(tensors, lambda tensor: tensor.nbytes, _TOGETHER_BYTES, _small_kind):
         if len(some) > 1 and _small_kind(some[0]) is not None:
             yield from ring.flush()
-            yield row_major_bytes(as_array(_joined(some)))
+            with gc_paused():
+                joined = torch.cat([tensor.detach().view(-1) for tensor in some])
+            yield row_major_bytes(as_array(joined))
             continue
         for tensor in some:
             lane = lanes[tensor.device]
@@ -319,12 +321,6 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
             for piece in _in_pieces(tensor, ring.slot_bytes):
                 yield from ring.add(piece, lane)
     yield from ring.flush()
-
-
-@gc_paused()
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after another, in memory of its own."""
-    return torch.cat([tensor.detach().view(-1) for tensor in tensors])
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:

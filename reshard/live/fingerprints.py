@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,12 +33,15 @@ from reshard.live.fingerprint_sums import (
     terms,
     tiles,
 )
+from reshard.live.garbage_collection import gc_paused
 
 __all__ = [
     "Fingerprinter", "HeldSums", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
     "pack_tally", "partial", "partials", "sum_up", "unpack_tally",
 ]  # fmt: skip
 
+
+K = TypeVar("K")
 
 _VERSION = "rf1"
 _LANE_BYTES = 6
@@ -55,8 +58,8 @@ class Partial:
     the sum of the full tensor.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
-    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
-    True
+    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) ==
+    partial(torch.tensor([1.0, 2.0, 3.0])) True
     """
 
     sums: Sums = (0,) * LANES
@@ -223,8 +226,8 @@ def _refuse(tensor: torch.Tensor) -> None:
 
 
 def comparable(a: str, b: str) -> bool:
-    """Return True if two fingerprints are of the same version and key, so that they are equal where the tensors
-    are."""
+    """Return True if two fingerprints are of the same version and key, so that they are equal
+    where the tensors are."""
     return a.split(":", 1)[0] == b.split(":", 1)[0]
 
 
@@ -239,8 +242,8 @@ class Fingerprinter:
         self.partial = Partial()
 
     def add(self, tensor: torch.Tensor, positions: Positions = None) -> None:
-        """Add the elements at these positions. Raises as `partial` does, and LayoutError for another
-        dtype."""
+        """Add the elements at these positions. Raises as `partial` does, and LayoutError for
+        another dtype."""
         if tensor.dtype != self.dtype:
             raise LayoutError(f"a part of dtype {tensor.dtype} does not belong to a tensor of dtype {self.dtype}")
         self.partial += partial(tensor, positions, self.shape, key=self.key)
@@ -271,8 +274,8 @@ class Fingerprinter:
 
 
 Positions = Box | Part | Sequence[Box] | Sequence[Sequence[tuple[int, int]]] | None
-"""Where a local tensor is in the full one: None (it is full), a box, boxes in local order, or the intervals
-per dim."""
+"""Where a local tensor is in the full one: None (it is full), a box, boxes in local order, or the
+intervals per dim."""
 
 _COPY_WORDS = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16}
@@ -289,8 +292,12 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
         LayoutError: positions that do not fit the local or the global shape, or that hold an
             element twice.
     """
-    if positions is None or isinstance(positions, Part):
-        part = positions or Part.of_box(Box.full(shape))
+    if positions is None:
+        positions = Part.of_box(Box.full(shape))
+    elif isinstance(positions, Box) and positions.sizes == tensor.shape:  # as nearly always
+        positions = Part.of_box(positions)
+    if isinstance(positions, Part):
+        part = positions
     elif not isinstance(positions, Box) and shape and not positions and not tensor.numel():
         return []  # a rank without any part
     else:
@@ -330,8 +337,6 @@ def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
     shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
-    if len(boxes) == 1:
-        return Part.of_box(boxes[0]) if boxes[0].sizes == local else None
     dims = []
     for d in range(boxes[0].ndim):
         dims.append(tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)))
@@ -458,8 +463,8 @@ def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -
 
 
 def float64_is_exact(device: torch.device) -> bool:
-    """Return True if this device's float64 matrix product is exact for the largest numbers that occur, found by
-    trying once; on the CPU, numpy's too.
+    """Return True if this device's float64 matrix product is exact for the largest numbers that
+    occur, found by trying once; on the CPU, numpy's too.
 
     Devices without float64, or with an emulation of it, answer no; their tensors are copied to the
     CPU in pieces. So do those whose product is refused where algorithms have to be deterministic,
@@ -628,26 +633,30 @@ def _ranks(runs: _Runs) -> list[int]:
     return [rank for start, stop in runs for rank in range(start, stop)]
 
 
-# Tallies: parts of the fingerprints of many tensors, by number, packed so that those of many ranks
-# add up quickly.
+# Tallies: parts of the fingerprints of many tensors, packed so that those of many ranks add up
+# quickly: each by the number of its tensor in an order that all ranks know.
 
 
 _ROW = np.dtype([("number", "<u4"), ("sums", "<u8", LANES), ("count", "<u8")])
 
 
-def pack_tally(parts: Mapping[int, Partial]) -> bytes:
-    """The parts, by the number of their tensor: 28 bytes each."""
-    rows = np.zeros(len(parts), _ROW)
-    for row, (number, part) in zip(rows, sorted(parts.items())):
+@gc_paused()
+def pack_tally(parts: Mapping[K, Partial], every: Iterable[K]) -> bytes:
+    """The parts by name, 28 bytes each. `every`: the names of all tensors, in the order of all
+    ranks."""
+    held = [(number, parts[name]) for number, name in enumerate(every) if name in parts] if parts else []
+    rows = np.zeros(len(held), _ROW)
+    for row, (number, part) in zip(rows, held):
         row["number"], row["sums"], row["count"] = number, part.sums, part.count
     return rows.tobytes()
 
 
-def unpack_tally(packed: bytes) -> dict[int, Partial]:
+@gc_paused()
+def unpack_tally(packed: bytes, every: Iterable[K]) -> dict[K, Partial]:
     """Inverse of `pack_tally`."""
-    rows = _rows(packed)
+    rows, names = _rows(packed), list(every)
     columns = rows["number"].tolist(), rows["sums"].tolist(), rows["count"].tolist()
-    return {number: Partial(tuple(sums), count) for number, sums, count in zip(*columns)}
+    return {names[number]: Partial(tuple(sums), count) for number, sums, count in zip(*columns)}
 
 
 def add_tallies(packed: Sequence[bytes]) -> bytes:

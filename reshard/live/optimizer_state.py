@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
-from reshard.live.tensors import device_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
+from reshard.live.tensors import LiveTensor, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
 from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
@@ -297,7 +297,7 @@ def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         is_tensor(known)
         and global_shape(known) == shape
         and dtype_of(known) == dtype
-        and device_of(known).type != "meta"
+        and not LiveTensor("", known).is_meta
     )
 
 

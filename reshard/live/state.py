@@ -5,133 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from planners.geometry.layout import Form, TensorLayout, TensorSpec
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
+    LiveTensor,
     class_kinds,
-    device_of,
     dtensor_like,
-    dtype_of,
-    form_of,
-    forms_of,
-    global_shape,
     holder,
     identity_of,
-    inner_names,
-    is_ambiguous,
     is_dtensor,
+    is_plain,
     is_sharded,
     is_tensor,
-    local_tensors,
-    settled,
-    spec_of,
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of
 
 __all__ = [
-    "LiveState", "LiveTensor", "PerRank", "Targets", "is_long", "same_memory", "same_value",
+    "LiveState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
     "take_apart",
 ]  # fmt: skip
 
 
 _LONG = 1000
 """Sequences with at least this many numbers are one value."""
-
-
-@dataclass(frozen=True)
-class LiveTensor:
-    """A tensor of a state dict. Its properties are computed once, when the state is flattened, and
-    passed along.
-    """
-
-    key: str
-    value: Any
-    """A Tensor, DTensor or ShardedTensor."""
-
-    @cached_property
-    def spec(self) -> TensorSpec:
-        """See `spec_of`, which may raise LayoutError."""
-        return spec_of(self.key, self.value)
-
-    @cached_property
-    def form(self) -> Form:
-        """See `form_of`, which may raise LayoutError."""
-        forms = self.forms
-        return forms[0] if len(forms) == 1 else form_of(self.value, self.key)
-
-    @cached_property
-    def forms(self) -> tuple[Form, ...]:
-        """See `forms_of`, which may raise LayoutError."""
-        return forms_of(self.value, self.key)
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """See `is_ambiguous`."""
-        return is_ambiguous(self.value)
-
-    def settle(self, layout: TensorLayout, rank: int) -> None:
-        """Set `form` to the one that all ranks agreed on: among the forms that are possible for
-        this rank, the one in which `rank` holds its elements in `layout`.
-        """
-        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
-        for form in self.forms:
-            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
-                self.__dict__["form"] = form
-
-    @cached_property
-    def local(self) -> tuple[torch.Tensor, ...]:
-        """See `local_tensors`."""
-        return local_tensors(self.value)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
-        return dtype_of(self.value)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
-        return global_shape(self.value)
-
-    @cached_property
-    def device(self) -> torch.device:
-        """See `device_of`."""
-        return device_of(self.value)
-
-    @cached_property
-    def is_sharded(self) -> bool:
-        """See `is_sharded`."""
-        return is_sharded(self.value)
-
-    @property
-    def is_meta(self) -> bool:
-        """True if it is on the meta device and has no memory."""
-        return self.device.type == "meta"
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if it is sharded and this rank holds no element of it. This rank then cannot find
-        its aliases.
-        """
-        return self.is_sharded and not any(local.numel() for local in self.local)
-
-    def lies_like(self, other: LiveTensor) -> bool:
-        """Return True if both are sharded and each rank holds the same elements of both."""
-        one, two = self.value, other.value
-        if is_dtensor(one) and is_dtensor(two):
-            return (one.shape, one.placements, one.device_mesh) == (two.shape, two.placements, two.device_mesh)
-        if is_dtensor(one) or is_dtensor(two) or not (self.is_sharded and other.is_sharded):
-            return False
-        return self.shape == other.shape and self.form == other.form
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -188,22 +91,22 @@ def take_apart(
         whole_at: a predicate of path and container. Containers for which it returns True are one
             value.
         select: globs. Only values with a matching key are kept, with the containers around them.
-        ranks: tensors that those of another of these ranks will overwrite are omitted: that rank has them.
+        ranks: tensors that those of another of these ranks will overwrite are omitted: that rank
+            has them.
 
     Raises:
         KeyMismatchError: keys collide.
         LayoutError: a tensor is not a plain array in memory.
     """
     flat = flatten(state, is_leaf=is_single, whole_at=whole_at)
-    kept = flat.leaves
+    leaves, containers = flat.leaves, flat.containers
     if ranks:
-        kept = {path: value for path, value in kept.items() if getattr(value, OVERWRITTEN_BY, None) not in ranks}
-    leaves = {path: settled(value) for path, value in kept.items()}
-    if any(map(inner_names, leaves.values())):
-        from reshard.live.tensor_classes import expanded  # few states have such
+        leaves = {path: value for path, value in leaves.items() if getattr(value, OVERWRITTEN_BY, None) not in ranks}
+    if not all(map(is_plain, flat.leaves.values())):  # few states have others
+        from reshard.live.tensor_classes import expanded
 
-        leaves = expanded(leaves)
-    flat = replace(flat, leaves=leaves, containers=flat.containers | class_kinds(flat.leaves))
+        leaves, containers = expanded(leaves), containers | class_kinds(flat.leaves)
+    flat = replace(flat, leaves=leaves, containers=containers)
     if select is not None:
         flat = _selected(flat, select)
     paths = {key_of(path): path for path in flat.leaves}
@@ -246,18 +149,21 @@ def _selected(flat: Flat, select: Collection[str]) -> Flat:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Declares that `value` (a random state, the position of a data loader) differs from rank to rank.
+    """Declares that `value` (a random state, the position of a data loader) differs from rank to
+    rank.
 
-    A save stores the value of every rank. A load gives each rank its own value back if the number of ranks is the same.
-    Otherwise, `on_change` of the target decides.
+    A save stores the value of every rank. A load gives each rank its own value back if the number
+    of ranks is the same. Otherwise, `on_change` of the target decides.
     """
 
     value: Any = None
-    """A tensor, or plain data with tensors of up to 1 MiB in total. For a load: the current value."""
+    """A tensor, or plain data with tensors of up to 1 MiB in total. For a load: the current value.
+    """
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
-    """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved value get it, the
-    others keep their current value. `"drop"`: every rank keeps its current value. Or a function of (values by saved
-    rank, this rank, world size) that returns the new value."""
+    """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved
+    value get it, the others keep their current value. `"drop"`: every rank keeps its current
+    value. Or a function of (values by saved rank, this rank, world size) that returns the new
+    value."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
@@ -271,7 +177,8 @@ class PerRank:
             key: the key of the value.
             rank, world_size: of the job that loads.
             saved: values by the rank that saved them. Each is read when it is accessed.
-            saved_world_size: number of ranks that saved, including those without such a value; 0 if not known.
+            saved_world_size: number of ranks that saved, including those without such a value; 0
+                if not known.
 
         Raises KeyMismatchError if the numbers differ and `on_change` is `"error"`.
         """
@@ -366,7 +273,7 @@ class Targets(State[LiveTensor]):
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
         if not tensor.is_meta and dtype is None:
-            return local_tensors(tensor.value)  # asked again: it may have been given other memory
+            return replace(tensor).local  # asked again: it may have been given other memory
         if key not in self._made:
             device = torch.device("cpu") if tensor.is_meta else tensor.device
             fresh = tuple(

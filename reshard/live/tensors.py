@@ -1,12 +1,14 @@
-"""Layouts, local tensors, and placements of Tensors, DTensors, and ShardedTensors. Private names of torch."""
+"""Layouts, local tensors, and placements of Tensors, DTensors, and ShardedTensors. Private names
+of torch."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import torch
@@ -30,15 +32,12 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
-    "OVERWRITTEN_BY", "UNSHARDED", "agreed_form", "candidate_layouts", "class_kinds",
-    "device_of", "dtensor_like", "dtype_of", "forget_derived", "form_by_all", "form_of",
-    "forms_of", "global_shape", "held_tensors", "holder", "identity_of", "inner_names",
-    "is_ambiguous",
-    "is_dtensor", "is_pending", "is_sharded", "is_sharded_tensor", "is_strided_shard",
-    "is_tensor", "layout_of", "lines_of", "local_tensors", "mark_overwritten",
-    "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways", "spec_of",
-    "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local",
-    "world_size", "wrapped_like", "wrappers",
+    "OVERWRITTEN_BY", "UNSHARDED", "LiveTensor", "agreed_form", "candidate_layouts", "class_kinds", "dtensor_like",
+    "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of", "inner_names", "is_dtensor",
+    "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of",
+    "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
+    "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size", "wrapped_like",
+    "wrappers",
 ]  # fmt: skip
 
 
@@ -76,7 +75,8 @@ def world_size() -> int:
 
 
 def is_tensor(value: object) -> bool:
-    """Return True if `value` is something with a layout: a Tensor (DTensor included) or a ShardedTensor."""
+    """Return True if `value` is something with a layout: a Tensor (DTensor included) or a
+    ShardedTensor."""
     return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
@@ -92,41 +92,189 @@ def dtype_of(tensor: Any) -> torch.dtype:
     return dtype
 
 
-def device_of(tensor: Any) -> torch.device:
-    """Return where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
-    if is_sharded_tensor(tensor):
-        return next((shard.tensor.device for shard in tensor._local_shards), torch.device("cpu"))
-    device: torch.device = tensor.device
-    return device
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor of a state dict, under its key. What it says of the tensor is found out once, when
+    first asked for."""
 
+    key: str
+    value: Any
+    """A Tensor, DTensor or ShardedTensor."""
 
-def spec_of(fqn: str, tensor: Any) -> TensorSpec:
-    """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no plain
-    array in memory."""
-    if is_lazy(tensor):
-        raise LayoutError(
-            f"tensor {fqn!r} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
-        )
-    if not is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
-        raise LayoutError(
-            f"tensor {fqn!r} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
-            "indices and values as tensors of their own"
-        )
-    if isinstance(tensor, torch.masked.MaskedTensor):
-        raise LayoutError(
-            f"tensor {fqn!r} is a MaskedTensor, of which only some elements have a value: give .get_data() and "
-            ".get_mask() as tensors of their own"
-        )
-    try:
-        return TensorSpec(fqn, global_shape(tensor), dtype_name(dtype_of(tensor)))
-    except FormatError as error:
-        raise FormatError(f"tensor {fqn!r}: {error}") from None
+    @cached_property
+    def spec(self) -> TensorSpec:
+        """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
+        plain array in memory."""
+        tensor, name = self.value, f"tensor {self.key!r}"
+        if is_lazy(tensor):
+            raise LayoutError(
+                f"{name} is a parameter of a lazy module that has no shape yet: run the module once, then try again"
+            )
+        if not is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
+            raise LayoutError(
+                f"{name} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
+                "indices and values as tensors of their own"
+            )
+        if isinstance(tensor, torch.masked.MaskedTensor):
+            raise LayoutError(
+                f"{name} is a MaskedTensor, of which only some elements have a value: give .get_data() and "
+                ".get_mask() as tensors of their own"
+            )
+        try:
+            return TensorSpec(self.key, global_shape(tensor), dtype_name(dtype_of(tensor)))
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from None
+
+    @cached_property
+    def form(self) -> Form:
+        """How the tensor is placed. A plain tensor is whole on every rank of the job, or on the
+        one rank without a job.
+
+        Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is
+        not known here, or one that allows several layouts between which its local tensor does not
+        decide.
+        """
+        if len(self.forms) > 1:
+            here, shape = _rank(), global_shape(self.value)
+            if len({form.parts(shape, here) for form in self.forms}) > 1:
+                raise LayoutError(f"tensor {self.key!r} {several_ways(shape, self.forms, here)}")
+        return self.forms[0]
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """All layouts that the tensor may have, by what this rank holds of it; the likeliest
+        first. Usually one: there are several if a strided shard is uneven. Then all ranks together
+        decide, see `agreed_form`.
+
+        Raises LayoutError as `form` does, but for the last reason.
+        """
+        tensor, key = self.value, self.key
+        if is_sharded_tensor(tensor):
+            return (_sharded_tensor_form(tensor, key),)
+        if not is_dtensor(tensor):
+            return (_whole_everywhere(world_size()),)
+        here, shape, local = _rank(), tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+        if not (found := _forms_held(self._possible, shape, here, local)):
+            (due,) = self._possible[-1].parts(shape, here)
+            raise LayoutError(
+                f"tensor {key!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as "
+                f"{self._possible[-1]} gives {due.sizes}; a DTensor made of uneven local tensors must follow "
+                "torch.chunk, in the order of its process groups"
+            )
+        return found
+
+    @cached_property
+    def _possible(self) -> tuple[ProductForm, ...]:
+        """What the placements of a DTensor can mean, the likeliest first."""
+        tensor: DTensor = self.value
+        mesh = tensor.device_mesh
+        groups = tuple(getattr(mesh, "_dim_group_names", ()))
+        try:
+            return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {self.key!r} {error}") from None
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """True if the placements can mean several forms, among which only what all ranks hold
+        decides. The same on all ranks of its mesh."""
+        if not is_dtensor(self.value) or not any(map(is_strided_shard, self.value.placements)):
+            return False
+        return len(matching_shards(self._possible, tuple(self.value.shape), {})) > 1
+
+    def form_by_all(self) -> Form:
+        """How the tensor is placed, as all ranks that hold it find together: collective over them,
+        unless no rank can doubt.
+
+        Raises LayoutError as `form` does, on all ranks where they find several ways to be possible.
+        """
+        tensor = self.value
+        ways = matching_shards(self._possible, tuple(tensor.shape), {}) if is_dtensor(tensor) else self.forms
+        if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
+            return self.forms[0]
+        kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
+        here = tensor._local_tensor.device  # or, where its groups send from there alone, what its mesh is made of
+        here = here if f"{here.type}:" in kinds else tensor.device_mesh.device_type
+        possible = torch.tensor([way in self.forms for way in ways], dtype=torch.int32, device=here)
+        for axis in range(tensor.device_mesh.ndim):
+            dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
+        form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
+        if form is None:
+            raise LayoutError(f"the local tensors of the ranks do not form one layout of shape {tuple(tensor.shape)}")
+        return form
+
+    def settle(self, layout: TensorLayout, rank: int) -> None:
+        """Set `form` to the one that all ranks agreed on: among the forms that are possible for
+        this rank, the one in which `rank` holds its elements in `layout`."""
+        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
+        for form in self.forms:
+            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
+                self.__dict__["form"] = form
+
+    @cached_property
+    def local(self) -> tuple[torch.Tensor, ...]:
+        """The local tensors of this rank, detached and sharing memory, one for each part of the
+        layout; () where none.
+
+        For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local
+        shard, in the order of its metadata.
+        """
+        tensor = self.value
+        if is_dtensor(tensor):
+            return () if tensor.device_mesh.get_coordinate() is None else (tensor._local_tensor.detach(),)
+        if not is_sharded_tensor(tensor):
+            return (tensor.detach(),)
+        shards, here = tensor.metadata().shards_metadata, this_rank()
+        order = [tuple(shard.shard_offsets) for shard in shards if int(shard.placement.rank()) == here]
+        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
+        return tuple(held[offsets] for offsets in order if offsets in held)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+        return dtype_of(self.value)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
+        return global_shape(self.value)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank's elements are; "cpu" for a ShardedTensor of which it has none."""
+        held = held_tensors(self.value) if is_sharded_tensor(self.value) else [self.value]
+        return held[0].device if held else torch.device("cpu")
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """True if it may hold only a part of its tensor: a DTensor or ShardedTensor."""
+        return is_sharded(self.value)
+
+    @property
+    def is_meta(self) -> bool:
+        """True if it is on the meta device and has no memory."""
+        return self.device.type == "meta"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if it is sharded and this rank holds no element of it. This rank then cannot find
+        its aliases."""
+        return self.is_sharded and not any(local.numel() for local in self.local)
+
+    def lies_like(self, other: LiveTensor) -> bool:
+        """Return True if both are sharded and each rank holds the same elements of both."""
+        one, two = self.value, other.value
+        if is_dtensor(one) and is_dtensor(two):
+            return (one.shape, one.placements, one.device_mesh) == (two.shape, two.placements, two.device_mesh)
+        if is_dtensor(one) or is_dtensor(two) or not (self.is_sharded and other.is_sharded):
+            return False
+        return self.shape == other.shape and self.form == other.form
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet. None
-    if this is unknown, as on a rank that holds no element."""
+    """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet.
+    None if this is unknown, as on a rank that holds no element."""
     if is_lazy(tensor):
         return None
     placed: Any = ()
@@ -142,7 +290,7 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:
     """The tensors in whose memory this rank's elements are: for who asks where that is, see
-    `local_tensors`."""
+    `LiveTensor.local`."""
     if is_sharded_tensor(tensor):
         return [shard.tensor for shard in tensor._local_shards]
     return [holder(tensor)]
@@ -158,7 +306,8 @@ OVERWRITTEN_BY = "_reshard_overwritten_by"
 
 
 def mark_overwritten(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """The same elements as a tensor that says that those of `rank` will overwrite them: a save takes these."""
+    """The same elements as a tensor that says that those of `rank` will overwrite them: a save
+    takes these."""
     marked = tensor.detach()
     setattr(marked, OVERWRITTEN_BY, rank)
     return marked
@@ -226,37 +375,6 @@ def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list
     return ranks if sorted(ranks) == sorted(line) else sorted(line)
 
 
-def form_of(tensor: Any, fqn: str = "") -> Form:
-    """Return how `tensor` is placed. A plain tensor is whole on every rank of the job, or on the
-    one rank without a job.
-
-    Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is not
-    known here, or one that allows several layouts between which its local tensor does not
-    decide.
-    """
-    forms = forms_of(tensor, fqn)
-    if len(forms) == 1:
-        return forms[0]
-    here, shape = _rank(), global_shape(tensor)
-    if len({form.parts(shape, here) for form in forms}) > 1:
-        raise LayoutError(f"tensor {fqn!r} {several_ways(shape, forms, here)}")
-    return forms[0]
-
-
-def forms_of(tensor: Any, fqn: str = "") -> tuple[Form, ...]:
-    """All layouts that `tensor` may have, by what this rank holds of it; the likeliest first.
-    Usually one: there are several if a strided shard is uneven. Then all ranks together
-    decide, see `agreed_form`.
-
-    Raises LayoutError as `form_of` does, but for the last reason.
-    """
-    if is_dtensor(tensor):
-        return _dtensor_forms(tensor, fqn)
-    if is_sharded_tensor(tensor):
-        return (_sharded_tensor_form(tensor, fqn),)
-    return (_whole_everywhere(world_size()),)
-
-
 UNSHARDED = ("world",)
 """Names of the axes of the mesh that a tensor without one of its own is recorded with."""
 
@@ -266,60 +384,8 @@ def _whole_everywhere(world_size: int) -> ProductForm:
     return ProductForm.make(Mesh(dict.fromkeys(UNSHARDED, world_size)), (Replicate(),))
 
 
-def form_by_all(tensor: Any) -> Form:
-    """Return how `tensor` is placed, as all ranks that hold it find together: collective over them,
-    unless no rank can doubt.
-
-    Raises LayoutError as `form_of` does, on all ranks where they find several ways to be possible.
-    """
-    forms = forms_of(tensor)
-    ways = matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {}) if is_dtensor(tensor) else forms
-    if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
-        return forms[0]
-    kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
-    here = tensor._local_tensor.device  # or, where its groups send from there alone, what its mesh is made of
-    here = here if f"{here.type}:" in kinds else tensor.device_mesh.device_type
-    possible = torch.tensor([way in forms for way in ways], dtype=torch.int32, device=here)
-    for axis in range(tensor.device_mesh.ndim):
-        dist.all_reduce(possible, dist.ReduceOp.MIN, group=tensor.device_mesh.get_group(axis))
-    form = agreed_form(tuple(tensor.shape), [[way for way, fits in zip(ways, possible.tolist()) if fits]])
-    if form is None:
-        raise LayoutError(f"the local tensors of the ranks do not form one layout of shape {tuple(tensor.shape)}")
-    return form
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else -1
-
-
-def _dtensor_readings(tensor: DTensor, fqn: str = "") -> tuple[ProductForm, ...]:
-    mesh = tensor.device_mesh
-    groups = tuple(getattr(mesh, "_dim_group_names", ()))
-    try:
-        return _readings(mesh, _rank(), groups, tuple(tensor.placements), tensor.ndim)
-    except LayoutError as error:
-        raise LayoutError(f"tensor {fqn!r} {error}") from None
-
-
-def is_ambiguous(tensor: Any) -> bool:
-    """Return True if the placements of a tensor can mean several forms, among which only what all ranks hold decides.
-    The same on all ranks of its mesh."""
-    if not is_dtensor(tensor) or not any(is_strided_shard(p) for p in tensor.placements):
-        return False
-    return len(matching_shards(_dtensor_readings(tensor), tuple(tensor.shape), {})) > 1
-
-
-def _dtensor_forms(tensor: DTensor, fqn: str) -> tuple[ProductForm, ...]:
-    here, shape, local = _rank(), tuple(tensor.shape), tuple(tensor._local_tensor.shape)
-    if not (found := _forms_held(_dtensor_readings(tensor, fqn), shape, here, local)):
-        forms = _dtensor_readings(tensor, fqn)
-        (due,) = forms[-1].parts(shape, here)
-        raise LayoutError(
-            f"tensor {fqn!r}: the local tensor of rank {here} has shape {local}, but shape {shape} placed as "
-            f"{forms[-1]} gives {due.sizes}; a DTensor made of uneven local tensors must follow torch.chunk, in the "
-            "order of its process groups"
-        )
-    return found
 
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
@@ -337,9 +403,9 @@ def _readings(
 ) -> tuple[ProductForm, ...]:
     """Return what the placements may mean, the likeliest first.
 
-    The same slice of a mesh has other ranks for another process, yet compares equal. `here` separates
-    them, as the names of its groups separate meshes that differ in nothing but the order of the
-    ranks in these.
+    The same slice of a mesh has other ranks for another process, yet compares equal. `here`
+    separates them, as the names of its groups separate meshes that differ in nothing but the order
+    of the ranks in these.
     """
     kept = set()
     for axis, (line, group) in enumerate(lines_of(device_mesh, here)):
@@ -382,29 +448,6 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def local_tensors(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """The local tensors of this rank, detached and sharing memory, one for each part of the layout;
-    () where none.
-
-    For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local shard,
-    in the order of its metadata.
-    """
-    if is_dtensor(tensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return ()
-        return (tensor._local_tensor.detach(),)
-    if is_sharded_tensor(tensor):
-        here = this_rank()
-        order = [
-            tuple(shard.shard_offsets)
-            for shard in tensor.metadata().shards_metadata
-            if int(shard.placement.rank()) == here
-        ]
-        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
-        return tuple(held[offsets] for offsets in order if offsets in held)
-    return (tensor.detach(),)
-
-
 @overload
 def layout_of(state: torch.Tensor, fqn: str = "") -> TensorLayout: ...
 
@@ -414,14 +457,16 @@ def layout_of(state: Mapping[Any, Any] | Sequence[Any], fqn: str = "") -> StateL
 
 
 def layout_of(state: Any, fqn: str = "") -> TensorLayout | StateLayout:
-    """Return the layout of a state dict (`StateLayout`, by dotted key) or of one tensor (`TensorLayout`, named `fqn`).
+    """Return the layout of a state dict (`StateLayout`, by dotted key) or of one tensor
+    (`TensorLayout`, named `fqn`).
 
     Values that are not tensors are skipped. Plain tensors count as full tensors on every rank.
 
     Raises OptionError for modules, optimizers, and other values that are no state dict.
     """
     if is_tensor(state):
-        return TensorLayout.of(spec_of(fqn, state), form_of(state, fqn))
+        tensor = LiveTensor(fqn, state)
+        return TensorLayout.of(tensor.spec, tensor.form)
     if not isinstance(state, Mapping | list | tuple):
         raise OptionError(f"layout_of takes a state dict or a tensor, got {state_instead_of(state)}")
     for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
@@ -429,13 +474,14 @@ def layout_of(state: Any, fqn: str = "") -> TensorLayout | StateLayout:
             raise OptionError(f"layout_of takes a state dict, but the value under {key!r} is {state_instead_of(value)}")
     world = world_size()
     flat = flatten(state, is_leaf=is_tensor)
-    layouts = {key_of(path): value for path, value in flat.leaves.items() if is_tensor(value)}
-    tensors = {key: TensorLayout.of(spec_of(key, value), form_of(value, key)) for key, value in layouts.items()}
+    found = (LiveTensor(key_of(path), value) for path, value in flat.leaves.items() if is_tensor(value))
+    tensors = {tensor.key: TensorLayout.of(tensor.spec, tensor.form) for tensor in found}
     return StateLayout(tensors, max([world, *(layout.world_size for layout in tensors.values())]))
 
 
 def state_instead_of(given: object) -> str:
-    """For an error: the type of what is no state dict, and the call that makes one of a module or an optimizer."""
+    """For an error: the type of what is no state dict, and the call that makes one of a module or
+    an optimizer."""
     fix = ""
     if isinstance(given, torch.nn.Module):
         fix = ": pass reshard.get_model_state_dict(model)"
@@ -469,54 +515,34 @@ _KNOWN = 1024
 """Classes that are remembered; programs that make classes as they go have them forgotten."""
 
 
-class _Named(dict[type, bool]):
-    """Whether a class is one of torch.distributed's with such a name, or derived from one. Each is
-    looked at once."""
+class _Named:
+    """Whether a value is of one of torch.distributed's classes with such a name, or of one derived
+    from it. Each class is looked at once."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.names = frozenset(names)
+        self._names = frozenset(names)
+        self._known: dict[type, bool] = {}
 
-    def __missing__(self, cls: type) -> bool:
-        if len(self) >= _KNOWN:
-            self.clear()
-        # its module differs from release to release, but not the package
-        found = any(c.__name__ in self.names and c.__module__.startswith("torch.distributed.") for c in cls.__mro__)
-        self[cls] = found
+    def __call__(self, value: object) -> bool:
+        cls = type(value)
+        if (found := self._known.get(cls)) is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            # its module differs from release to release, but not the package
+            named = (c for c in cls.__mro__ if c.__name__ in self._names)
+            found = self._known[cls] = any(c.__module__.startswith("torch.distributed.") for c in named)
         return found
 
 
-_DTENSORS = _Named("DTensor")
-_SHARDED_TENSORS = _Named("ShardedTensor")
-_SHARDED = _Named("DTensor", "ShardedTensor")
-_STRIDED_SHARDS = _Named("_StridedShard")
-_PENDING = _Named("Partial")
-
-
-def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Return whether `value` is a DTensor."""
-    return _DTENSORS[type(value)]
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Return True if `value` is a ShardedTensor."""
-    return _SHARDED_TENSORS[type(value)]
-
-
-def is_sharded(value: object) -> bool:
-    """Return True if `value` may hold only a part of its tensor: a DTensor or ShardedTensor."""
-    return _SHARDED[type(value)]
-
-
-def is_strided_shard(placement: object) -> bool:
-    """Return True if a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has no
-    public name; a kind of `Shard` in some of its releases."""
-    return _STRIDED_SHARDS[type(placement)]
-
-
-def is_pending(placement: object) -> bool:
-    """Return True if a placement of a DTensor is a reduction that was not done yet, a `Partial`."""
-    return _PENDING[type(placement)]
+is_dtensor = cast("Callable[[object], TypeIs[DTensor]]", _Named("DTensor"))
+is_sharded_tensor = _Named("ShardedTensor")
+is_sharded = _Named("DTensor", "ShardedTensor")
+"""Whether a value may hold only a part of its tensor."""
+is_strided_shard = _Named("_StridedShard")
+"""Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has
+no public name; a kind of `Shard` in some of its releases."""
+is_pending = _Named("Partial")
+"""Whether a placement of a DTensor is a reduction that was not done yet."""
 
 
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
@@ -641,8 +667,8 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
-    """The same shards, but those of the strided shards on `axes` made after the number of later ones that
-    their split factors
+    """The same shards, but those of the strided shards on `axes` made after the number of later
+    ones that their split factors
     stand for: inner axes first, on a mesh with its axes in that order.
 
     `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose
@@ -678,7 +704,8 @@ wrappers: dict[str, str] = {
     f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
     f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
 }
-"""Classes by full name that only change how a tensor is computed with, and the attribute with that tensor."""
+"""Classes by full name that only change how a tensor is computed with, and the attribute with that
+tensor."""
 
 
 def inner_names(value: object) -> list[str]:
@@ -706,12 +733,17 @@ def tensor_class(value: object) -> str:
     return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 
+def is_plain(value: object) -> bool:
+    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
+    return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
+
+
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
     """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these
     are made of."""
     out: dict[KeyPath, str] = {}
     for path, value in leaves.items():
-        if not isinstance(value, torch.Tensor) or type(value) in _PLAIN or type(holder(value)) in _PLAIN:
+        if is_plain(value):
             continue
         value = settled(value)
         if name := tensor_class(value):
@@ -721,9 +753,9 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 
 
 def settled(value: Any) -> Any:
-    """The value itself; for the result of a collective that may be in progress, the plain tensor, after
-    it has arrived; for a wrapper, the tensor inside."""
-    if not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN:
+    """The value itself; for the result of a collective that may be in progress, the plain tensor,
+    after it has arrived; for a wrapper, the tensor inside."""
+    if is_plain(value):
         return value
     local = holder(value)
     inner: torch.Tensor
@@ -748,7 +780,8 @@ def wrapped_like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def forget_derived(value: torch.Tensor) -> None:
-    """Set what a wrapper has computed from the tensor inside, such as a scale, to None: the tensor changed."""
+    """Set what a wrapper has computed from the tensor inside, such as a scale, to None: the tensor
+    changed."""
     local = holder(value)
     attribute = wrappers.get(class_name(local))
     if attribute is not None:

@@ -160,22 +160,16 @@ _KEYS = {str, int}
 
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
     """Kind and items of a container; None for a leaf."""
-    if isinstance(value, Mapping):
-        parts = _parts_of(value)
-        return None if parts is None else ("dict", list(zip(parts, value.values(), strict=True)))
-    kind = sequence_kind(value)
-    return None if kind is None else (kind, list(enumerate(value)))
-
-
-def _parts_of(keys: Iterable[Any]) -> list[str | IntKey] | None:
-    """A dict's keys as parts of paths; None if one cannot be."""
-    parts = [_part_of(key) for key in keys]
-    if any(part is None for part in parts):
+    if not isinstance(value, Mapping):
+        kind = sequence_kind(value)
+        return None if kind is None else (kind, list(enumerate(value)))
+    parts = [part for key in value if (part := _part_of(key)) is not None]
+    if len(parts) < len(value):
         return None
     if any(type(part) is IntKey for part in parts):
         texts = {part for part in parts if type(part) is str}
         parts = [IntKey(p.value, True) if isinstance(p, IntKey) and str(p) in texts else p for p in parts]
-    return parts  # type: ignore[return-value]  # none is None
+    return "dict", list(zip(parts, value.values(), strict=True))
 
 
 def _part_of(key: Any) -> str | IntKey | None:

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from planners.plans.codec import to_json
+from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
 from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.live.fingerprints import Partial
@@ -43,7 +43,7 @@ from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "ended",
+    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
     "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
 ]  # fmt: skip
@@ -195,7 +195,6 @@ class Generation:
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
         linked = _together(written.values())
-        layout = {key: value for key, value in to_json(census.tensors).items() if key not in ("reshard", "version")}
         # what older readers do not know: the class of a mapping or of a tensor
         classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
         has_own_blocks = any(record.block_bytes is not UNSET for record in linked)
@@ -206,7 +205,7 @@ class Generation:
             block_bytes=BLOCK_BYTES,
             divide_above_bytes=self.plan.divide_above_bytes,
             files={str(r): record for rank, record in files.items() for r in written[rank].ranks or (rank,)},
-            layout=layout,
+            layout=state_to_json(census.tensors),
             paths={key: path_to_json(path) for key, path in census.paths.items() if path != (key,)},
             containers=[(path_to_json(path), kind) for path, kind in census.containers.items()],
             objects=dict(census.objects),
@@ -317,7 +316,7 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
 
 
 def claim(storage: Storage, save_id: str) -> None:
-    """Publish that this process is writing the generation, until `ended`."""
+    """Publish that this process is writing the generation, until `liveness.release_lease`."""
     liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
@@ -339,11 +338,6 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
             time.sleep(0.1)
         else:
             return
-
-
-def ended(save_id: str) -> None:
-    """Publish that this process no longer writes the generation, even if its claim could not be removed."""
-    liveness.release_lease(save_id)
 
 
 def release(storage: Storage, save_id: str) -> None:

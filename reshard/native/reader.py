@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
-from planners.plans.codec import from_json
+from planners.geometry.layout import state_from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
@@ -100,7 +100,7 @@ def open(files: Files) -> Contents:
         )
     manifest = read_manifest(storage)
     try:
-        layout = from_json({"reshard": "state_layout", "version": 1, **manifest.layout})
+        layout = state_from_json(manifest.layout)
         plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
         objects = PlainValues({key: decode_plain(data) for key, data in manifest.objects.items()})

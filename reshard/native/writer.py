@@ -19,6 +19,7 @@ from reshard.native.commit import Generation, Written
 from reshard.native.data_file import write_pieces
 from reshard.native.manifest import MANIFEST, FileRecord, entry_key
 from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
+from reshard.ranks.liveness import release_lease
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.safetensors import encode_header
@@ -94,7 +95,7 @@ class NativeWriter(FormatWriter):
         try:
             yield
         finally:
-            commit.ended(self.save_id)
+            release_lease(self.save_id)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one rank's file and its checksums."""

@@ -25,8 +25,7 @@ from planners.geometry.layout import (
 )
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import KeyMismatchError, LayoutError, format_ranks
-from reshard.live.state import LiveTensor
-from reshard.live.tensors import agreed_form
+from reshard.live.tensors import LiveTensor, agreed_form
 from reshard.state import KeyPath, State, key_of
 
 __all__ = [

@@ -18,8 +18,8 @@ from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ra
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
-from reshard.live.state import LiveState, LiveTensor
-from reshard.live.tensors import is_sharded, is_tensor, spec_of
+from reshard.live.state import LiveState
+from reshard.live.tensors import LiveTensor, is_sharded, is_tensor
 from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
@@ -103,7 +103,17 @@ class LocalState:
         for path in (*state.paths.values(), *state.containers):
             check_text(key_of(path))
         objects = {key: _encoded(key, value) for key, value in state.objects.items()}
-        return cls(state, objects, msgspec.json.encode(_describe(state)))
+        description = _Description(
+            tensors=describe(state.tensors),
+            objects=list(objects),
+            per_rank=list(state.per_rank),
+            paths={key: path_to_json(path) for key, path in state.paths.items()},
+            containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
+            aliases=dict(state.aliases),
+            empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
+            on_device=lies_on_device(state.tensors.values()),
+        )
+        return cls(state, objects, msgspec.json.encode(description))
 
 
 def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
@@ -162,19 +172,6 @@ _IN_OPTIMIZERS = (
 )
 
 
-def _describe(state: LiveState) -> _Description:
-    return _Description(
-        tensors=describe(state.tensors),
-        objects=list(state.objects),
-        per_rank=list(state.per_rank),
-        paths={key: path_to_json(path) for key, path in state.paths.items()},
-        containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
-        aliases=dict(state.aliases),
-        empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
-        on_device=lies_on_device(state.tensors.values()),
-    )
-
-
 def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
     """Return True if any tensor is not in CPU memory."""
     return any(local.device.type not in ("cpu", "meta") for tensor in tensors for local in tensor.local)
@@ -225,7 +222,7 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
         if is_sharded(value):
             raise LayoutError(f"{key!r} is declared PerRank, but is sharded: a DTensor belongs to several ranks")
         if is_tensor(value):
-            spec = spec_of(key, value)
+            spec = LiveTensor(key, value).spec
             specs[key] = [list(spec.shape), spec.dtype]
         else:
             mine[key] = _encoded(key, value, OWN_TENSOR_BYTES)
@@ -339,7 +336,7 @@ class DigestTable:
         if not check_replicas:
             return table
         for key, digest in table.objects.items():
-            table._add(key, digest, *_anybody(key))
+            table._add(key, digest)
         rank = group.job_rank
         copies = {key: _replicas(tensor, rank, group.world_size) for key, tensor in tensors.items()}
         digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=on_device)
@@ -349,14 +346,16 @@ class DigestTable:
             form = layout[key].form if key in layout else None
             for name in of:
                 if not (isinstance(form, ProductForm) and rank in form.mesh):
-                    table._add(name, digests[name], *_anybody(name))
+                    table._add(name, digests[name])
                     continue
                 if id(form) not in known:
                     known[id(form)] = form, *_holders(form, rank)
                 table._add(name, digests[name], *known[id(form)][1:])
         return table
 
-    def _add(self, key: str, digest: bytes, holders: bytes, count: int) -> None:
+    def _add(self, key: str, digest: bytes, holders: bytes = b"", count: int = _ANYBODY) -> None:
+        """`holders`: default: any rank may have a value under that key."""
+        holders = holders or xxhash.xxh3_64_digest(key.encode())
         self.rows.setdefault(holders, {})[key] = digest
         self.counts[holders] = count
 
@@ -402,11 +401,6 @@ _BUFFERS = (
     "pass the model inside DistributedDataParallel, whose first rank's buffers count, or call "
     "torch.distributed.broadcast(buffer, 0) for each of model.buffers()"
 )
-
-
-def _anybody(key: str) -> tuple[bytes, int]:
-    """Of a value that any rank may have under that key."""
-    return xxhash.xxh3_64_digest(key.encode()), _ANYBODY
 
 
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:

@@ -217,7 +217,7 @@ class Group:
         """The values of all ranks, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
             return [value]
-        pool = self.merge(DistinctValues.of(_encode(value)), DistinctValues.join, "an exchange")
+        pool = self.merge(DistinctValues([_encode(value)]), DistinctValues.join, "an exchange")
         distinct = [_decode(data, kind or type(value)) for data in pool.distinct]
         return [distinct[number] for number in pool.numbers()]
 
@@ -273,7 +273,7 @@ class Group:
             return [(value, self.ranks)]
         data = _encode(value)
         digest = digest_of(data)
-        pool = known or self.merge(DistinctValues.of(digest), DistinctValues.join, "an exchange of digests")
+        pool = known or self.merge(DistinctValues([digest]), DistinctValues.join, "an exchange of digests")
         if len(pool.distinct) == 1:
             return [(value, self.ranks)]
         parties: list[list[int]] = [[] for _ in pool.distinct]
@@ -537,16 +537,11 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
     """The answers of a run of ranks."""
 
     distinct: list[bytes]
-    count: int
+    count: int = 1
     """How many ranks' they are."""
-    places: bytes
+    places: bytes = b""
     """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few answers come again and
     again. Nothing where all gave the same."""
-
-    @staticmethod
-    def of(data: bytes) -> DistinctValues:
-        """The pool of one rank's answer."""
-        return DistinctValues([data], 1, b"")
 
     @staticmethod
     def join(pools: list[DistinctValues]) -> DistinctValues:

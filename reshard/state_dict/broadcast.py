@@ -17,8 +17,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.fsdp1 import FlatPiece
-from reshard.live.state import LiveTensor
-from reshard.live.tensors import dtensor_like, is_dtensor, is_sharded, raw_bytes
+from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharded, raw_bytes
 from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of

@@ -17,9 +17,9 @@ from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
 from reshard.live.fsdp1 import fill_absent
-from reshard.live.state import LiveTensor
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
+    LiveTensor,
     global_shape,
     is_dtensor,
     is_sharded,

@@ -15,9 +15,8 @@ from planners.geometry.layout import Form, Part
 from reshard.errors import LayoutError, NormalizationError
 from reshard.live.copy_streams import batches
 from reshard.live.fsdp1 import FlatCut, cut_of, group_of
-from reshard.live.state import LiveTensor
 from reshard.live.tensors import (
-    form_by_all,
+    LiveTensor,
     inner_names,
     is_dtensor,
     is_sharded,
@@ -74,7 +73,7 @@ def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
             f"a sharded {tensor_class(value)} of {tensor.key!r} cannot be gathered: save the sharded state, and read "
             "full tensors with reshard.open; or get a sharded state and pass it to reshard.dequantized"
         )
-    form, shape, dtype = form_by_all(value), tensor.shape, tensor.dtype
+    form, shape, dtype = tensor.form_by_all(), tensor.shape, tensor.dtype
     data = torch.cat([_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
     if is_dtensor(value):
         held = _along_axes(value, form, shape, data, to_rank)

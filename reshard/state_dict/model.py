@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from reshard.errors import KeyMismatchError
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.state import LiveTensor, same_memory, same_value
+from reshard.live.state import same_memory, same_value
 from reshard.live.tensors import (
+    LiveTensor,
     dtensor_like,
     dtype_of,
     forget_derived,

@@ -214,7 +214,7 @@ class BlockChecksums(Checksums):
 
     def are_among(self, chosen: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
         """For each range [start, stop), return whether all blocks that share bytes with it are `chosen`."""
-        first, last = self._blocks_of(starts, stops)
+        first, last = starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
         base = int(first.min(initial=len(chosen)))
         before = np.concatenate(([0], np.cumsum(chosen[base : int(last.max(initial=base))], dtype=np.int64)))
         return np.asarray(before[last - base] - before[first - base] == last - first)
@@ -241,9 +241,6 @@ class BlockChecksums(Checksums):
         right = self.within(ranges) & ~seen
         seen |= right
         return int(np.diff(self.bounds(right)).sum())
-
-    def _blocks_of(self, starts: Numbers, stops: Numbers) -> tuple[Numbers, Numbers]:
-        return starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
 
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
         first, *others = data

@@ -275,7 +275,7 @@ def test_pruning_leaves_what_is_being_replaced(tmp_path):
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-1")]
     assert reshard.verify(tmp_path / "step-0").ok
 
-    commit.ended(save_id)
+    liveness.release_lease(save_id)
     assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
 
 

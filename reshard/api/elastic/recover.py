@@ -55,6 +55,7 @@ from reshard.native import commit, reader
 from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges
 from reshard.ranks.group import Group
+from reshard.ranks.liveness import release_lease
 from reshard.ranks.progress import current, phase
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
@@ -570,7 +571,7 @@ class _Look:
             storage.publish(MANIFEST, self.native.storage.read(MANIFEST))
             commit.release(storage, manifest.save_id)
         finally:
-            commit.ended(manifest.save_id)
+            release_lease(manifest.save_id)
         commit.remove_dead(storage)
         return len(manifest.files), sum(record.nbytes for record in manifest.files.values())
 

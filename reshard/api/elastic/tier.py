@@ -37,11 +37,11 @@ from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
 from reshard.api.save import PendingSave, agreed_plan, start_in_background
-from reshard.api.save_job import Choice, SaveJob, ToWrite, entries_of, staged, tally, total, write
+from reshard.api.save_job import Choice, SaveJob, ToWrite, entries_of, staged, write
 from reshard.arguments import check_arguments, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group
-from reshard.live.fingerprints import add_tallies
+from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
@@ -362,11 +362,11 @@ class _KeepJob:
         Args:
             incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
         """
-        holdings, planned, _, census, _ = agreed_plan(state, group, options)
+        holdings, planned, census, *_ = agreed_plan(state, group, options)
         with phase("plan"):
             nbytes = [planned.plan.bytes(rank) for rank in group.ranks]
             copies = _planned_copies(group, hosts, nbytes, settings.copies)
-            entries = entries_of(planned.items, holdings.state, group.job_rank)
+            entries = entries_of(planned.items, planned.plan.layout, holdings.state, group.job_rank)
             kept, incarnation = _begin(step, group, hosts, copies, incarnation)
             storage = LocalStorage(hosts.folder / kept.folder)
             generation = Generation(storage, kept.save_id, commit.begin(), census, planned.plan, None)
@@ -386,9 +386,8 @@ class _KeepJob:
                 with phase("copy"):
                     received = self._mirror(written.record, wire, pace)
                 may_count = True  # as soon as all ranks are known to be here, some host may publish
-                told = group.gather_and_sum(
-                    (group.job_rank, written), tally(self.save, prints), add_tallies, kind=tuple[int, Written]
-                )
+                tally = pack_tally(prints, self.save.generation.census.tensors)
+                told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             with phase("publish"):
                 text, _ = group.scatter(self._texts(told))
                 if hosts.leads:
@@ -447,8 +446,9 @@ class _KeepJob:
         if told is None:
             return None
         files = {rank: one for rank, one in told[0] if one.files}
-        parts = [total(self.save, told[1])] if files and self.save.options.fingerprints else []
-        text = encode_manifest(self.save.generation.manifest(files, parts))
+        generation = self.save.generation
+        parts = unpack_tally(told[1], generation.census.tensors)
+        text = encode_manifest(generation.manifest(files, [parts] if files and self.save.options.fingerprints else []))
         firsts = {places[0] for places in self.hosts.places.values()}
         return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 

@@ -22,7 +22,7 @@ from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
-from reshard.live.tensors import form_of, global_shape, is_sharded, is_tensor, local_tensors, spec_of
+from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor
 from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
@@ -99,9 +99,10 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
     if is_placed(tensor):
         yield from _placed_regions(fqn, tensor)
         return
-    spec, form = spec_of(fqn, tensor), form_of(tensor, fqn)
+    live = LiveTensor(fqn, tensor)
+    spec, form = live.spec, live.form
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for pieces, local in zip(_pieces(form, spec.shape, rank), local_tensors(tensor)):
+    for pieces, local in zip(_pieces(form, spec.shape, rank), live.local):
         for box, place in pieces:
             yield HeldRegion(box, local if place.sizes == local.shape else local[place.slices])
 

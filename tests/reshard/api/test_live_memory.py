@@ -9,7 +9,7 @@ import reshard
 from planners import Box, TensorLayout, TensorSpec
 from reshard.api.transfer_memory import part_tensors
 from reshard.errors import LayoutError
-from reshard.live.state import LiveTensor
+from reshard.live.tensors import LiveTensor
 from reshard.ranks.global_layout import describe, join_layouts
 
 SPEC = TensorSpec("w", (6, 4), "float32")

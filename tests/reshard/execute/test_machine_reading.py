@@ -32,7 +32,7 @@ from reshard.execute.segments import (
     footprint_of,
 )
 from reshard.live.fingerprint_sums import kernel
-from reshard.live.tensors import local_tensors
+from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.storage import LocalStorage, MemoryStorage
 from reshard.stored.checksums import BlockChecksums
@@ -465,7 +465,7 @@ def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
         end = "failed"
     except CorruptCheckpointError:
         end = "found"
-    touched = any(local_tensors(tensor)[0].any() for tensor in target.values())
+    touched = any(LiveTensor("", tensor).local[0].any() for tensor in target.values())
     return f"{end}, {'touched' if touched else 'untouched'}"
 
 

@@ -24,8 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reshard
 from planners.testing.replay import element_ids
 from reshard.errors import FormatError, LayoutError
-from reshard.live.state import LiveTensor
-from reshard.live.tensors import form_of
+from reshard.live.tensors import LiveTensor
 from reshard.live.wrappers import forget_meshes
 from reshard.ranks.global_layout import describe, join_layouts
 from tests import gloo
@@ -183,7 +182,7 @@ def held_by_all(case):
         ]
         places.add((tuple(mesh.mesh.flatten().tolist()), *at))
         try:
-            form = form_of(tensor, "w")
+            form = LiveTensor("w", tensor).form
         except LayoutError as error:
             form = error
         out[rank] = form, local, describe({"w": LiveTensor("w", tensor)}) if not isinstance(form, LayoutError) else None
@@ -223,7 +222,9 @@ def test_fsdp2_is_read_as_it_cuts_on_any_order_of_ranks(sizes):
         fully_shard(model, mesh=root(ranks, sizes))
         local = model.weight.to_local()
 
-        assert torch.equal(ids_of(form_of(model.weight), (rows, 3), rank).reshape(local.shape), local.long())
+        assert torch.equal(
+            ids_of(LiveTensor("", model.weight).form, (rows, 3), rank).reshape(local.shape), local.long()
+        )
 
 
 def test_a_mesh_whose_groups_leave_elements_to_nobody_is_refused_with_the_reason():
@@ -232,7 +233,7 @@ def test_a_mesh_whose_groups_leave_elements_to_nobody_is_refused_with_the_reason
     tensor = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
 
     with pytest.raises(LayoutError, match=r"(?s)tensor 'w'.*ascend.*a=2,b=2@0,3,2,1"):
-        form_of(tensor, "w")
+        _ = LiveTensor("w", tensor).form
 
 
 def test_a_tensor_that_torch_cut_in_the_order_of_the_mesh_is_refused_where_its_shape_shows_it():
@@ -241,7 +242,7 @@ def test_a_tensor_that_torch_cut_in_the_order_of_the_mesh_is_refused_where_its_s
     tensor = distribute_own(torch.arange(3), root((1, 0), (2,)), [Shard(0)])
 
     with pytest.raises(LayoutError, match=r"tensor 'w'.*rank 0 has shape \(1,\).*process groups"):
-        form_of(tensor, "w")
+        _ = LiveTensor("w", tensor).form
 
 
 # Really, with all that reads and writes such tensors.

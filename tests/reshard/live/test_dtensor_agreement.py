@@ -18,7 +18,7 @@ import planners
 from planners import TensorLayout, TensorSpec
 from planners.testing.replay import element_ids
 from planners.testing.strategies import meshes, placements, shapes
-from reshard.live.tensors import form_of
+from reshard.live.tensors import LiveTensor
 from reshard.live.wrappers import forget_meshes
 from tests.torch_releases import RANDOM_WARNING, UNEVEN_STRIDES, distribute_own
 
@@ -166,7 +166,7 @@ def test_distribute_tensor_puts_our_elements_in_the_local_tensor_of_every_rank(a
         tensor = distribute_own(ids, mesh, [torchs(p) for p in layout.placements])
 
         assert same(ours(layout, rank), tensor.to_local().numpy())
-        form = form_of(tensor, "w")
+        form = LiveTensor("w", tensor).form
         assert TensorLayout.of(layout.spec, form).parts(rank) == layout.parts(rank)
 
 

@@ -72,12 +72,12 @@ def test_tallies_add_up_as_their_parts_do():
         for rank in range(9)
     ]
     wanted = {n: Partial.total(t[n] for t in tallies if n in t) for n in range(7) if any(n in t for t in tallies)}
-    packed = [pack_tally(tally) for tally in tallies]
-    halves = [add_tallies(packed[:4]), pack_tally({}), add_tallies(packed[4:])]
-    assert unpack_tally(add_tallies(halves)) == unpack_tally(add_tallies(packed)) == wanted
-    assert unpack_tally(add_tallies([pack_tally({})])) == {}
+    packed = [pack_tally(tally, range(7)) for tally in tallies]
+    halves = [add_tallies(packed[:4]), pack_tally({}, range(7)), add_tallies(packed[4:])]
+    assert unpack_tally(add_tallies(halves), range(7)) == unpack_tally(add_tallies(packed), range(7)) == wanted
+    assert unpack_tally(add_tallies([pack_tally({}, range(7))]), range(7)) == {}
     with pytest.raises(FormatError, match="28 bytes"):
-        unpack_tally(b"abc")
+        unpack_tally(b"abc", range(7))
 
 
 @pytest.mark.parametrize(

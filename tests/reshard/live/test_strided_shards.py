@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reshard
 from planners.testing.replay import element_ids
 from reshard.errors import LayoutError
-from reshard.live.state import LiveTensor
+from reshard.live.tensors import LiveTensor
 from reshard.ranks.global_layout import describe, join_layouts
 from reshard.state_dict.gather import gather
 from tests import gloo
