@@ -87,50 +87,39 @@ def save(
     timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
-    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and
-    plain data.
+    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
 
-    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that
-    holds it. An existing checkpoint at `path` stays until the new one is complete.
+    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
+    checkpoint at `path` stays until the new one is complete.
 
         state = {"model": reshard.get_model_state_dict(model), "step": step}
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
-        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all
-            must see it.
-        process_group: the ranks that save together. Default: the default group, or this process if
-            there is none.
-        alone: this process saves by itself, even in a running job. It needs full tensors and its
-            own path.
-        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a
-            key of some rank. Globs that begin with `!` exclude keys, as in `convert`. The
-            checkpoint is
-            then a declared subset: loads require the keys that the globs match and report the
-                others.
+        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
+        process_group: the ranks that save together. Default: the default group, or this process if there is none.
+        alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
+        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a key of some rank.
+            Globs that begin with `!` exclude keys, as in `convert`. The checkpoint is
+            then a declared subset: loads require the keys that the globs match and report the others.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
-        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU.
-            Fingerprints take 50 MiB more.
-        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an
-            existing checkpoint is an error, and nothing is written. Other files are never
-            replaced.
-        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data
-            that it already has is not written again. The new checkpoint is still complete by
-            itself: see docs/incremental.md.
-        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not
-            with a base.
-        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one
-            line in any case.
+        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU. Fingerprints take 50 MiB
+            more.
+        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
+            is an error, and nothing is written. Other files are never replaced.
+        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data that it already
+            has is not written again. The new checkpoint is still complete by itself: see docs/incremental.md.
+        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
+        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
-        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob
-            matches nothing.
-        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options
-            other than memory_budget_bytes and progress.
+        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
+        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
+            memory_budget_bytes and progress.
         FormatError: a value is not plain data, or, with `overwrite=False`, a checkpoint exists.
         StorageError: the storage failed, or ranks see different folders.
     """
@@ -218,11 +207,10 @@ def async_save(
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned
-    host memory on a separate stream, after the pending work of the current stream, and the call
-    waits for these copies. Tensors on the host are copied there. The next save reuses the memory.
-    With `stage="device"`, tensors on a device are copied on the device if it has enough memory,
-    and the call does not wait. Each rank may choose its own `stage`.
+    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
+    separate stream, after the pending work of the current stream, and the call waits for these copies. Tensors on the
+    host are copied there. The next save reuses the memory. With `stage="device"`, tensors on a device are copied on the
+    device if it has enough memory, and the call does not wait. Each rank may choose its own `stage`.
 
     At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
     error of an earlier save on all ranks, unless all of them have called its `result()` or `exception()`. Saves to the
@@ -267,11 +255,9 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
 ) -> tuple[SaveJob, ToWrite]:
-    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes
-    nothing.
+    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes nothing.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on
-    all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
     """
     storage = open_storage(path)
     first_word = partial(_first_word, storage, path, options)
@@ -294,8 +280,8 @@ def _prepare(
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
-    """Decide the save id and the base on the first rank. Raises an error if the save must not
-    replace what is there."""
+    """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
+    there."""
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
@@ -312,8 +298,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its
-    data, and the choice says why."""
+    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its data, and the choice
+    says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:
@@ -322,8 +308,7 @@ def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choic
 
 
 def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
-    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank
-    fails."""
+    """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
     group, generation = job.group, job.generation
     try:
         with phase("claim"):
@@ -378,8 +363,7 @@ removes its own files."""
 
 
 def _remove_together(group: Group, generation: Generation) -> None:
-    """Collective: of what the save, which is published, has replaced, each rank removes its own
-    files."""
+    """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
     try:
         group.barrier()  # the manifest names what replaces it
         generation.remove_replaced(group.job_rank)
@@ -495,8 +479,8 @@ def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> Cache
 def keep_plan(
     holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
 ) -> CachedPlan:
-    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it
-    is for this one alone.
+    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it is
+    for this one alone.
 
     Args:
         census: without objects.
@@ -542,8 +526,7 @@ def agreed_plan(
 ) -> AgreedPlan:
     """Collective: the plan of an earlier save of the same state, or a new one.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on
-    all.
+    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
 
     Args:
         stage: what this rank writes, while it is on its way to the others.
@@ -598,17 +581,14 @@ def meet_before_save(
     *,
     before: Agreement | None = None,
 ) -> Agreement:
-    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be
-    known.
+    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be known.
 
     Args:
         kept: what this rank has found, or planned.
         first: on the first rank, where it has a plan.
-        before: of the meeting before, after which all have planned again: its content is not
-            repeated.
+        before: of the meeting before, after which all have planned again: its content is not repeated.
 
-    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census`
-    does.
+    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
     """
     table: DigestTable | None = None
     if kept is not None and group.world_size > 1:
@@ -695,8 +675,7 @@ def _await_saves_to(path: Any) -> None:
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
-    """Wait until one more save may start. Return those that have ended and whose result no caller
-    knows."""
+    """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
     known = [future for future, place in list(_saves.items()) if place is not None]
     while sum(not future.done() for future in known) >= max_in_flight:
         next(future for future in known if not future.done()).exception()
@@ -723,8 +702,7 @@ os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are th
 @renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ
-    between ranks."""
+    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ between ranks."""
 
     path: str
     save_id: str

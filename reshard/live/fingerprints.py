@@ -58,8 +58,8 @@ class Partial:
     the sum of the full tensor.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
-    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) ==
-    partial(torch.tensor([1.0, 2.0, 3.0])) True
+    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
+    True
     """
 
     sums: Sums = (0,) * LANES

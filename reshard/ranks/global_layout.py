@@ -1,8 +1,9 @@
-"""One layout, and one nested structure, from the descriptions of all ranks. There is no coordinator: every rank
-computes the same.
+"""One layout, and one nested structure, from the descriptions of all ranks. There is no
+coordinator: every rank computes the same.
 
-Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one value: were lists of
-different lengths put together key by key, a rank would get back what it never had.
+Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one
+value: were lists of different lengths put together key by key, a rank would get back what it never
+had.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: list[int]
     forms: list[int]
-    """Where among the forms those stand that the tensor may have, by what the rank holds of it: mostly one. None for a
-    plain tensor, whole on each rank that has it."""
+    """Where among the forms those stand that the tensor may have, by what the rank holds of it:
+    mostly one. None for a plain tensor, whole on each rank that has it."""
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -71,7 +72,8 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
 
 
 def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
-    """Return the layout of what all ranks hold together, from each distinct description and the ranks that gave it.
+    """Return the layout of what all ranks hold together, from each distinct description and the
+    ranks that gave it.
 
     Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
     """
@@ -98,9 +100,11 @@ def resolve_layouts(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, Ten
 def join_aliases(
     parties: Iterable[tuple[Iterable[str], Mapping[str, str], Iterable[str]]],
 ) -> dict[str, str]:
-    """Keys that, according to all ranks that know, are tied to the same other key, which itself is tied to none.
+    """Keys that, according to all ranks that know, are tied to the same other key, which itself is
+    tied to none.
 
-    Each party says: its keys, which of them are the memory of which earlier key, and of which it holds no element.
+    Each party says: its keys, which of them are the memory of which earlier key, and of which it
+    holds no element.
     """
     claims: dict[str, set[str | None]] = {}
     for keys, aliases, empty in parties:
@@ -177,7 +181,8 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
 
 
 def _stack(key: str, forms: list[Form]) -> Form:
-    """Forms on disjoint meshes of one kind (TP groups of a job that replicates over the rest) as one, with replicas."""
+    """Forms on disjoint meshes of one kind (TP groups of a job that replicates over the rest) as
+    one, with replicas."""
     first = forms[0]
     products = [form for form in forms if isinstance(form, ProductForm)]
     alike = len(products) == len(forms) and isinstance(first, ProductForm)
@@ -194,7 +199,8 @@ def _stack(key: str, forms: list[Form]) -> Form:
 
 
 def _only(form: Form, spec: TensorSpec, job: _Participants) -> Form:
-    """Return the form without ranks that do not take part. Raises LayoutError if only they hold some element."""
+    """Return the form without ranks that do not take part. Raises LayoutError if only they hold
+    some element."""
     everyone = job.everyone
     if isinstance(form, ProductForm):
         _, all_take_part = job.of(form)

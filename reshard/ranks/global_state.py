@@ -41,7 +41,8 @@ OWN_TENSOR_BYTES = 1 << 20
 
 
 def check_globs(select: Iterable[str], census: GlobalState) -> None:
-    """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!` omitted is not there."""
+    """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!`
+    omitted is not there."""
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not glob.startswith("!") and not any(fnmatch.fnmatchcase(key, glob) for key in keys):
@@ -58,7 +59,8 @@ class _Description(msgspec.Struct, frozen=True):
     containers: list[tuple[list[Any], str]]
     aliases: dict[str, str]
     empty: list[str]
-    """Sharded tensors of which this rank holds no element, so that it does not know whether they are tied."""
+    """Sharded tensors of which this rank holds no element, so that it does not know whether they
+    are tied."""
     on_device: bool
     """Whether any tensor is elsewhere than in the memory of the CPU."""
 
@@ -76,9 +78,11 @@ class _Description(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class GlobalState(State[TensorLayout]):
-    """What all ranks hold together. Equal on every rank, but for what only the first one needs. Objects are JSON data.
+    """What all ranks hold together. Equal on every rank, but for what only the first one needs.
+    Objects are JSON data.
 
-    `per_rank`: key -> rank -> `{"tensor": name in the layout}` or, on the first rank only, `{"object": JSON data}`.
+    `per_rank`: key -> rank -> `{"tensor": name in the layout}` or, on the first rank only,
+    `{"object": JSON data}`.
     """
 
     tensors: StateLayout
@@ -94,8 +98,8 @@ class LocalState:
     objects: dict[str, Any]
     """Those that are equal on all ranks, as JSON data."""
     description: bytes
-    """Of all of it without values, as JSON, since keys may be long ints. Equal on ranks that hold the same kind of
-    thing."""
+    """Of all of it without values, as JSON, since keys may be long ints. Equal on ranks that hold
+    the same kind of thing."""
 
     @classmethod
     def of(cls, state: LiveState) -> LocalState:
@@ -121,8 +125,8 @@ def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = 
 
     Raises, on every rank:
         LayoutError: ranks disagree about a tensor's shape, dtype or placement.
-        KeyMismatchError: a plain tensor or object differs between ranks under one key (unless `check_replicas` is
-            off, which trusts the lowest rank).
+        KeyMismatchError: a plain tensor or object differs between ranks under one key (unless
+            `check_replicas` is off, which trusts the lowest rank).
     Raises FormatError for an object that is no plain data, naming its key.
     """
     holdings = LocalState.of(state)
@@ -131,8 +135,9 @@ def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = 
 
 
 def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[bytes, Sequence[int]]]) -> GlobalState:
-    """The census, without objects, out of the descriptions of all ranks; collective where any has values of its own.
-    Whether values are equal is not known yet: see `with_objects`. Raises LayoutError as `take_global_state` does."""
+    """The census, without objects, out of the descriptions of all ranks; collective where any has
+    values of its own. Whether values are equal is not known yet: see `with_objects`. Raises
+    LayoutError as `take_global_state` does."""
     state = holdings.state
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
     own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
@@ -143,8 +148,8 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
 
 
 def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, check_replicas: bool) -> GlobalState:
-    """Collective: the census with the objects of all ranks, once it is sure that no key has two values. Raises
-    KeyMismatchError as `take_global_state` does."""
+    """Collective: the census with the objects of all ranks, once it is sure that no key has two
+    values. Raises KeyMismatchError as `take_global_state` does."""
     merged = agree_on_values(
         holdings.state.tensors,
         holdings.objects,
@@ -186,12 +191,13 @@ def agree_on_values(
     check_replicas: bool,
     on_device: bool = False,
 ) -> dict[str, Any]:
-    """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two values.
+    """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two
+    values.
 
     `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank is on a device.
 
-    Raises KeyMismatchError, on every rank, for a tensor or object that differs between ranks under one key
-    (unless `check_replicas` is off, which trusts the lowest rank).
+    Raises KeyMismatchError, on every rank, for a tensor or object that differs between ranks under
+    one key (unless `check_replicas` is off, which trusts the lowest rank).
     """
     if group.world_size == 1:
         return objects
@@ -290,8 +296,8 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
     """What some ranks have sent of their values."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
-    """By a digest of who the holders are: one of what they hold (empty if they differ), how many have sent it, and how
-    many there are."""
+    """By a digest of who the holders are: one of what they hold (empty if they differ), how many
+    have sent it, and how many there are."""
     objects: bytes
     """A digest of all objects; empty if ranks have others, or other values."""
 
@@ -330,8 +336,9 @@ class DigestTable:
         check_replicas: bool,
         on_device: bool = False,
     ) -> DigestTable:
-        """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare fingerprints,
-        which devices compute where the elements are, instead of hashes of the bytes."""
+        """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare
+        fingerprints, which devices compute where the elements are, instead of hashes of the bytes.
+        """
         table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
         if not check_replicas:
             return table
@@ -369,7 +376,8 @@ class DigestTable:
         return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
 
     def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
-        """Return True if all ranks have the same objects, by what all of them sent. Collective if some hold others.
+        """Return True if all ranks have the same objects, by what all of them sent. Collective if
+        some hold others.
 
         Raises KeyMismatchError, on every rank, with the keys that have two values.
         """
