@@ -49,11 +49,8 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     def label(row: int, column: int) -> str:
         if row < 0 or column < 0:
             return "..."
-        index = [0] * len(spec.shape)
-        for dim, value in zip(dims, (rows[row], columns[column])):
-            if dim >= 0:
-                index[dim] = value
-        return _ranks(owners.at(index))
+        index = dict(zip(dims, (rows[row], columns[column])))
+        return _ranks(owners.at([index.get(dim, 0) for dim in range(len(spec.shape))]))
 
     across, room = _kept(len(columns) - 1, max((width - margin - 3) // 6, 2)), width - margin - 2
     while True:
@@ -70,9 +67,10 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     if idle := sorted({*layout.form.ranks()} - {*np.flatnonzero(layout.numels()).tolist()}):
         notes.append(f"rank{'s' * (len(idle) > 1)} {_ranks(idle)} hold{'s' * (len(idle) == 1)} nothing")
     texts = [textwrap.fill(text, width, break_on_hyphens=False) for text in (head, "; ".join(notes))]
-    starts = [str(columns[c]) if c >= 0 else "" for c in across]
-    ticks = " " * (margin + 1) + "".join(f"{text:<{w}}" for text, w in zip(starts, wide)) + str(columns[-1])
-    marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]
+    marks, starts = (
+        [*(str(at[i]) * (i >= 0) for i in kept), str(at[-1])] for at, kept in ((rows, down), (columns, across))
+    )
+    ticks = " " * (margin + 1) + "".join(f"{text:<{w}}" for text, w in zip(starts, [*wide, 0]))
     grid = _grid(cells, tall, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
     return "\n".join([*texts, *([ticks.rstrip()] if shown else []), *grid])
 

@@ -15,7 +15,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
-from planners.geometry.mesh import Ints, Replicate, Shard
+from planners.geometry.mesh import Ints, Replicate, Shard, grouped
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify
@@ -23,7 +23,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, drawn_dims, edges
-from planners.units import format_bytes, format_count, format_seconds, format_some
+from planners.units import format_bytes, format_seconds, format_some
 
 __all__ = ["to_html"]
 
@@ -195,24 +195,21 @@ def weights_first(name: str) -> tuple[bool, str]:
     return re.search(r"\boptim|exp_avg|momentum_buffer", name) is not None, name
 
 
-def _shared(story: _Story) -> list[str]:
-    """A tensor of each geometry on all sides: weights first, of them those of the most bytes."""
-    first, last = story.sides[0][1], story.sides[-1][1]
-    names = [fqn for fqn in last if fqn in first and first[fqn].spec.shape == last[fqn].spec.shape]
-    found = {min(g.names, key=weights_first): g.after.spec.nbytes * len(g) for g in pair_groups(first, last, names)}
-    return sorted(found, key=lambda name: (weights_first(name)[0], -found[name], name))
-
-
 def _tensors(story: _Story) -> str:
-    shown: dict[tuple[object, ...], str] = {}  # by shape and forms: moments of an optimizer look like their parameter
-    for fqn in _shared(story):
-        layouts = [side[fqn] for _, side in story.sides]
-        shown.setdefault((layouts[0].spec.shape, *(layout.form for layout in layouts)), fqn)
-    chosen = list(shown.values())[:_MAX_TENSORS]
+    """A tensor of each shape and layouts: weights first, of them those of the most bytes."""
+    first, last = story.sides[0][1], story.sides[-1][1]
+    alike = grouped(
+        ((layout.spec.shape, first[fqn].form, layout.form), fqn)
+        for fqn, layout in last.items()
+        if fqn in first and first[fqn].spec.shape == layout.spec.shape
+    )
+    nbytes = {min(names, key=weights_first): sum(last[fqn].spec.nbytes for fqn in names) for names in alike.values()}
+    shown = sorted(nbytes, key=lambda fqn: (weights_first(fqn)[0], -nbytes[fqn], fqn))
+    chosen = shown[:_MAX_TENSORS]
     options, drawn = "", ""
     for i, fqn in enumerate(chosen):
         pair = "".join(cuts(side[fqn], caption) for caption, side in story.sides)
-        spec = story.sides[-1][1][fqn].spec
+        spec = last[fqn].spec
         options += f'<option value="{i}">{escape(fqn)} {list(spec.shape)}</option>'
         head = f"<h3>{escape(fqn)}</h3><p>{list(spec.shape)} {spec.dtype}, {format_bytes(spec.nbytes)}</p>"
         drawn += f'<div class="tensor" id="tensor-{i}">{head}<div class="pair">{pair}</div></div>'
@@ -234,10 +231,10 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
     sums = np.zeros([-(-world // per) for world in worlds], dtype=np.int64)
     for sender, receiver, nbytes in story.traffic:
         np.add.at(sums, (sender // per, receiver // per), nbytes)
-    hosts = per // ranks_per_host
+    hosts = per // ranks_per_host or 1
     each = f"{hosts} × {hosts} hosts" if hosts > 1 else "one host with another"
     scale = f" Each cell is the sum of {each}, of {ranks_per_host} ranks each." if unit == "host" else ""
-    grid = matrix(sums, story.between, unit, hosts if unit == "host" else 1)
+    grid = matrix(sums, story.between, unit, hosts)
     return f'<section aria-labelledby="traffic">{words}{scale}</p>{grid}</section>'
 
 
@@ -312,9 +309,8 @@ def cuts(layout: TensorLayout, caption: str) -> str:
     names = (f"dim {dim}: {shape[dim]:,}" for dim in dims)
     body = [f"<text {place}>{name}</text>" for place, name in zip(places[2 - len(dims) :], names)]
     for down, across in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
-        spans = [(0, 1)] * len(shape)
-        for dim, span in zip(dims, [down, across][2 - len(dims) :]):
-            spans[dim] = span
+        of_dim = dict(zip(dims, [down, across][2 - len(dims) :]))
+        spans = [of_dim.get(dim, (0, 1)) for dim in range(len(shape))]
         ranks = owner.at([start for start, _ in spans])
         if drawn != exact:
             ranks = sorted({*ranks, *owner.at([stop - 1 for _, stop in spans])})
@@ -359,8 +355,8 @@ def notation(sides: Iterable[StateLayout]) -> str:
 
 def _words(layout: TensorLayout) -> str:
     owners = Owners(layout)
-    copies = f", {owners.copies:,} ranks hold each" if owners.copies > 1 else ""
-    return f"{in_both_forms(layout)} · {format_count(owners.pieces, 'region')}{copies}"
+    copies = f" on {owners.copies:,} ranks each" if owners.copies > 1 else ""
+    return f"{in_both_forms(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
 
 
 def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, is_group: bool) -> str:
@@ -370,8 +366,8 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, 
     out = (
         f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{who}: [{where}]</title></rect>'
     )
-    text = words if len(words) * 8 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
-    if h >= 15 and text and len(text) * 8 < w - 2:
+    text = words if len(words) * 8.5 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
+    if h >= 15 and text and len(text) * 8.5 < w - 2:
         out += f'<text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}">{text}</text>'
     return out
 

@@ -17,7 +17,7 @@ from planners.plans.plan import Plan
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferItem, TransferPlan
-from planners.units import format_bytes, format_count, format_each
+from planners.units import format_bytes, format_count, format_each, format_some
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
 
@@ -54,13 +54,13 @@ def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> st
 
     Raises PlanError for a name that is not in the plan, or a rank outside the job.
     """
+    if fqn not in plan.names:
+        raise PlanError("the plan has no tensor of this name", fqn=fqn)
     if isinstance(plan, SavePlan):
-        return "\n".join(_explain_save(plan, _known(plan.layout.get(fqn), fqn), rank))
+        return "\n".join(_explain_save(plan, plan.layout[fqn], rank))
     if isinstance(plan, TransferPlan):
-        if fqn not in plan.names:
-            raise PlanError("the plan moves no tensor of this name", fqn=fqn)
         return "\n".join(_explain_transfer(plan, fqn, rank))
-    return "\n".join(_explain_load(plan, _known(plan.wanted.get(fqn), fqn), rank))
+    return "\n".join(_explain_load(plan, plan.wanted[fqn], rank))
 
 
 def _load_lines(loads: Ints, verb: str, limit: int | None, width: int) -> Iterator[str]:
@@ -103,12 +103,6 @@ def _line(item: ReadItem | WriteItem | TransferItem) -> str:
 # --- one tensor on one rank ---
 
 
-def _known(layout: TensorLayout | None, fqn: str) -> TensorLayout:
-    if layout is None:
-        raise PlanError("the plan has no tensor of this name", fqn=fqn)
-    return layout
-
-
 def _explain_load(plan: LoadPlan, layout: TensorLayout, rank: int) -> Iterator[str]:
     fqn = layout.fqn
     view = plan.views.get(fqn)
@@ -116,20 +110,22 @@ def _explain_load(plan: LoadPlan, layout: TensorLayout, rank: int) -> Iterator[s
     for source in (fqn,) if view is None else dict.fromkeys(s.fqn for s in view.sources):
         saved = plan.saved[source]
         yield f"  saved{'' if source == fqn else f' as {source}'}: {saved.spec.shape} {saved.spec.dtype}, {saved.form}"
-    items = [item for item in plan.items(rank) if item.fqn == fqn]
-    yield f"  reads {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
-    yield from (f"    {_line(item)}" for item in items)
+    yield from _explain_items(plan, fqn, rank)
 
 
 def _explain_save(plan: SavePlan, layout: TensorLayout, rank: int) -> Iterator[str]:
     fqn = layout.fqn
     yield _head(layout, f"rank {rank} holds", plan.layout.parts(fqn, rank))
-    items = [item for item in plan.items(rank) if item.fqn == fqn]
-    yield f"  writes {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
-    yield from (f"    {_line(item)}" for item in items)
+    yield from _explain_items(plan, fqn, rank)
     for box in dict.fromkeys(layout.boxes(rank) if rank < layout.world_size else ()):
         shares = [f"rank {other} {region}" for other, region in plan.writers(fqn, box)]
         yield f"  {box} is written by {', '.join(shares)}"
+
+
+def _explain_items(plan: LoadPlan | SavePlan, fqn: str, rank: int) -> Iterator[str]:
+    items = [item for item in plan.items(rank) if item.fqn == fqn]
+    yield f"  {plan.verb} {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
+    yield from (f"    {_line(item)}" for item in items)
 
 
 def _explain_transfer(plan: TransferPlan, fqn: str, rank: int) -> Iterator[str]:
@@ -187,9 +183,9 @@ class PlanDiff:
         lines = []
         for names, verb in ((self.only_a, "only in the first"), (self.only_b, "only in the second")):
             if names:
-                lines.append(f"{verb}: {_listed(names)}")
+                lines.append(f"{verb}: {format_some(names, _LISTED)}")
         hows = grouped((how, fqn) for fqn, how in self.changed.items())
-        lines += [f"{how}: {_listed(tuple(names))}" for how, names in hows.items()]
+        lines += [f"{how}: {format_some(names, _LISTED)}" for how, names in hows.items()]
         a, b = self.rank_bytes
         ranks = np.flatnonzero(a != b)
         lines.append(f"bytes: {format_bytes(int(a.sum()))} -> {format_bytes(int(b.sum()))}, {len(ranks)} ranks differ")
@@ -260,11 +256,6 @@ def _short(layout: TensorLayout) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
-
-
 # `summarize`: a plan in figures, for all ranks, without listing its items.
 
 
@@ -324,8 +315,7 @@ class PlanStats:
         if bins < 1:
             raise PlanError(f"a histogram needs one bin or more, got {bins}")
         low, high = int(self.rank_bytes.min(initial=self.max_bytes)), self.max_bytes
-        edges = [low + (high + 1 - low) * i // bins for i in range(bins + 1)]
-        edges = sorted(set(edges))
+        edges = sorted({low + (high + 1 - low) * i // bins for i in range(bins + 1)})
         counts, _ = np.histogram(self.rank_bytes, bins=np.array(edges, dtype=np.float64))
         return tuple(Bin(a, b - 1, int(n)) for a, b, n in zip(edges, edges[1:], counts))
 

@@ -353,25 +353,6 @@ def test_cells_of_a_map_are_to_scale_or_it_says_that_they_are_not() -> None:
     assert "not to scale" in drawn((512, 8), "S(0) on a=256")[2]
 
 
-def test_cells_of_a_map_are_to_scale_or_it_says_that_they_are_not() -> None:
-    def drawn(sizes: tuple[int, int], form: str) -> tuple[list[int], list[int], str]:
-        text = draw_cuts(TensorLayout.of(TensorSpec("w", sizes, "int8"), parse_layout(form)), 60)
-        borders = [i for i, line in enumerate(text.splitlines()) if "─" in line]
-        top = next(line for line in text.splitlines() if "┌" in line)
-        marks = [i for i, character in enumerate(top) if character in "┌┬┐"]
-        return [*map(int.__sub__, borders[1:], borders)], [*map(int.__sub__, marks[1:], marks)], text
-
-    tall, wide, text = drawn((7, 14), "S(0),S(1) on a=3,b=3")
-    assert (tall, wide) == ([6, 6, 2], [20, 20, 16]), "3, 3, and 1 rows; 5, 5, and 4 columns"
-    assert "not to scale" not in text
-    tall, wide, text = drawn((6, 9), "S(0),S(1) on a=3,b=2")
-    assert (tall, wide) == ([2, 2, 2], [10, 8])
-    assert "not to scale" not in text
-    tall, _, text = drawn((4002, 8), "B(0, 4000+2) on tp=2")
-    assert (tall[0] > tall[2], "not to scale" in text) == (True, True)
-    assert "not to scale" in drawn((512, 8), "S(0) on a=256")[2]
-
-
 def test_a_short_form_is_explained(say) -> None:
     said = say("explain", "_S(0, 2),S(0) on dp=2,tp=2")
 
