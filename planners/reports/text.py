@@ -65,15 +65,13 @@ def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> st
 
 def _load_lines(loads: Ints, verb: str, limit: int | None, width: int) -> Iterator[str]:
     most = max(int(loads.max(initial=0)), 1)
-    shown = len(loads) if limit is None else min(len(loads), limit)
-    sizes = format_each(loads[:shown].tolist())
+    sizes = format_each(loads[:limit].tolist())
     longest = max(min(30, width - len(verb) - 27), 0)
-    for rank in range(shown):
+    for rank, size in enumerate(sizes):
         bar = "#" * round(longest * int(loads[rank]) / most)
-        yield f"  rank {rank:>5} {verb} {sizes[rank]:>10}  {bar}"
-    if shown < len(loads):
+        yield f"  rank {rank:>5} {verb} {size:>10}  {bar}"
+    if left := len(loads) - len(sizes):
         mean = format_bytes(float(loads.mean()))
-        left = len(loads) - shown
         yield f"  ... {left} more rank{'s' * (left != 1)}; mean {mean}, most {format_bytes(most)}"
 
 

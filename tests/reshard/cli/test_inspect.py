@@ -14,7 +14,6 @@ from torch.distributed.tensor import placement_types
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
 from planners.geometry.layout_text import chunk_sizes, parse_layout
-from planners.geometry.layout_text import parse_layout
 from planners.reports.cuts import draw_cuts
 from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
 from tests.samples import sample
