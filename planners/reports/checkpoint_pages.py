@@ -1,4 +1,5 @@
-"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and nothing is fetched."""
+"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and
+nothing is fetched."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Measure(NamedTuple):
     relative: float
     """The norm of the difference over that of the second one, of finite elements."""
     odd: int
-    """Elements of which exactly one of the two is NaN or infinite, or which are infinite with different signs."""
+    """Elements of which exactly one of the two is NaN or infinite, or which are infinite with
+    different signs."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Shown:
 
 
 def checkpoint_page(shown: Shown) -> str:
-    """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000 tensors; pictures of
+    """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000
+    tensors; pictures of
     layouts; values, if given; files; and the steps of its run."""
     tree, lie = _Tree(), shown.layout.described(shown.layout, in_both_forms)
     pictures, numbers = _pictures(shown.layout)
@@ -126,7 +129,8 @@ def difference_page(
     """Return what differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
-        measures: of the tensors that both have with one shape. Equal tensors have no elements that differ.
+        measures: of the tensors that both have with one shape. Equal tensors have no elements
+        that differ.
         findings: what else differs, or cannot be compared: name, and in words.
         read: what was compared, in words.
     """
@@ -161,7 +165,8 @@ def difference_page(
 
 
 def _page(frame: str, data: Any, **parts: str) -> str:
-    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no browser makes elements, or is
+    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no
+    browser makes elements, or is
     escaped."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
     return page_of(frame, data=text, **parts)
@@ -175,7 +180,8 @@ def _share(part: int, whole: int) -> str:
 
 
 class _Tree:
-    """Names as a tree, equal branches once: so the experts of a layer, and layers, cost what one of them does."""
+    """Names as a tree, equal branches once: so the experts of a layer, and layers, cost what
+    one of them does."""
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}
@@ -219,7 +225,8 @@ class _Tree:
 
 
 def _pictures(layout: StateLayout) -> tuple[list[str], dict[str, int]]:
-    """A picture for each layout of tensors of one shape, up to a limit; and which one each tensor has."""
+    """A picture for each layout of tensors of one shape, up to a limit; and which one each
+    tensor has."""
     drawn: list[str] = []
     numbers: dict[str, int] = {}
     alike = grouped(((layout[name].spec.shape, layout[name].form), name) for name in layout)
@@ -288,7 +295,8 @@ def _listing(name: str, title: str, heads: str, rows: Sequence[str], count: int)
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names without their numbers, columns the first number, which is most often that of the layer; a
+    """Rows are names without their numbers, columns the first number, which is most often that
+    of the layer; a
     cell is the worst of its tensors. Rows that differ most come first."""
     numbered = {name: re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name) for name in measures}
     top = max((int(numbers[0]) for numbers in numbered.values() if numbers), default=0)

@@ -1,4 +1,5 @@
-"""A text map of a tensor's shards for terminals, exact at every boundary that it shows; and which ranks hold what."""
+"""A text map of a tensor's shards for terminals, exact at every boundary that it shows; and
+which ranks hold what."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ _LABEL = 18
 
 
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
-    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first two), with the indices
-    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first and the last are drawn.
+    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first
+    two), with the indices
+    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first
+    and the last are drawn.
     Cells have sizes in proportion to their shards, or the drawing says that it is not to scale.
 
     `width` is that of the terminal, in characters.
@@ -76,9 +79,14 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
 
 
 def _scaled(
-    at: Sequence[int], kept: Sequence[int], least: Sequence[int], room: int, wanted: int = 0
+    at: Sequence[int],
+    kept: Sequence[int],
+    least: Sequence[int],
+    room: int,
+    wanted: int = 0,
 ) -> tuple[list[int], bool]:
-    """Characters for each cell, in proportion to its size if they fit into the room, and whether they do."""
+    """Characters for each cell, in proportion to its size if there are enough, and whether
+    there are."""
     if -1 in kept:
         return [*least], False
     sizes = [at[i + 1] - at[i] for i in kept]
@@ -91,7 +99,11 @@ def _scaled(
 
 
 def _grid(
-    cells: Sequence[Sequence[str]], tall: Sequence[int], wide: Sequence[int], marks: Sequence[str], margin: int
+    cells: Sequence[Sequence[str]],
+    tall: Sequence[int],
+    wide: Sequence[int],
+    marks: Sequence[str],
+    margin: int,
 ) -> Iterator[str]:
     for i, row in enumerate(cells):
         yield f"{marks[i]:>{margin}} {_line('├┼┤' if i else '┌┬┐', wide)}"
@@ -163,7 +175,8 @@ class Owners:
         return 1 if self._product is None else len(self._product.replica_positions)
 
     def at(self, index: Sequence[int]) -> list[int]:
-        """The ranks that hold the element at an index in global coordinates; none in a missing region."""
+        """The ranks that hold the element at an index in global coordinates; none in a missing
+        region."""
         if self._product is None:
             here = Box(index, (1,) * len(index))
             return [rank for rank, box in self._chunks if box.contains(here)]

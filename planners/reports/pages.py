@@ -1,4 +1,5 @@
-"""`to_html`: a plan as one self-contained page of bounded size, for any number of ranks and tensors."""
+"""`to_html`: a plan as one self-contained page of bounded size, for any number of ranks and
+tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class _Story:
     """Bytes per rank, with what they are."""
     traffic: Iterable[Traffic] | None
     between: tuple[str, str]
-    """What the rank of a row did, and what that of a column does, as in `("sent by", "received by")`."""
+    """What the rank of a row did, and what that of a column does, as in
+    `("sent by", "received by")`."""
 
 
 def to_html(
@@ -63,7 +65,8 @@ def to_html(
     cluster: Cluster | None = None,
     wrong: Sequence[str] = (),
 ) -> str:
-    """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors, traffic
+    """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its
+    largest tensors, traffic
     between ranks, bytes per rank, and a searchable table of tensors.
 
         page = to_html(plan, source="run/step-1000", target="fsdp=3")
@@ -71,7 +74,8 @@ def to_html(
     Args:
         plan: a plan of a load, a save, or a transfer.
         title: title of the page. Default: what the plan does.
-        ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
+        ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts
+        between groups of hosts.
         source: name of the source for readers, such as a path or a topology.
         target: name of the target.
         cluster: also show the time that `estimate` returns. Its `ranks_per_host` is used.
@@ -102,7 +106,8 @@ def to_html(
 
 
 def page_of(frame: str, **parts: str) -> str:
-    """A frame from the folder of this module, filled in, with the style and scripts of all pages."""
+    """A frame from the folder of this module, filled in, with the style and scripts of all
+    pages."""
     folder = resources.files("planners.reports")
     parts |= {name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
@@ -254,7 +259,8 @@ def _table(story: _Story) -> str:
 
 
 def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
-    """(pattern, how many, shape, bytes, how each side places them): names that differ in numbers only are one row."""
+    """(pattern, how many, shape, bytes, how each side places them): names that differ in
+    numbers only are one row."""
     found: dict[tuple[str, ...], list[str]] = {}
     sides = [side for _, side in story.sides]
     placements = [side.described(side, in_both_forms) for side in sides]
@@ -272,7 +278,7 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
 
 
 _WIDTH = 340
-_TOLD = '<p class="told" aria-live="polite"></p>'
+_POINTED = '<p class="pointed" aria-live="polite"></p>'
 """Where a page says what the pointer is at."""
 _MAX_CELLS = 64
 _GROUPS = 16
@@ -280,12 +286,21 @@ _GROUPS = 16
 _MAX_BARS = 128
 _WIDE = 1000.0
 """Of figures that take the width of the page."""
-_RAMP = ((46, 74, 140), (24, 116, 130), (40, 122, 76), (122, 108, 20), (176, 86, 30), (190, 54, 84), (122, 64, 150))
+_RAMP = (
+    (46, 74, 140),
+    (24, 116, 130),
+    (40, 122, 76),
+    (122, 108, 20),
+    (176, 86, 30),
+    (190, 54, 84),
+    (122, 64, 150),
+)
 """A circle of colors, all so dark that white text has a contrast of 4.9 and more."""
 
 
 def rank_color(rank: int) -> str:
-    """The color of a rank on every page. The first eight are far apart; of many ranks, neighbors are alike."""
+    """The color of a rank on every page. The first eight differ most; of many ranks, neighbors
+    have similar colors."""
     at = math.log2(1 + rank / 4) / 1.6 * len(_RAMP) % len(_RAMP)
     i = int(at)
     mixed = (round(a + (b - a) * (at - i)) for a, b in zip(_RAMP[i], _RAMP[(i + 1) % len(_RAMP)]))
@@ -293,7 +308,8 @@ def rank_color(rank: int) -> str:
 
 
 def cuts(layout: TensorLayout, caption: str) -> str:
-    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and columns are the first two
+    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and
+    columns are the first two
     sharded dims, or the first two."""
     shape, words = layout.spec.shape, _words(layout)
     if 0 in shape:
@@ -326,12 +342,13 @@ def cuts(layout: TensorLayout, caption: str) -> str:
     return (
         f"<figure><figcaption>{escape(caption)}<small>{escape(words + rest)}</small></figcaption>"
         f'<svg{fine} viewBox="0 0 {_WIDTH + 14} {height + 14:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_TOLD}</figure>'
+        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_POINTED}</figure>'
     )
 
 
 def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
-    """The layout without the axes that shard last, where a dim has more shards than can be drawn; and these axes."""
+    """The layout without the axes that shard last, where a dim has more shards than can be
+    drawn; and these axes."""
     inner = []
     for dim in range(len(layout.spec.shape[:2])):
         while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
@@ -359,7 +376,15 @@ def _words(layout: TensorLayout) -> str:
     return f"{in_both_forms(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
 
 
-def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, is_group: bool) -> str:
+def _cell(
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    ranks: list[int],
+    where: str,
+    is_group: bool,
+) -> str:
     words = f"{ranks[0]} to {ranks[-1]}" if is_group and len(ranks) > 1 else format_some(ranks, 4)
     look = f'fill="{rank_color(ranks[0])}"' if ranks else 'class="missing"'
     who = f"rank{'s' * (len(ranks) > 1)} {words}" if ranks else "no rank"
@@ -376,8 +401,10 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, 
 
 
 def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A row or column is `each`
-    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes differ by more than 10
+    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A
+    row or column is `each`
+    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes
+    differ by more than 10
     times."""
     rows, columns = sums.shape
     found = np.sort(sums[sums > 0])
@@ -415,7 +442,7 @@ def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
         f'<div class="wide"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" tabindex="0" '
         f'aria-label="bytes from {rows} to {columns} rows and columns of {unit}s">{"".join(body)}'
         f'<text class="tick" x="{left + width / 2:.1f}" y="12">{between[1]} {unit} →</text>'
-        f'<text class="tick start" x="0" y="12">{between[0]} {unit} ↓</text></svg></div>{_TOLD}'
+        f'<text class="tick start" x="0" y="12">{between[0]} {unit} ↓</text></svg></div>{_POINTED}'
         f'<p class="legend">Bytes in a cell: <span class="swatch"></span> none{scale}</p>'
     )
 
@@ -427,7 +454,8 @@ def _units(unit: str, index: int, each: int) -> str:
 
 
 def _round_numbers(end: int, most: int) -> Iterator[int]:
-    """0 and further round numbers below `end`: about `most` at most, in steps of 1, 2, or 5 times a power of ten."""
+    """0 and further round numbers below `end`: about `most` at most, in steps of 1, 2, or 5
+    times a power of ten."""
     step = next(s for s in _steps(10) if end / s <= max(most, 1))
     yield from range(0, end, step)
 
@@ -441,7 +469,8 @@ def _steps(base: int) -> Iterator[int]:
 
 
 def bars(loads: Ints, label: str) -> str:
-    """Bytes of each rank as a bar; if there are many, the mean of neighbors with the largest of them on top."""
+    """Bytes of each rank as a bar; if there are many, the mean of neighbors with the largest
+    of them on top."""
     world, n = len(loads), min(len(loads), _MAX_BARS)
     edges = [world * i // n for i in range(n + 1)]
     most = max(int(loads.max(initial=0)), 1)
@@ -476,12 +505,13 @@ def bars(loads: Ints, label: str) -> str:
     return (
         f'<figure class="wide"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
         f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg>{_TOLD}</figure>'
+        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg>{_POINTED}</figure>'
     )
 
 
 def _round_sizes(most: int) -> list[int]:
-    """0 and round sizes up to the first that is not below `most`: 1, 2 or 5, 10, 20, 50, 100, 200, 500 of a unit."""
+    """0 and round sizes up to the first that is not below `most`: 1, 2 or 5, 10, 20, 50, 100,
+    200, 500 of a unit."""
     most = max(most, 1)
     unit = 1024 ** int(math.log(most, 1024) + 1e-9)
     step = next(s for s in (unit * factor for factor in _steps(10)) if most / s <= 5)

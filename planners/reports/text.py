@@ -25,10 +25,12 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
 ) -> str:
-    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None: all) of the first
+    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items
+    (None: all) of the first
     ranks.
 
-    For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
+    For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in
+    characters and limits the bars.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
@@ -163,7 +165,8 @@ class PlanDiff:
     changed: dict[str, str]
     """Names whose shape, dtype, or placement differs, with the difference."""
     rank_bytes: tuple[Ints, Ints]
-    """Bytes of each rank in both: read, written, received, or held. A rank that one of them lacks has 0."""
+    """Bytes of each rank in both: read, written, received, or held. A rank that one of them
+    lacks has 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -277,7 +280,8 @@ class PlanStats:
     world_size: int
     rank_bytes: Ints
     items: Ints | None
-    """Number of items of each rank; None for save plans, where it depends on how chunks are divided."""
+    """Number of items of each rank; None for save plans, where it depends on how chunks are
+    divided."""
     unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """See `StateLayout.unsharded_axes`: of the target layout, or of the layout that is saved."""
 
@@ -305,11 +309,13 @@ class PlanStats:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest rank divided by the mean; 1 is even. A plan without bytes is even."""
+        """Bytes of the busiest rank divided by the mean; 1 is even. A plan without bytes is
+        even."""
         return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
 
     def histogram(self, bins: int = 10) -> tuple[Bin, ...]:
-        """Group ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError for less than one bin."""
+        """Group ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError
+        for less than one bin."""
         if bins < 1:
             raise PlanError(f"a histogram needs one bin or more, got {bins}")
         low, high = int(self.rank_bytes.min(initial=self.max_bytes)), self.max_bytes
@@ -345,7 +351,8 @@ class PlanStats:
 
 
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
-    """Count the bytes and items of all ranks. Products of both sides are counted without listing items.
+    """Count the bytes and items of all ranks. Products of both sides are counted without
+    listing items.
 
     Raises PlanError for a value that is not a plan.
     """
