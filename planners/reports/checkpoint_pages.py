@@ -1,4 +1,5 @@
-"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and nothing is fetched."""
+"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and
+nothing is fetched."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from planners.geometry.layout import StateLayout, TensorLayout
+from planners.geometry.layout import StateLayout
 from planners.geometry.layout_text import in_both_forms
-from planners.reports.cuts import Owners
+from planners.geometry.mesh import grouped
 from planners.reports.pages import cuts, figures_of, listed, notation, page_of, weights_first
 from planners.units import format_bytes, format_count
 
@@ -73,7 +74,8 @@ class Measure(NamedTuple):
     relative: float
     """The norm of the difference over that of the second one, of finite elements."""
     odd: int
-    """Elements of which exactly one of the two is NaN or infinite, or which are infinite with different signs."""
+    """Elements of which exactly one of the two is NaN or infinite, or which are infinite with
+    different signs."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,18 @@ class Shown:
 
 
 def checkpoint_page(shown: Shown) -> str:
-    """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000 tensors; pictures of
+    """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000
+    tensors; pictures of
     layouts; values, if given; files; and the steps of its run."""
-    tree, lie = _Tree(), shown.layout.described(shown.layout, _lies)
-    pictures = _Pictures(shown.layout)
+    tree, lie = _Tree(), shown.layout.described(shown.layout, in_both_forms)
+    pictures, numbers = _pictures(shown.layout)
     for name in shown.layout:
         layout = shown.layout[name]
         words = f"{layout.spec.dtype} {list(layout.spec.shape)}"
-        tree.add(name, shown.paths, (words, lie[name], layout.spec.nbytes, pictures.number(name)))
+        tree.add(name, shown.paths, (words, lie[name], layout.spec.nbytes, numbers.get(name, -1)))
     for name, text in shown.values.items():
         tree.add(name, shown.paths, (text, "", 0, -1))
-    data = {**tree.data(), "pictures": pictures.drawn, "histograms": shown.histograms}
+    data = {**tree.data(), "pictures": pictures, "histograms": shown.histograms}
     return _page(
         "checkpoint",
         data,
@@ -126,18 +129,21 @@ def difference_page(
     """Return what differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
-        measures: of the tensors that both have with one shape. Equal tensors have no elements that differ.
+        measures: of the tensors that both have with one shape. Equal tensors have no elements
+        that differ.
         findings: what else differs, or cannot be compared: name, and in words.
         read: what was compared, in words.
     """
     other = [name for name, measure in measures.items() if measure.differing]
     elements = sum(m.elements for m in measures.values())
     differing = sum(m.differing for m in measures.values())
+    # of tensors with several elements, if one of them differs: a step count differs by more than any weight
+    most = max(other, key=lambda name: (measures[name].elements > 1, measures[name].largest), default=None)
     figures = [
         ("tensors compared", f"{len(measures):,}"),
         ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
         ("elements that differ", f"{differing:,} ({_share(differing, elements)})"),
-        ("largest difference", _largest(measures)),
+        ("largest difference", f"{measures[most].largest:.4g} (in {most})" if most is not None else "0"),
         ("other findings", f"{len(findings):,}"),
     ]
     worst = sorted(  # step counts last, which differ by more than any weight
@@ -158,16 +164,9 @@ def difference_page(
     )
 
 
-def _largest(measures: Mapping[str, Measure]) -> str:
-    """Of tensors with several elements if one of them differs: a step count differs by more than any weight."""
-    other = {name: m for name, m in measures.items() if m.differing}
-    weights = {name: m for name, m in other.items() if m.elements > 1} or other
-    name = max(weights, key=lambda name: weights[name].largest, default="")
-    return f"{weights[name].largest:.4g} (in {name})" if name in weights else "0"
-
-
 def _page(frame: str, data: Any, **parts: str) -> str:
-    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no browser makes elements, or is
+    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no
+    browser makes elements, or is
     escaped."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
     return page_of(frame, data=text, **parts)
@@ -181,7 +180,8 @@ def _share(part: int, whole: int) -> str:
 
 
 class _Tree:
-    """Names as a tree, equal branches once: so the experts of a layer, and layers, cost what one of them does."""
+    """Names as a tree, equal branches once: so the experts of a layer, and layers, cost what
+    one of them does."""
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}
@@ -224,49 +224,28 @@ class _Tree:
         return {"texts": list(self._texts), "leaves": list(self._leaves), "nodes": list(self._nodes), "root": root}
 
 
-class _Pictures:
-    """A picture for each layout of tensors of one shape, up to a limit."""
-
-    def __init__(self, layout: StateLayout) -> None:
-        self._layout = layout
-        self._numbers: dict[object, int] = {}
-        self.drawn: list[str] = []
-        room = _DRAWN_BYTES
-        largest: dict[object, str] = {}
-        for name in layout:
-            largest.setdefault(self._key(name), name)
-        for key, name in sorted(
-            largest.items(), key=lambda item: (weights_first(item[1])[0], -layout[item[1]].spec.nbytes)
-        ):
-            if room > 0:
-                picture = cuts(layout[name], "How it is sharded")
-                room -= len(picture)
-                self._numbers[key] = len(self.drawn)
-                self.drawn.append(picture)
-
-    def _key(self, name: str) -> object:
-        return self._layout[name].spec.shape, self._layout[name].geometry_key
-
-    def number(self, name: str) -> int:
-        return self._numbers.get(self._key(name), -1)
-
-
-def _lies(layout: TensorLayout) -> str:
-    if layout.mesh is not None and layout.mesh.size > 1:
-        return in_both_forms(layout)
-    pieces = Owners(layout).pieces
-    return "in one chunk" if pieces <= 1 else f"{pieces:,} chunks"
+def _pictures(layout: StateLayout) -> tuple[list[str], dict[str, int]]:
+    """A picture for each layout of tensors of one shape, up to a limit; and which one each
+    tensor has."""
+    drawn: list[str] = []
+    numbers: dict[str, int] = {}
+    alike = grouped(((layout[name].spec.shape, layout[name].form), name) for name in layout)
+    for names in sorted(alike.values(), key=lambda n: (weights_first(n[0])[0], -layout[n[0]].spec.nbytes)):
+        if sum(map(len, drawn)) < _DRAWN_BYTES:
+            numbers.update(dict.fromkeys(names, len(drawn)))
+            drawn.append(cuts(layout[names[0]], "How it is sharded"))
+    return drawn, numbers
 
 
 def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
     """Bytes by dtype and by layout, as bars."""
     out = []
-    kinds = {name: (layout[name].spec.dtype, lie[name]) for name in layout}
-    for place, title in enumerate(("By dtype", "By layout")):
+    dtypes = {name: layout[name].spec.dtype for name in layout}
+    for title, kinds in (("By dtype", dtypes), ("By layout", lie)):
         weights: Counter[str] = Counter()
-        counts = Counter(kind[place] for kind in kinds.values())
+        counts = Counter(kinds.values())
         for name, kind in kinds.items():
-            weights[kind[place]] += layout[name].spec.nbytes
+            weights[kind] += layout[name].spec.nbytes
         most = max([*weights.values(), 1])
         rows = "".join(
             f'<li><span>{escape(kind)}</span><b class="cost"><i style="width:{100 * nbytes / most:.2f}%"></i></b>'
@@ -279,9 +258,7 @@ def _kinds(layout: StateLayout, lie: Mapping[str, str]) -> str:
 
 
 def _steps(steps: Sequence[SavedStep]) -> str:
-    if not steps:
-        return ""
-    most = max(1, *(step.written_bytes + step.shared_bytes for step in steps))
+    most = max([1, *(step.written_bytes + step.shared_bytes for step in steps)])
     rows = []
     for step in steps[-_MAX_ROWS:]:
         new, shared = (100 * size / most for size in (step.written_bytes, step.shared_bytes))
@@ -290,59 +267,47 @@ def _steps(steps: Sequence[SavedStep]) -> str:
         if step.problem:
             what = f"not complete: {step.problem}"
         rows.append(
-            f"<tr><td>{escape(step.name)}</td><td>{format_bytes(step.total_bytes)}</td><td>"
-            f'<div class="cost" role="img" aria-label="{escape(what)}"><i style="width:{new:.2f}%"></i>'
+            f'<tr><td>{escape(step.name)}</td><td data-sort="{step.total_bytes}">{format_bytes(step.total_bytes)}</td>'
+            f'<td><div class="cost" role="img" aria-label="{escape(what)}"><i style="width:{new:.2f}%"></i>'
             f'<i class="shared" style="width:{shared:.2f}%"></i></div><small>{escape(what)}</small></td></tr>'
         )
-    left = f"<p>{len(steps) - len(rows):,} earlier ones are omitted.</p>" if len(steps) > len(rows) else ""
-    return (
-        '<section aria-labelledby="steps"><h2 id="steps">Checkpoints of the run</h2><p>What each one wrote, and what it'
-        ' shares with earlier ones, which is stored once.</p><div class="scroll" tabindex="0"><table>'
-        f"<thead><tr><th>checkpoint</th><th>tensors</th><th>cost</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        f"</div>{left}</section>"
-    )
+    title = "Checkpoints of the run</h2><p>What each one wrote, and what it shares with earlier ones.</p>"
+    return _listing("steps", title, "<th>checkpoint</th><th>tensors</th><th>cost</th>", rows, len(steps))
 
 
 def _files(files: Sequence[SavedFile]) -> str:
-    if not files:
-        return ""
-    rows = "".join(
-        f"<tr><td>{escape(file.name)}</td><td>{format_bytes(file.nbytes)}</td>"
+    rows = [
+        f'<tr><td>{escape(file.name)}</td><td data-sort="{file.nbytes}">{format_bytes(file.nbytes)}</td>'
         f"<td>{'an earlier save wrote it' if file.earlier else ''}</td></tr>"
         for file in sorted(files, key=lambda file: file.name)[:_MAX_ROWS]
-    )
-    left = f"<p>{len(files) - _MAX_ROWS:,} more are omitted.</p>" if len(files) > _MAX_ROWS else ""
-    return (
-        '<section aria-labelledby="files"><h2 id="files">Files</h2><div class="scroll" tabindex="0"><table><thead><tr>'
-        f"<th>file</th><th>size</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>{left}</section>"
-    )
+    ]
+    return _listing("files", "Files</h2>", "<th>file</th><th>size</th><th></th>", rows, len(files))
+
+
+def _listing(name: str, title: str, heads: str, rows: Sequence[str], count: int) -> str:
+    left = f"<p>{count - len(rows):,} more are omitted.</p>" if count > len(rows) else ""
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = f'<section aria-labelledby="{name}"><h2 id="{name}">{title}'
+    return f'{head}<div class="scroll">{table}</div>{left}</section>' if rows else ""
 
 
 # --- of two ---
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names without their numbers, columns the first number, which is most often that of the layer; a
-    cell is the worst of its tensors. Rows that differ come first where there are too many."""
-    cells: dict[str, dict[int, list[float]]] = {}
-    top = 0
-    for name, m in measures.items():
-        numbers = re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name)
-        column = int(numbers[0]) if numbers else -1
-        row = cells.setdefault(re.sub(r"(^|\.)\d{1,6}(?=\.|$)", r"\1*", name), {})
-        share = m.differing / m.elements if m.elements else 0.0
-        before = row.get(column, [0.0, 0.0, 0.0, 0, 0])
-        new = (m.relative, m.largest, share, m.odd)
-        row[column] = [*map(max, before, new), before[4] + 1]
-        top = max(top, column)
+    """Rows are names without their numbers, columns the first number, which is most often that
+    of the layer; a
+    cell is the worst of its tensors. Rows that differ most come first."""
+    numbered = {name: re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name) for name in measures}
+    top = max((int(numbers[0]) for numbers in numbered.values() if numbers), default=0)
     step = top // _MAP_COLUMNS + 1
+    cells: dict[str, dict[int, list[float]]] = {}
+    for name, m in measures.items():
+        column = int(numbered[name][0]) // step if numbered[name] else -1
+        row = cells.setdefault(re.sub(r"(^|\.)\d{1,6}(?=\.|$)", r"\1*", name), {})
+        *before, count = row.get(column, [0.0, 0.0, 0.0, 0, 0])
+        share = m.differing / m.elements if m.elements else 0.0
+        row[column] = [*map(max, before, (m.relative, m.largest, share, m.odd)), count + 1]
     kept = sorted(cells, key=lambda row: -max(cell[0] + cell[3] for cell in cells[row].values()))[:_MAP_ROWS]
-    rows = []
-    for pattern in kept:
-        merged: dict[int, list[float]] = {}
-        for column, cell in cells[pattern].items():
-            at = column // step if column >= 0 else -1
-            other = merged.get(at, [0.0] * 5)
-            merged[at] = [*map(max, other[:4], cell), other[4] + cell[4]]
-        rows.append([pattern, merged])
+    rows = [[pattern, cells[pattern]] for pattern in kept]
     return {"rows": rows, "step": step, "columns": top // step + 1, "left": len(cells) - len(rows)}

@@ -1,4 +1,5 @@
-"""A text map of a tensor's shards for terminals, exact at every boundary that it shows; and which ranks hold what."""
+"""A text map of a tensor's shards for terminals, exact at every boundary that it shows; and
+which ranks hold what."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ _LABEL = 18
 
 
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
-    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first two), with the indices
-    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first and the last are drawn.
+    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first
+    two), with the indices
+    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first
+    and the last are drawn.
     Cells have sizes in proportion to their shards, or the drawing says that it is not to scale.
 
     `width` is that of the terminal, in characters.
@@ -49,11 +52,8 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     def label(row: int, column: int) -> str:
         if row < 0 or column < 0:
             return "..."
-        index = [0] * len(spec.shape)
-        for dim, value in zip(dims, (rows[row], columns[column])):
-            if dim >= 0:
-                index[dim] = value
-        return _ranks(owners.at(index))
+        index = dict(zip(dims, (rows[row], columns[column])))
+        return _ranks(owners.at([index.get(dim, 0) for dim in range(len(spec.shape))]))
 
     across, room = _kept(len(columns) - 1, max((width - margin - 3) // 6, 2)), width - margin - 2
     while True:
@@ -70,17 +70,23 @@ def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
     if idle := sorted({*layout.form.ranks()} - {*np.flatnonzero(layout.numels()).tolist()}):
         notes.append(f"rank{'s' * (len(idle) > 1)} {_ranks(idle)} hold{'s' * (len(idle) == 1)} nothing")
     texts = [textwrap.fill(text, width, break_on_hyphens=False) for text in (head, "; ".join(notes))]
-    starts = [str(columns[c]) if c >= 0 else "" for c in across]
-    ticks = " " * (margin + 1) + "".join(f"{text:<{w}}" for text, w in zip(starts, wide)) + str(columns[-1])
-    marks = [str(rows[r]) if r >= 0 else "" for r in down] + [str(rows[-1])]
+    marks, starts = (
+        [*(str(at[i]) * (i >= 0) for i in kept), str(at[-1])] for at, kept in ((rows, down), (columns, across))
+    )
+    ticks = " " * (margin + 1) + "".join(f"{text:<{w}}" for text, w in zip(starts, [*wide, 0]))
     grid = _grid(cells, tall, wide, marks if dims[0] >= 0 else [""] * len(marks), margin)
     return "\n".join([*texts, *([ticks.rstrip()] if shown else []), *grid])
 
 
 def _scaled(
-    at: Sequence[int], kept: Sequence[int], least: Sequence[int], room: int, wanted: int = 0
+    at: Sequence[int],
+    kept: Sequence[int],
+    least: Sequence[int],
+    room: int,
+    wanted: int = 0,
 ) -> tuple[list[int], bool]:
-    """Characters for each cell, in proportion to its size if they fit into the room, and whether they do."""
+    """Characters for each cell, in proportion to its size if there are enough, and whether
+    there are."""
     if -1 in kept:
         return [*least], False
     sizes = [at[i + 1] - at[i] for i in kept]
@@ -93,7 +99,11 @@ def _scaled(
 
 
 def _grid(
-    cells: Sequence[Sequence[str]], tall: Sequence[int], wide: Sequence[int], marks: Sequence[str], margin: int
+    cells: Sequence[Sequence[str]],
+    tall: Sequence[int],
+    wide: Sequence[int],
+    marks: Sequence[str],
+    margin: int,
 ) -> Iterator[str]:
     for i, row in enumerate(cells):
         yield f"{marks[i]:>{margin}} {_line('├┼┤' if i else '┌┬┐', wide)}"
@@ -165,7 +175,8 @@ class Owners:
         return 1 if self._product is None else len(self._product.replica_positions)
 
     def at(self, index: Sequence[int]) -> list[int]:
-        """The ranks that hold the element at an index in global coordinates; none in a missing region."""
+        """The ranks that hold the element at an index in global coordinates; none in a missing
+        region."""
         if self._product is None:
             here = Box(index, (1,) * len(index))
             return [rank for rank, box in self._chunks if box.contains(here)]

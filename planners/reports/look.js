@@ -2,7 +2,7 @@
 const at = (svg, mark) => {
   svg.querySelector(".at")?.classList.remove("at");
   mark?.classList.add("at");
-  const told = svg.parentNode.querySelector(":scope > .told") ?? svg.parentNode.parentNode.querySelector(":scope > .told");
+  const told = svg.parentNode.querySelector(":scope > .pointed") ?? svg.parentNode.parentNode.querySelector(":scope > .pointed");
   if (told) told.textContent = mark ? mark.querySelector(":scope > title").textContent : "";
 };
 const marked = node => node.closest?.("svg") && (node.closest("g:has(> title)") ?? node.closest("rect:has(> title)"));

@@ -1,4 +1,5 @@
-"""`to_html`: a plan as one self-contained page of bounded size, for any number of ranks and tensors."""
+"""`to_html`: a plan as one self-contained page of bounded size, for any number of ranks and
+tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
-from planners.geometry.mesh import Ints, Replicate, Shard
+from planners.geometry.mesh import Ints, Replicate, Shard, grouped
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify
@@ -23,7 +24,7 @@ from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, drawn_dims, edges
-from planners.units import format_bytes, format_count, format_seconds, format_some
+from planners.units import format_bytes, format_seconds, format_some
 
 __all__ = ["to_html"]
 
@@ -50,7 +51,8 @@ class _Story:
     """Bytes per rank, with what they are."""
     traffic: Iterable[Traffic] | None
     between: tuple[str, str]
-    """What the rank of a row did, and what that of a column does, as in `("sent by", "received by")`."""
+    """What the rank of a row did, and what that of a column does, as in
+    `("sent by", "received by")`."""
 
 
 def to_html(
@@ -92,7 +94,8 @@ def to_html(
 
 
 def page_of(frame: str, **parts: str) -> str:
-    """A frame from the folder of this module, filled in, with the style and scripts of all pages."""
+    """A frame from the folder of this module, filled in, with the style and scripts of all
+    pages."""
     folder = resources.files("planners.reports")
     parts |= {name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
@@ -185,24 +188,21 @@ def weights_first(name: str) -> tuple[bool, str]:
     return re.search(r"\boptim|exp_avg|momentum_buffer", name) is not None, name
 
 
-def _shared(story: _Story) -> list[str]:
-    """A tensor of each geometry on all sides: weights first, of them those of the most bytes."""
-    first, last = story.sides[0][1], story.sides[-1][1]
-    names = [fqn for fqn in last if fqn in first and first[fqn].spec.shape == last[fqn].spec.shape]
-    found = {min(g.names, key=weights_first): g.after.spec.nbytes * len(g) for g in pair_groups(first, last, names)}
-    return sorted(found, key=lambda name: (weights_first(name)[0], -found[name], name))
-
-
 def _tensors(story: _Story) -> str:
-    shown: dict[tuple[object, ...], str] = {}  # by shape and forms: moments of an optimizer look like their parameter
-    for fqn in _shared(story):
-        layouts = [side[fqn] for _, side in story.sides]
-        shown.setdefault((layouts[0].spec.shape, *(layout.form for layout in layouts)), fqn)
-    chosen = list(shown.values())[:_MAX_TENSORS]
+    """A tensor of each shape and layouts: weights first, of them those of the most bytes."""
+    first, last = story.sides[0][1], story.sides[-1][1]
+    alike = grouped(
+        ((layout.spec.shape, first[fqn].form, layout.form), fqn)
+        for fqn, layout in last.items()
+        if fqn in first and first[fqn].spec.shape == layout.spec.shape
+    )
+    nbytes = {min(names, key=weights_first): sum(last[fqn].spec.nbytes for fqn in names) for names in alike.values()}
+    shown = sorted(nbytes, key=lambda fqn: (weights_first(fqn)[0], -nbytes[fqn], fqn))
+    chosen = shown[:_MAX_TENSORS]
     options, drawn = "", ""
     for i, fqn in enumerate(chosen):
         pair = "".join(cuts(side[fqn], caption) for caption, side in story.sides)
-        spec = story.sides[-1][1][fqn].spec
+        spec = last[fqn].spec
         options += f'<option value="{i}">{escape(fqn)} {list(spec.shape)}</option>'
         head = f"<h3>{escape(fqn)}</h3><p>{list(spec.shape)} {spec.dtype}, {format_bytes(spec.nbytes)}</p>"
         drawn += f'<div class="tensor" id="tensor-{i}">{head}<div class="pair">{pair}</div></div>'
@@ -224,10 +224,10 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
     sums = np.zeros([-(-world // per) for world in worlds], dtype=np.int64)
     for sender, receiver, nbytes in story.traffic:
         np.add.at(sums, (sender // per, receiver // per), nbytes)
-    hosts = per // ranks_per_host
+    hosts = per // ranks_per_host or 1
     each = f"{hosts} × {hosts} hosts" if hosts > 1 else "one host with another"
     scale = f" Each cell is the sum of {each}, of {ranks_per_host} ranks each." if unit == "host" else ""
-    grid = matrix(sums, story.between, unit, hosts if unit == "host" else 1)
+    grid = matrix(sums, story.between, unit, hosts)
     return f'<section aria-labelledby="traffic">{words}{scale}</p>{grid}</section>'
 
 
@@ -247,7 +247,8 @@ def _table(story: _Story) -> str:
 
 
 def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
-    """(pattern, how many, shape, bytes, how each side places them): names that differ in numbers only are one row."""
+    """(pattern, how many, shape, bytes, how each side places them): names that differ in
+    numbers only are one row."""
     found: dict[tuple[str, ...], list[str]] = {}
     sides = [side for _, side in story.sides]
     placements = [side.described(side, in_both_forms) for side in sides]
@@ -265,7 +266,7 @@ def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
 
 
 _WIDTH = 340
-_TOLD = '<p class="told" aria-live="polite"></p>'
+_POINTED = '<p class="pointed" aria-live="polite"></p>'
 """Where a page says what the pointer is at."""
 _MAX_CELLS = 64
 _GROUPS = 16
@@ -273,12 +274,21 @@ _GROUPS = 16
 _MAX_BARS = 128
 _WIDE = 1000.0
 """Of figures that take the width of the page."""
-_RAMP = ((46, 74, 140), (24, 116, 130), (40, 122, 76), (122, 108, 20), (176, 86, 30), (190, 54, 84), (122, 64, 150))
+_RAMP = (
+    (46, 74, 140),
+    (24, 116, 130),
+    (40, 122, 76),
+    (122, 108, 20),
+    (176, 86, 30),
+    (190, 54, 84),
+    (122, 64, 150),
+)
 """A circle of colors, all so dark that white text has a contrast of 4.9 and more."""
 
 
 def rank_color(rank: int) -> str:
-    """The color of a rank on every page. The first eight are far apart; of many ranks, neighbors are alike."""
+    """The color of a rank on every page. The first eight differ most; of many ranks, neighbors
+    have similar colors."""
     at = math.log2(1 + rank / 4) / 1.6 * len(_RAMP) % len(_RAMP)
     i = int(at)
     mixed = (round(a + (b - a) * (at - i)) for a, b in zip(_RAMP[i], _RAMP[(i + 1) % len(_RAMP)]))
@@ -286,7 +296,8 @@ def rank_color(rank: int) -> str:
 
 
 def cuts(layout: TensorLayout, caption: str) -> str:
-    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and columns are the first two
+    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and
+    columns are the first two
     sharded dims, or the first two."""
     shape, words = layout.spec.shape, _words(layout)
     if 0 in shape:
@@ -302,9 +313,8 @@ def cuts(layout: TensorLayout, caption: str) -> str:
     names = (f"dim {dim}: {shape[dim]:,}" for dim in dims)
     body = [f"<text {place}>{name}</text>" for place, name in zip(places[2 - len(dims) :], names)]
     for down, across in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
-        spans = [(0, 1)] * len(shape)
-        for dim, span in zip(dims, [down, across][2 - len(dims) :]):
-            spans[dim] = span
+        of_dim = dict(zip(dims, [down, across][2 - len(dims) :]))
+        spans = [of_dim.get(dim, (0, 1)) for dim in range(len(shape))]
         ranks = owner.at([start for start, _ in spans])
         if drawn != exact:
             ranks = sorted({*ranks, *owner.at([stop - 1 for _, stop in spans])})
@@ -320,12 +330,13 @@ def cuts(layout: TensorLayout, caption: str) -> str:
     return (
         f"<figure><figcaption>{escape(caption)}<small>{escape(words + rest)}</small></figcaption>"
         f'<svg{fine} viewBox="0 0 {_WIDTH + 14} {height + 14:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_TOLD}</figure>'
+        f'aria-label="{escape(f"{caption}: shape {list(shape)}{rest}")}">{"".join(body)}</svg>{_POINTED}</figure>'
     )
 
 
 def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
-    """The layout without the axes that shard last, where a dim has more shards than can be drawn; and these axes."""
+    """The layout without the axes that shard last, where a dim has more shards than can be
+    drawn; and these axes."""
     inner = []
     for dim in range(len(layout.spec.shape[:2])):
         while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
@@ -349,19 +360,27 @@ def notation(sides: Iterable[StateLayout]) -> str:
 
 def _words(layout: TensorLayout) -> str:
     owners = Owners(layout)
-    copies = f", {owners.copies:,} ranks hold each" if owners.copies > 1 else ""
-    return f"{in_both_forms(layout)} · {format_count(owners.pieces, 'region')}{copies}"
+    copies = f" on {owners.copies:,} ranks each" if owners.copies > 1 else ""
+    return f"{in_both_forms(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
 
 
-def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, is_group: bool) -> str:
+def _cell(
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    ranks: list[int],
+    where: str,
+    is_group: bool,
+) -> str:
     words = f"{ranks[0]} to {ranks[-1]}" if is_group and len(ranks) > 1 else format_some(ranks, 4)
     look = f'fill="{rank_color(ranks[0])}"' if ranks else 'class="missing"'
     who = f"rank{'s' * (len(ranks) > 1)} {words}" if ranks else "no rank"
     out = (
         f'<rect {look} x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{who}: [{where}]</title></rect>'
     )
-    text = words if len(words) * 8 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
-    if h >= 15 and text and len(text) * 8 < w - 2:
+    text = words if len(words) * 8.5 < w - 6 else f"{ranks[0]}{'+' * (len(ranks) > 1)}" if ranks else ""
+    if h >= 15 and text and len(text) * 8.5 < w - 2:
         out += f'<text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}">{text}</text>'
     return out
 
@@ -370,8 +389,10 @@ def _cell(x: float, y: float, w: float, h: float, ranks: list[int], where: str, 
 
 
 def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A row or column is `each`
-    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes differ by more than 10
+    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A
+    row or column is `each`
+    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes
+    differ by more than 10
     times."""
     rows, columns = sums.shape
     found = np.sort(sums[sums > 0])
@@ -409,7 +430,7 @@ def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
         f'<div class="wide"><svg class="matrix" viewBox="0 0 {_WIDE:.0f} {total:.0f}" role="img" tabindex="0" '
         f'aria-label="bytes from {rows} to {columns} rows and columns of {unit}s">{"".join(body)}'
         f'<text class="tick" x="{left + width / 2:.1f}" y="12">{between[1]} {unit} →</text>'
-        f'<text class="tick start" x="0" y="12">{between[0]} {unit} ↓</text></svg></div>{_TOLD}'
+        f'<text class="tick start" x="0" y="12">{between[0]} {unit} ↓</text></svg></div>{_POINTED}'
         f'<p class="legend">Bytes in a cell: <span class="swatch"></span> none{scale}</p>'
     )
 
@@ -421,7 +442,8 @@ def _units(unit: str, index: int, each: int) -> str:
 
 
 def _round_numbers(end: int, most: int) -> Iterator[int]:
-    """0 and further round numbers below `end`: about `most` at most, in steps of 1, 2, or 5 times a power of ten."""
+    """0 and further round numbers below `end`: about `most` at most, in steps of 1, 2, or 5
+    times a power of ten."""
     step = next(s for s in _steps(10) if end / s <= max(most, 1))
     yield from range(0, end, step)
 
@@ -435,7 +457,8 @@ def _steps(base: int) -> Iterator[int]:
 
 
 def bars(loads: Ints, label: str) -> str:
-    """Bytes of each rank as a bar; if there are many, the mean of neighbors with the largest of them on top."""
+    """Bytes of each rank as a bar; if there are many, the mean of neighbors with the largest
+    of them on top."""
     world, n = len(loads), min(len(loads), _MAX_BARS)
     edges = [world * i // n for i in range(n + 1)]
     most = max(int(loads.max(initial=0)), 1)
@@ -470,12 +493,13 @@ def bars(loads: Ints, label: str) -> str:
     return (
         f'<figure class="wide"><figcaption>{escape(label)}<small>by rank{grouped}</small></figcaption>'
         f'<svg class="bars" viewBox="0 0 {_WIDE:.0f} {height:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg>{_TOLD}</figure>'
+        f'aria-label="{escape(label)}: {format_bytes(most)} at most">{"".join(body)}</svg>{_POINTED}</figure>'
     )
 
 
 def _round_sizes(most: int) -> list[int]:
-    """0 and round sizes up to the first that is not below `most`: 1, 2 or 5, 10, 20, 50, 100, 200, 500 of a unit."""
+    """0 and round sizes up to the first that is not below `most`: 1, 2 or 5, 10, 20, 50, 100,
+    200, 500 of a unit."""
     most = max(most, 1)
     unit = 1024 ** int(math.log(most, 1024) + 1e-9)
     step = next(s for s in (unit * factor for factor in _steps(10)) if most / s <= 5)

@@ -17,7 +17,7 @@ from planners.plans.plan import Plan
 from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferItem, TransferPlan
-from planners.units import format_bytes, format_count, format_each
+from planners.units import format_bytes, format_count, format_each, format_some
 
 __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_plan", "summarize"]
 
@@ -25,7 +25,8 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
 ) -> str:
-    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None: all) of the first
+    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items
+    (None: all) of the first
     ranks.
 
     For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
@@ -57,26 +58,24 @@ def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> st
 
     Raises PlanError for a name that is not in the plan, or a rank outside the job.
     """
+    if fqn not in plan.names:
+        raise PlanError("the plan has no tensor of this name", fqn=fqn)
     if isinstance(plan, SavePlan):
-        return "\n".join(_explain_save(plan, _known(plan.layout.get(fqn), fqn), rank))
+        return "\n".join(_explain_save(plan, plan.layout[fqn], rank))
     if isinstance(plan, TransferPlan):
-        if fqn not in plan.names:
-            raise PlanError("the plan moves no tensor of this name", fqn=fqn)
         return "\n".join(_explain_transfer(plan, fqn, rank))
-    return "\n".join(_explain_load(plan, _known(plan.wanted.get(fqn), fqn), rank))
+    return "\n".join(_explain_load(plan, plan.wanted[fqn], rank))
 
 
 def _load_lines(loads: Ints, verb: str, limit: int | None, width: int) -> Iterator[str]:
     most = max(int(loads.max(initial=0)), 1)
-    shown = len(loads) if limit is None else min(len(loads), limit)
-    sizes = format_each(loads[:shown].tolist())
+    sizes = format_each(loads[:limit].tolist())
     longest = max(min(30, width - len(verb) - 27), 0)
-    for rank in range(shown):
+    for rank, size in enumerate(sizes):
         bar = "#" * round(longest * int(loads[rank]) / most)
-        yield f"  rank {rank:>5} {verb} {sizes[rank]:>10}  {bar}"
-    if shown < len(loads):
+        yield f"  rank {rank:>5} {verb} {size:>10}  {bar}"
+    if left := len(loads) - len(sizes):
         mean = format_bytes(float(loads.mean()))
-        left = len(loads) - shown
         yield f"  ... {left} more rank{'s' * (left != 1)}; mean {mean}, most {format_bytes(most)}"
 
 
@@ -106,12 +105,6 @@ def _line(item: ReadItem | WriteItem | TransferItem) -> str:
 # --- one tensor on one rank ---
 
 
-def _known(layout: TensorLayout | None, fqn: str) -> TensorLayout:
-    if layout is None:
-        raise PlanError("the plan has no tensor of this name", fqn=fqn)
-    return layout
-
-
 def _explain_load(plan: LoadPlan, layout: TensorLayout, rank: int) -> Iterator[str]:
     fqn = layout.fqn
     view = plan.views.get(fqn)
@@ -119,20 +112,22 @@ def _explain_load(plan: LoadPlan, layout: TensorLayout, rank: int) -> Iterator[s
     for source in (fqn,) if view is None else dict.fromkeys(s.fqn for s in view.sources):
         saved = plan.saved[source]
         yield f"  saved{'' if source == fqn else f' as {source}'}: {saved.spec.shape} {saved.spec.dtype}, {saved.form}"
-    items = [item for item in plan.items(rank) if item.fqn == fqn]
-    yield f"  reads {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
-    yield from (f"    {_line(item)}" for item in items)
+    yield from _explain_items(plan, fqn, rank)
 
 
 def _explain_save(plan: SavePlan, layout: TensorLayout, rank: int) -> Iterator[str]:
     fqn = layout.fqn
     yield _head(layout, f"rank {rank} holds", plan.layout.parts(fqn, rank))
-    items = [item for item in plan.items(rank) if item.fqn == fqn]
-    yield f"  writes {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
-    yield from (f"    {_line(item)}" for item in items)
+    yield from _explain_items(plan, fqn, rank)
     for box in dict.fromkeys(layout.boxes(rank) if rank < layout.world_size else ()):
         shares = [f"rank {other} {region}" for other, region in plan.writers(fqn, box)]
         yield f"  {box} is written by {', '.join(shares)}"
+
+
+def _explain_items(plan: LoadPlan | SavePlan, fqn: str, rank: int) -> Iterator[str]:
+    items = [item for item in plan.items(rank) if item.fqn == fqn]
+    yield f"  {plan.verb} {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
+    yield from (f"    {_line(item)}" for item in items)
 
 
 def _explain_transfer(plan: TransferPlan, fqn: str, rank: int) -> Iterator[str]:
@@ -172,7 +167,8 @@ class PlanDiff:
     changed: dict[str, str]
     """Names whose shape, dtype, or placement differs, with the difference."""
     rank_bytes: tuple[Ints, Ints]
-    """Bytes of each rank in both: read, written, received, or held. A rank that one of them lacks has 0."""
+    """Bytes of each rank in both: read, written, received, or held. A rank that one of them
+    lacks has 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -190,9 +186,9 @@ class PlanDiff:
         lines = []
         for names, verb in ((self.only_a, "only in the first"), (self.only_b, "only in the second")):
             if names:
-                lines.append(f"{verb}: {_listed(names)}")
+                lines.append(f"{verb}: {format_some(names, _LISTED)}")
         hows = grouped((how, fqn) for fqn, how in self.changed.items())
-        lines += [f"{how}: {_listed(tuple(names))}" for how, names in hows.items()]
+        lines += [f"{how}: {format_some(names, _LISTED)}" for how, names in hows.items()]
         a, b = self.rank_bytes
         ranks = np.flatnonzero(a != b)
         lines.append(f"bytes: {format_bytes(int(a.sum()))} -> {format_bytes(int(b.sum()))}, {len(ranks)} ranks differ")
@@ -263,11 +259,6 @@ def _short(layout: TensorLayout) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
-
-
 # `summarize`: a plan in figures, for all ranks, without listing its items.
 
 
@@ -291,7 +282,8 @@ class PlanStats:
     world_size: int
     rank_bytes: Ints
     items: Ints | None
-    """Number of items of each rank; None for save plans, where it depends on how chunks are divided."""
+    """Number of items of each rank; None for save plans, where it depends on how chunks are
+    divided."""
     unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """See `StateLayout.unsharded_axes`: of the target layout, or of the layout that is saved."""
 
@@ -319,16 +311,17 @@ class PlanStats:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest rank divided by the mean; 1 is even. A plan without bytes is even."""
+        """Bytes of the busiest rank divided by the mean; 1 is even. A plan without bytes is
+        even."""
         return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
 
     def histogram(self, bins: int = 10) -> tuple[Bin, ...]:
-        """Group ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError for less than one bin."""
+        """Group ranks by their bytes, in at most `bins` bins of equal width. Raises PlanError
+        for less than one bin."""
         if bins < 1:
             raise PlanError(f"a histogram needs one bin or more, got {bins}")
         low, high = int(self.rank_bytes.min(initial=self.max_bytes)), self.max_bytes
-        edges = [low + (high + 1 - low) * i // bins for i in range(bins + 1)]
-        edges = sorted(set(edges))
+        edges = sorted({low + (high + 1 - low) * i // bins for i in range(bins + 1)})
         counts, _ = np.histogram(self.rank_bytes, bins=np.array(edges, dtype=np.float64))
         return tuple(Bin(a, b - 1, int(n)) for a, b, n in zip(edges, edges[1:], counts))
 
@@ -360,7 +353,8 @@ class PlanStats:
 
 
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
-    """Count the bytes and items of all ranks. Products of both sides are counted without listing items.
+    """Count the bytes and items of all ranks. Products of both sides are counted without
+    listing items.
 
     Raises PlanError for a value that is not a plan.
     """

@@ -344,7 +344,7 @@ def test_pictures_are_moved_in_by_keys_and_tables_sorted_by_them(browser: Browse
     say("plan", tmp_path / "c", "fsdp=2,tp=2", "--rule", "*=S(0),S(1)", "--html", file)
     page = browser.open(file)
     page.ask("document.querySelectorAll('.tensor.shown svg')[1].focus()")
-    told = "document.querySelectorAll('.tensor.shown .told')[1].textContent"
+    told = "document.querySelectorAll('.tensor.shown .pointed')[1].textContent"
     page.press("ArrowDown")
     assert page.ask(told) == "rank 0: [0:4, 0:4]"
     page.press("ArrowDown", "ArrowRight")
