@@ -35,14 +35,16 @@ class Pictured:
         cluster: Any = None,
         wrong: Sequence[str] = (),
     ) -> str:
-        """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its largest tensors,
-        traffic between ranks, bytes per rank, and a searchable table of tensors. Notebooks display a plan as this page.
+        """Return the plan as a self-contained HTML page: its proof, totals, the sharding of its
+        largest tensors, traffic between ranks, bytes per rank, and a searchable table of tensors.
+        Notebooks display a plan as this page.
 
             Path("plan.html").write_text(plan.to_html(source="run/step-1000", target="fsdp=3"))
 
         Args:
             title: title of the page. Default: what the plan does.
-            ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts between groups of hosts.
+            ranks_per_host: above 64 ranks, traffic is shown between hosts, and above 64 hosts
+                between groups of hosts.
             source: name of the source for readers, such as a path or a topology.
             target: name of the target.
             cluster: a `Cluster`: also show the time that `estimate` returns. Its `ranks_per_host` is used.

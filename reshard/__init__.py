@@ -171,15 +171,12 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            from reshard import errors
+            from reshard import dcp, errors, mapping, planners
 
-            places = (
-                []
-                if name[0] == "_" or name in _ELSEWHERE
-                else map("reshard.{}".format, ("errors", "planners", "mapping", "dcp"))
-            )
-            place = next((place for place in places if hasattr(importlib.import_module(place), name)), "")
-            meant = f": it is {place}.{name}" if place else errors.did_you_mean(name, _HOME)
+            places = {"errors": errors, "planners": planners, "mapping": mapping, "dcp": dcp}
+            known = [] if name[0] == "_" or name in _ELSEWHERE else places
+            place = next((each for each in known if hasattr(places[each], name)), "")
+            meant = f": it is reshard.{place}.{name}" if place else errors.did_you_mean(name, _HOME)
             meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else meant
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage_collection import gc_paused

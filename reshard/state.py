@@ -97,8 +97,11 @@ class State(Generic[T]):
 
 
 def count_objects(state: State[Any]) -> int:
-    """The number of objects, which is the same for each way to store a state: an entry of a dict is one, and so are all
-    plain items of a list together, whether each has a key of its own or a value holds them all."""
+    """The number of objects, which is the same for each way to store a state.
+
+    An entry of a dict is one, and so are all plain items of a list together, whether each has a
+    key of its own or a value holds them all.
+    """
     found: set[KeyPath] = set()
     todo: list[tuple[KeyPath, Any]] = []
     for key, value in state.objects.items():

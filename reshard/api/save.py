@@ -135,8 +135,11 @@ def save(
 
 
 class PendingSave(Generic[T]):
-    """A save that runs in the background. It has `result`, `exception`, `done`, and `add_done_callback`, as a
-    `concurrent.futures.Future` has."""
+    """A save that runs in the background.
+
+    It has `result`, `exception`, `done`, and `add_done_callback`, as a `concurrent.futures.Future`
+    has.
+    """
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
@@ -146,8 +149,10 @@ class PendingSave(Generic[T]):
 
     @renamed(timeout_s="timeout")
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the save and return its report. Raises the errors of `save`, and TimeoutError after `timeout`
-        seconds."""
+        """Wait for the save and return its report.
+
+        Raises the errors of `save`, and TimeoutError after `timeout` seconds.
+        """
         return self._asked(self._future.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
