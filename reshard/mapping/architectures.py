@@ -16,7 +16,7 @@ from typing import Any
 from planners.units import format_some
 from reshard.errors import NormalizationError, did_you_mean
 
-__all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder"]
+__all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder", "undone"]
 
 ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
 """The name that each inference engine gives to the fused first projections of latent attention."""
@@ -48,6 +48,8 @@ class Architecture:
     """Each head's queries are followed by the gate of its output, in the same projection."""
     zero_centered: bool = False
     """Norm weights are stored as differences from 1."""
+    outer: Dict[str, str] = field(default_factory=dict)
+    """Full names on disk, and those that stand for them before `names` are looked up, where layers are elsewhere."""
     pairs: bool = False
     """torchtitan and llama.cpp rotate adjacent pairs, and not halves of a head as on disk."""
 
@@ -88,31 +90,69 @@ _GLM4_NORMS = {
     "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
     "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
 }
-_HUNYUAN = {f"self_attn.{a}_layernorm.weight": f"self_attn.{a[0]}_norm.weight" for a in ("query", "key")}
+_HUNYUAN = {
+    "self_attn.query_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attn.key_layernorm.weight": "self_attn.k_norm.weight",
+}
 _AFMOE = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": _BIAS}
 _HY_V3 = _AFMOE | {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
-_JAMBA = {f"feed_forward.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")} | {
+_JAMBA = {
+    "feed_forward.{part}_proj.weight": "mlp.{part}_proj.weight",
     "feed_forward.experts.{e}.{part}.weight": "mlp.experts.{e}.{part}.weight",
     "feed_forward.router.weight": "mlp.gate.weight",
 }
-_LFM2_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_LFM2 = {f"feed_forward.{a}.weight": f"mlp.{b}.weight" for a, b in _LFM2_PARTS.items()} | {
+_LFM2 = {
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
     "self_attn.out_proj.weight": "self_attn.o_proj.weight",
     "self_attn.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attn.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 _LFM2_MOE = _LFM2 | {
-    **{f"feed_forward.experts.{{e}}.{a}.weight": f"mlp.experts.{{e}}.{b}.weight" for a, b in _LFM2_PARTS.items()},
+    "feed_forward.experts.{e}.w1.weight": "mlp.experts.{e}.gate_proj.weight",
+    "feed_forward.experts.{e}.w2.weight": "mlp.experts.{e}.down_proj.weight",
+    "feed_forward.experts.{e}.w3.weight": "mlp.experts.{e}.up_proj.weight",
     "feed_forward.gate.weight": "mlp.gate.weight",
     "feed_forward.expert_bias": _BIAS,
 }
-_STACKS = {f"mlp.experts.{x}_proj": f"feed_forward.experts.{x}_proj" for x in ("gate_up", "down")}
-_HUNYUAN_MOE = {"mlp.gate.wg.weight": "mlp.gate.weight", **_HUNYUAN}
-_HUNYUAN_MOE |= {"mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight"}
+_STACKS = {"mlp.experts.{part}_proj": "feed_forward.experts.{part}_proj"}
+_EXAONE = {
+    "ln_1.weight": "input_layernorm.weight",
+    "ln_2.weight": "post_attention_layernorm.weight",
+    "attn.attention.q_proj.weight": "self_attn.q_proj.weight",
+    "attn.attention.k_proj.weight": "self_attn.k_proj.weight",
+    "attn.attention.v_proj.weight": "self_attn.v_proj.weight",
+    "attn.attention.out_proj.weight": "self_attn.o_proj.weight",
+    "mlp.c_fc_0.weight": "mlp.gate_proj.weight",
+    "mlp.c_fc_1.weight": "mlp.up_proj.weight",
+    "mlp.c_proj.weight": "mlp.down_proj.weight",
+}
+_NEMOTRON_H = {
+    "mixer.q_proj.{kind}": "self_attn.q_proj.{kind}",
+    "mixer.k_proj.{kind}": "self_attn.k_proj.{kind}",
+    "mixer.v_proj.{kind}": "self_attn.v_proj.{kind}",
+    "mixer.o_proj.{kind}": "self_attn.o_proj.{kind}",
+    "mixer.up_proj.{kind}": "mlp.up_proj.{kind}",
+    "mixer.down_proj.{kind}": "mlp.down_proj.{kind}",
+    "mixer.experts.{e}.{part}.weight": "mlp.experts.{e}.{part}.weight",
+    "mixer.shared_experts.{part}.{kind}": "mlp.shared_experts.{part}.{kind}",
+    "mixer.gate.{rest}": "mlp.gate.{rest}",
+}
+_LAGUNA = {
+    "mlp.experts.e_score_correction_bias": _BIAS,
+    "mlp.shared_expert.{part}.weight": "mlp.shared_experts.{part}.weight",
+}
+_HUNYUAN_MOE = {
+    "mlp.gate.wg.weight": "mlp.gate.weight",
+    "mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight",
+    **_HUNYUAN,
+}
+_FC = {"mlp.fc1.{kind}": "mlp.up_proj.{kind}", "mlp.fc2.{kind}": "mlp.down_proj.{kind}"}
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
 
 
-def _undone(names: Dict[str, str]) -> dict[str, str]:
+def undone(names: Dict[str, str]) -> dict[str, str]:
     """Plain names, and those on disk, of all but the experts: in memory these keep the names on disk."""
     return {plain: disk for disk, plain in names.items() if "{e}" not in disk}
 
@@ -133,6 +173,25 @@ _TABLE = {
         _MEGATRON, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
     ),
     "lfm2": Architecture(names=_LFM2),
+    "bamba falcon_h1": Architecture(names=_JAMBA | {"pre_ff_layernorm.weight": "post_attention_layernorm.weight"}),
+    "olmo bitnet apertus diffllama": Architecture(),
+    "nanochat": Architecture(names=_FC, gated=False),
+    "phi": Architecture(names=_FC | {"self_attn.dense.{kind}": "self_attn.o_proj.{kind}"}, gated=False),
+    "exaone": Architecture(
+        _MEGATRON, _EXAONE, memory=_EXAONE, outer={
+            "transformer.wte.weight": "model.embed_tokens.weight", "transformer.ln_f.weight": "model.norm.weight",
+            "transformer.h.{rest+}": "model.layers.{rest+}",
+        },
+    ),
+    "nemotron_h": Architecture(
+        (), _NEMOTRON_H, experts="apart", gated=False, outer={"backbone.{rest+}": "model.{rest+}"},
+        memory=undone(_NEMOTRON_H) | {"mlp.experts.{part}_proj": "mixer.experts.{part}_proj"},
+    ),
+    "minicpm3": Architecture(latent=True),
+    "laguna": Architecture((), _LAGUNA, experts="apart"),
+    "axk1": Architecture(
+        experts="apart", latent=True, memory={"post_mlp_layernorm.weight": "mlp.post_mlp_layernorm.weight"}
+    ),
     "glm": Architecture(_MEGATRON, fused=("gate_up",)),
     "glm4": Architecture(_SERVED, _GLM4_NORMS, ("gate_up",), _BOTH_SIDES),
     "exaone4": Architecture(_SERVED, norms=_AFTER),
@@ -152,12 +211,12 @@ _TABLE = {
         memory={_BIAS: "mlp.e_score_correction_bias"},
     ),
     "minimax": Architecture((), _MIXTRAL, experts="apart"),
-    "lfm2_moe": Architecture((), _LFM2_MOE, experts="apart", memory=_undone(_LFM2_MOE) | _STACKS),
-    "jamba": Architecture((), _JAMBA, experts="apart", memory=_undone(_JAMBA) | _STACKS),
+    "lfm2_moe": Architecture((), _LFM2_MOE, experts="apart", memory=undone(_LFM2_MOE) | _STACKS),
+    "jamba": Architecture((), _JAMBA, experts="apart", memory=undone(_JAMBA) | _STACKS),
     "mimo_v2_flash": replace(_MOE, namings=(), memory={"self_attn.attention_sink_bias": "self_attn.sinks"}),
     "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
     "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
-    "afmoe": Architecture((), _AFMOE, experts="apart", memory=_undone(_AFMOE)),
+    "afmoe": Architecture((), _AFMOE, experts="apart", memory=undone(_AFMOE)),
     "olmoe": replace(_MOE, namings=()),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
     "glm4_moe": _MOE,
@@ -168,7 +227,7 @@ _TABLE = {
         memory={_BIAS: "mlp.gate.moe_statics.e_score_correction_bias"},
     ),
     "hunyuan_v1_moe": Architecture(
-        (), _HUNYUAN_MOE, experts="apart", memory=_undone(_HUNYUAN_MOE)
+        (), _HUNYUAN_MOE, experts="apart", memory=undone(_HUNYUAN_MOE)
     ),
     "granitemoe granitemoeshared": _GRANITE_MOE,
     "granitemoehybrid": replace(_GRANITE_MOE, namings=()),
@@ -268,8 +327,8 @@ class Decoder:
             raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
         heads = int(config["num_attention_heads"])
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        layers = int(config.get("num_hidden_layers") or 0)
+        kv_heads = _number(config, "num_key_value_heads", heads)
+        layers = _number(config, "num_hidden_layers")
         return cls(
             str(config["model_type"]),
             heads,
@@ -277,18 +336,22 @@ class Decoder:
             int(size),
             int(config["vocab_size"]),
             layers,
-            int(config.get("num_nextn_predict_layers") or 0),
+            _number(config, "num_nextn_predict_layers"),
             tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
-            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+            _number(config, "moe_intermediate_size") or _number(config, "intermediate_size"),
             (
-                int(config.get("q_lora_rank") or 0),
-                int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0),
+                _number(config, "q_lora_rank"),
+                _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"),
             ),
-            int(seen.get("num_heads") or seen.get("num_attention_heads") or 0),
+            _number(seen, "num_heads") or _number(seen, "num_attention_heads"),
             tuple(layer for layer in range(layers) if _is_linear(config, layer)),
-            (int(config.get("linear_num_key_heads") or 1), int(config.get("linear_num_value_heads") or 1)),
-            (int(config.get("linear_key_head_dim") or 1), int(config.get("linear_value_head_dim") or 1)),
+            (_number(config, "linear_num_key_heads", 1), _number(config, "linear_num_value_heads", 1)),
+            (_number(config, "linear_key_head_dim", 1), _number(config, "linear_value_head_dim", 1)),
         )
+
+
+def _number(config: Dict[str, Any], key: str, otherwise: int = 0) -> int:
+    return int(config.get(key) or otherwise)
 
 
 def _has_experts(config: Dict[str, Any], layer: int) -> bool:
@@ -300,12 +363,12 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
     if config.get("moe_layer_start_index") is not None:  # of Ernie
         first, last = int(config["moe_layer_start_index"]), int(config.get("moe_layer_end_index") or -1)
         is_within = first <= layer and (last < 0 or layer <= last)
-        return is_within and (layer + 1) % int(config.get("moe_layer_interval") or 1) == 0
-    dense = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+        return is_within and (layer + 1) % _number(config, "moe_layer_interval", 1) == 0
+    dense = _number(config, "first_k_dense_replace") or _number(config, "num_dense_layers")
     if layer < dense or layer in (config.get("mlp_only_layers") or ()):
         return False
-    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    return layer % int(config.get("moe_layer_freq") or 1) == 0 and (layer + 1) % step == 0
+    step = _number(config, "decoder_sparse_step") or _number(config, "interleave_moe_layer_step", 1)
+    return layer % _number(config, "moe_layer_freq", 1) == 0 and (layer + 1) % step == 0
 
 
 def _is_linear(config: Dict[str, Any], layer: int) -> bool:
@@ -314,4 +377,4 @@ def _is_linear(config: Dict[str, Any], layer: int) -> bool:
         return False
     if config.get("layer_types") is not None:
         return bool(config["layer_types"][layer] == "linear_attention")
-    return (layer + 1) % int(config.get("full_attention_interval") or 4) != 0
+    return (layer + 1) % _number(config, "full_attention_interval", 4) != 0

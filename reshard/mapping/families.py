@@ -16,9 +16,22 @@ from typing import Any
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
 from reshard.mapping import vision
-from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder
+from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder, undone
 from reshard.mapping.mapping import Mapping, between
-from reshard.mapping.rules import Concat, Drop, Offset, Rename, Resize, Rope, Rule, Split, Stack, Transpose, Unstack
+from reshard.mapping.rules import (
+    Concat,
+    Drop,
+    Offset,
+    Rename,
+    Resize,
+    Rope,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    renames,
+)
 
 __all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
 
@@ -34,38 +47,43 @@ _KINDS = ("weight", "bias")
 
 def outer_to_titan(generation: str) -> list[Rule]:
     """Map everything outside the layers. `lm_head` was called `output` up to torchtitan 0.2."""
-    return [
-        Rename("model.embed_tokens.weight", "tok_embeddings.weight"),
-        Rename("model.norm.weight", "norm.weight"),
-        Rename("lm_head.weight", "lm_head.weight" if generation == "0.3" else "output.weight"),
-        Rename(f"{HF}input_layernorm.weight", f"{TITAN}attention_norm.weight"),
-        Rename(f"{HF}post_attention_layernorm.weight", f"{TITAN}ffn_norm.weight"),
-    ]
+    names = {
+        "model.embed_tokens.weight": "tok_embeddings.weight",
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": "lm_head.weight" if generation == "0.3" else "output.weight",
+        f"{HF}input_layernorm.weight": f"{TITAN}attention_norm.weight",
+        f"{HF}post_attention_layernorm.weight": f"{TITAN}ffn_norm.weight",
+    }
+    return renames(names)
 
 
-def attention_to_titan(model: Decoder, generation: str, *, rotate_pairs: bool) -> list[Rule]:
-    """Map attention and the dense feed-forward layer. `rotate_pairs`: the model rotates adjacent pairs, as
-    torchtitan's Llama does, and not halves of a head, so the rows of queries and keys are reordered."""
+def rotary(model: Decoder, source: str, target: str) -> Rule:
+    """Map queries or keys. Their rows are reordered where the target rotates adjacent pairs, as torchtitan's Llama
+    does, and not halves of a head."""
+    return Rope(source, target, model.head_size, "pairs") if model.architecture.pairs else Rename(source, target)
+
+
+def attention_to_titan(model: Decoder, generation: str) -> list[Rule]:
+    """Map attention and the dense feed-forward layer."""
     inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
-
-    def rotary(source: str, target: str) -> Rule:
-        return Rope(source, target, model.head_size, "pairs") if rotate_pairs else Rename(source, target)
-
+    names = {
+        "self_attn.v_proj.{kind}": f"{inner}wv.{{kind}}",
+        "self_attn.o_proj.{kind}": f"{TITAN}attention.wo.{{kind}}",
+        "self_attn.q_norm.weight": f"{TITAN}attention.q_norm.weight",
+        "self_attn.k_norm.weight": f"{TITAN}attention.k_norm.weight",
+    }
     return [
-        rotary(f"{HF}self_attn.q_proj.{{kind}}", f"{inner}wq.{{kind}}"),
-        rotary(f"{HF}self_attn.k_proj.{{kind}}", f"{inner}wk.{{kind}}"),
-        Rename(f"{HF}self_attn.v_proj.{{kind}}", f"{inner}wv.{{kind}}"),
-        Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{TITAN}attention.wo.{{kind}}"),
-        Rename(f"{HF}self_attn.q_norm.weight", f"{TITAN}attention.q_norm.weight"),
-        Rename(f"{HF}self_attn.k_norm.weight", f"{TITAN}attention.k_norm.weight"),
+        rotary(model, f"{HF}self_attn.q_proj.{{kind}}", f"{inner}wq.{{kind}}"),
+        rotary(model, f"{HF}self_attn.k_proj.{{kind}}", f"{inner}wk.{{kind}}"),
+        *renames(names, HF),
         *feed_forward_to_titan("mlp", "feed_forward"),
     ]
 
 
 def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
     """Map gate, down, and up to w1, w2, and w3."""
-    parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    return [Rename(f"{HF}{source}.{a}.{{kind}}", f"{TITAN}{target}.{b}.{{kind}}") for a, b in parts.items()]
+    parts = {"gate_proj.{kind}": "w1.{kind}", "down_proj.{kind}": "w2.{kind}", "up_proj.{kind}": "w3.{kind}"}
+    return renames(parts, f"{HF}{source}.", f"{TITAN}{target}.")
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
@@ -114,12 +132,15 @@ def attention_to_megatron(model: Decoder) -> list[Rule]:
         parts = {"q_proj": each, _OUTPUT_GATE: each, "k_proj": 1, "v_proj": 1}
     qkv = [f"{HF}self_attn.{x}.{{kind}}" for x in parts]
     fused = f"{MEGATRON}self_attention.linear_qkv.{{kind}}"
+    names = {
+        "o_proj.{kind}": "linear_proj.{kind}",
+        "q_norm.weight": "q_layernorm.weight",
+        "k_norm.weight": "k_layernorm.weight",
+        "sinks": "core_attention.softmax_offset",
+    }
     return [
         Concat(qkv, fused, parts=tuple(parts.values()), groups=model.kv_heads),
-        Rename(f"{HF}self_attn.o_proj.{{kind}}", f"{MEGATRON}self_attention.linear_proj.{{kind}}"),
-        Rename(f"{HF}self_attn.q_norm.weight", f"{MEGATRON}self_attention.q_layernorm.weight"),
-        Rename(f"{HF}self_attn.k_norm.weight", f"{MEGATRON}self_attention.k_layernorm.weight"),
-        Rename(f"{HF}self_attn.sinks", f"{MEGATRON}self_attention.core_attention.softmax_offset"),
+        *renames(names, f"{HF}self_attn.", f"{MEGATRON}self_attention."),
         *feed_forward_to_megatron("mlp", "mlp", gated=model.architecture.gated),
     ]
 
@@ -129,7 +150,7 @@ def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) ->
     pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
     fc1 = f"{MEGATRON}{target}.linear_fc1.{{kind}}"
     return [
-        Concat(pair, fc1, parts=(1, 1)) if gated else Rename(pair[1], fc1),
+        Concat(pair, fc1, (1, 1)) if gated else Rename(pair[1], fc1),
         Rename(f"{HF}{source}.down_proj.{{kind}}", f"{MEGATRON}{target}.linear_fc2.{{kind}}"),
     ]
 
@@ -168,10 +189,10 @@ def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list
             split("in_proj_ba.weight", "in_proj", ("beta", "alpha"), (1, 1), keys),
         ]
     else:
-        rest = {"z": "z", "b": "beta", "a": "alpha"}
+        rest = {"z.weight": "weight.z", "b.weight": "weight.beta", "a.weight": "weight.alpha"}
         projections = [
             split("in_proj_qkv.weight", "in_proj", qkv, sizes, 1),
-            *(Rename(f"{_LINEAR}in_proj_{a}.weight", f"{attention}in_proj.weight.{b}") for a, b in rest.items()),
+            *renames(rest, f"{_LINEAR}in_proj_", f"{attention}in_proj."),
         ]
     norm = (f"{_LINEAR}norm.weight", f"{attention}out_norm.weight")
     return [
@@ -206,10 +227,11 @@ def experts_to_titan(generation: str, fill: float | None = None) -> list[Rule]:
         Stack(f"{HF}mlp.experts.{{e}}.{a}.weight", block + titan_name(b, generation), over="e", fill=fill)
         for a, b in _PARTS.items()
     ]
+    bias = titan_name("expert_bias_E", generation)
+    names = {"weight": "router.gate.weight", "e_score_correction_bias": bias}
     return [
         *stacks,
-        Rename(f"{HF}mlp.gate.weight", f"{TITAN}moe.router.gate.weight"),
-        Rename(f"{HF}mlp.gate.e_score_correction_bias", f"{TITAN}moe.{titan_name('expert_bias_E', generation)}"),
+        *renames(names, f"{HF}mlp.gate.", f"{TITAN}moe."),
         *feed_forward_to_titan("mlp.shared_experts", "moe.shared_experts"),
     ]
 
@@ -228,51 +250,47 @@ def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rul
     """Fuse gate and up of each expert. In TransformerEngine's grouped experts, the expert number ends the name."""
     rules: list[Rule] = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
-        block = f"{MEGATRON}mlp.experts."
-        names = [f"{block}local_experts.{{e}}.linear_fc{n}.{kind}" for n in (1, 2)]
+        block, own = f"{MEGATRON}mlp.experts.", f"{HF}mlp.experts.{{e}}."
+        fused = [f"{block}local_experts.{{e}}.linear_fc1.{kind}", f"{block}local_experts.{{e}}.linear_fc2.{kind}"]
         if transformer_engine:
-            names = [f"{block}linear_fc{n}.{kind}{{e}}" for n in (1, 2)]
-        pair = [f"{HF}mlp.experts.{{e}}.{part}_proj.{kind}" for part in ("gate", "up")]
-        rules += [Concat(pair, names[0], parts=(1, 1)), Rename(f"{HF}mlp.experts.{{e}}.down_proj.{kind}", names[1])]
+            fused = [f"{block}linear_fc1.{kind}{{e}}", f"{block}linear_fc2.{kind}{{e}}"]
+        pair = [f"{own}gate_proj.{kind}", f"{own}up_proj.{kind}"]
+        rules += [Concat(pair, fused[0], (1, 1)), Rename(f"{own}down_proj.{kind}", fused[1])]
     shared = f"mlp.{model.architecture.shared}"
-    return [
-        *rules,
-        Rename(f"{HF}mlp.gate.weight", f"{MEGATRON}mlp.router.weight"),
-        Rename(f"{HF}mlp.gate.bias", f"{MEGATRON}mlp.router.bias"),
-        Rename(f"{HF}mlp.gate.e_score_correction_bias", f"{MEGATRON}mlp.router.expert_bias"),
-        *feed_forward_to_megatron(shared, "mlp.shared_experts"),
-        Rename(f"{HF}{shared}_gate.weight", f"{MEGATRON}mlp.shared_experts.gate_weight"),
-    ]
+    names = {
+        "mlp.gate.weight": "mlp.router.weight",
+        "mlp.gate.bias": "mlp.router.bias",
+        "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+        f"{shared}_gate.weight": "mlp.shared_experts.gate_weight",
+    }
+    return [*rules, *feed_forward_to_megatron(shared, "mlp.shared_experts"), *renames(names, HF, MEGATRON)]
 
 
-def in_memory_to_disk(fill: float | None = None) -> Mapping:
+def in_memory_to_disk(fill: float | None = None, gated: bool = True) -> Mapping:
     """Map the stacked experts that transformers 5 has in memory to the names in its files."""
     block = f"{HF}mlp.experts."
+    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    stacks = Mapping([Unstack(f"{block}{x}", f"{block}{{e}}.{x}.weight", over="e", fill=fill) for x in names])
     pair = [f"{block}{{e}}.gate_proj.weight", f"{block}{{e}}.up_proj.weight"]
-    return Mapping(
-        [
-            Unstack(f"{block}gate_up_proj", f"{block}{{e}}.gate_up_proj.weight", over="e", fill=fill),
-            Unstack(f"{block}down_proj", f"{block}{{e}}.down_proj.weight", over="e", fill=fill),
-        ]
-    ) | Mapping([Split(f"{block}{{e}}.gate_up_proj.weight", pair, parts=(1, 1))])
+    return stacks | Mapping([Split(f"{block}{{e}}.gate_up_proj.weight", pair, (1, 1))]) if gated else stacks
 
 
 def to_plain(model: Decoder, fill: float | None) -> Mapping:
     """Map names on disk that differ from the plain ones, split fused projections, and unstack experts."""
     known = model.architecture
-    rules: list[Rule] = [Rename(HF + disk, HF + plain) for disk, plain in known.names.items()]
+    outer, rules = Mapping(renames(known.outer)), renames(known.names, HF, HF)
     # fusing as inference engines do, undone
     fused = {"qkv": _attention(model), "gate_up": _gate_up("mlp")}
     rules += [rule.inverse() for name in known.fused for rule in fused[name]]
     if known.experts != "stacked":
-        return Mapping(rules)
+        return outer | Mapping(rules)
     shared = [f"{HF}mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")]
-    rules += [
-        Rename(f"{HF}block_sparse_moe.input_linear.weight", f"{_BLOCK}gate_up_proj"),
-        Rename(f"{HF}block_sparse_moe.output_linear.weight", f"{_BLOCK}down_proj"),
-        Split(f"{HF}shared_mlp.input_linear.weight", shared[:2], (1, 1)),
-        Rename(f"{HF}shared_mlp.output_linear.weight", shared[2]),
-    ]
+    names = {
+        f"{HF}block_sparse_moe.input_linear.weight": f"{_BLOCK}gate_up_proj",
+        f"{HF}block_sparse_moe.output_linear.weight": f"{_BLOCK}down_proj",
+        f"{HF}shared_mlp.output_linear.weight": shared[2],
+    }
+    rules += [Split(f"{HF}shared_mlp.input_linear.weight", shared[:2], (1, 1)), *renames(names)]
     return Mapping(rules) | in_memory_to_disk(fill)
 
 
@@ -281,43 +299,43 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
 
 
 _TITAN = {
-    "kv_a_proj_with_mqa": "wkv_a",
-    "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "wkv_b",
-    "q_proj": "wq",
-    "q_a_proj": "wq_a",
-    "q_a_layernorm": "q_norm",
-    "q_b_proj": "wq_b",
-    "o_proj": "wo",
+    "kv_a_proj_with_mqa.weight": "wkv_a.weight",
+    "kv_a_layernorm.weight": "kv_norm.weight",
+    "kv_b_proj.weight": "wkv_b.weight",
+    "q_proj.weight": "wq.weight",
+    "q_a_proj.weight": "wq_a.weight",
+    "q_a_layernorm.weight": "q_norm.weight",
+    "q_b_proj.weight": "wq_b.weight",
+    "o_proj.weight": "wo.weight",
 }
 _MEGATRON = {
-    "kv_a_proj_with_mqa": "linear_kv_down_proj.weight",
-    "kv_b_proj": "linear_kv_up_proj.weight",
-    "q_proj": "linear_q_proj.weight",
-    "q_a_proj": "linear_q_down_proj.weight",
-    "q_b_proj": "linear_q_up_proj.weight",
-    "o_proj": "linear_proj.weight",
+    "kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight",
+    "kv_b_proj.weight": "linear_kv_up_proj.weight",
+    "q_proj.weight": "linear_q_proj.weight",
+    "q_a_proj.weight": "linear_q_down_proj.weight",
+    "q_b_proj.weight": "linear_q_up_proj.weight",
+    "o_proj.weight": "linear_proj.weight",
 }
 
 
 def latent_to_titan() -> list[Rule]:
     """Map DeepSeek's attention to torchtitan."""
-    return [Rename(f"{HF}self_attn.{a}.weight", f"{TITAN}attention.{b}.weight") for a, b in _TITAN.items()]
+    return renames(_TITAN, f"{HF}self_attn.", f"{TITAN}attention.")
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
     """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections after them."""
-    norms = {"kv_a_layernorm": "kv_layernorm.weight", "q_a_layernorm": "q_layernorm.weight"}
+    norms = {"kv_a_layernorm.weight": "kv_layernorm.weight", "q_a_layernorm.weight": "q_layernorm.weight"}
     if transformer_engine:
         norms = {
-            "kv_a_layernorm": "linear_kv_up_proj.layer_norm_weight",
-            "q_a_layernorm": "linear_q_up_proj.layer_norm_weight",
+            "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+            "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
         }
     names = {**_MEGATRON, **norms}
-    found: list[Rule] = [Rename(f"{HF}self_attn.{a}.weight", f"{MEGATRON}self_attention.{b}") for a, b in names.items()]
     indexer = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
-    inner = f"{MEGATRON}self_attention.core_attention.indexer."  # of sparse attention
-    return found + [Rename(f"{HF}self_attn.indexer.{a}.{{kind}}", f"{inner}{b}.{{kind}}") for a, b in indexer.items()]
+    for old, new in indexer.items():  # of sparse attention
+        names[f"indexer.{old}.{{kind}}"] = f"core_attention.indexer.{new}.{{kind}}"
+    return renames(names, f"{HF}self_attn.", f"{MEGATRON}self_attention.")
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
@@ -330,8 +348,8 @@ def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -
     for number in range(model.next_layers):
         source, target = HF.format(i=model.layers + number), f"mtp.layers.{number}."
         last = "final_layernorm" if model.family == "hy_v3" else "shared_head.norm"
-        norms = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", last: "final_layernorm"}
-        out += [Rename(f"{source}{a}.weight", f"{target}{b}.weight") for a, b in norms.items()]
+        norms = {x: x for x in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
+        out += renames({**norms, f"{last}.weight": "final_layernorm.weight"}, source, target)
 
         def change(text: str, source: str = source, target: str = target) -> str:
             return text.replace(HF, source).replace(MEGATRON, f"{target}{inner}.")
@@ -390,10 +408,8 @@ def gpt_oss_to_titan(generation: str) -> list[Rule]:
     """Map the gpt-oss tensors other than attention."""
     block = titan_block(generation)
     names = {"gate_up_proj": ("mlp1", "EGD", "EG"), "down_proj": ("mlp2", "EDF", "ED")}
-    rules: list[Rule] = [
-        Rename(f"{HF}self_attn.sinks", f"{TITAN}attention.sinks"),
-        Rename(f"{HF}mlp.router.{{kind}}", f"{TITAN}moe.router.gate.{{kind}}"),
-    ]
+    beside = {"self_attn.sinks": "attention.sinks", "mlp.router.{kind}": "moe.router.gate.{kind}"}
+    rules = renames(beside, HF, TITAN)
     for name, (target, weight, bias) in names.items():
         rules.append(Transpose(f"{_BLOCK}{name}", block + titan_name(f"{target}_weight_{weight}", generation)))
         rules.append(Rename(f"{_BLOCK}{name}_bias", block + titan_name(f"{target}_bias_{bias}", generation)))
@@ -408,8 +424,7 @@ def llama4_to_plain(fill: float | None) -> Mapping:
     parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
     names = {f"shared_expert.{part}": f"shared_experts.{part}" for part in parts} | {part: part for part in parts}
     names["router.weight"] = "gate.weight"
-    beside = [Rename(f"{HF}feed_forward.{a}", f"{HF}mlp.{b}") for a, b in names.items()]
-    return turned_to_plain(f"{HF}feed_forward.experts.", beside, fill)
+    return turned_to_plain(f"{HF}feed_forward.experts.", renames(names, f"{HF}feed_forward.", f"{HF}mlp."), fill)
 
 
 # vLLM and SGLang: queries, keys and values as one, gate and up as one, experts side by side.
@@ -429,12 +444,12 @@ def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float 
     fused = _latent(model, engine) if known.latent else _attention(model)
     feed_forward = [*_gate_up("mlp"), *_gate_up(f"mlp.{known.shared}")] if known.gated else []
     made = Mapping([*fused, *feed_forward])
-    names = [Rename(HF + plain, HF + disk) for disk, plain in known.names.items() if "{e}" not in disk]
+    names = renames(undone(known.names), HF, HF)
     if not known.experts:
         return made | Mapping(names)
     inner = "block_sparse_moe" if "block_sparse_moe.gate.weight" in known.names else "mlp"
     block = f"{HF}{inner}.experts." + ("routed_experts." if engine == "vllm" and routed_experts else "")
-    names += [Rename(f"{_BLOCK}gate_up_proj", f"{block}w13_weight"), Rename(f"{_BLOCK}down_proj", f"{block}w2_weight")]
+    names += renames({"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}, _BLOCK, block)
     return made | in_memory_to_disk(fill).inverse() | Mapping(names)
 
 
@@ -469,20 +484,26 @@ def _gate_up(block: str) -> list[Rule]:
 
 
 _QKV = f"{HF}self_attention.layernorm_qkv."
-_MLP = f"{HF}layernorm_mlp."
 
 
 def to_transformer_engine() -> list[Rule]:
     """Map the plain names on disk to TransformerEngine."""
-    parts = {"q": "query", "k": "key", "v": "value"}
-    return [
-        Rename(f"{HF}input_layernorm.weight", f"{_QKV}layer_norm_weight"),
-        *(Rename(f"{HF}self_attn.{a}_proj.{kind}", f"{_QKV}{b}_{kind}") for a, b in parts.items() for kind in _KINDS),
-        *(Rename(f"{HF}self_attn.o_proj.{kind}", f"{HF}self_attention.proj.{kind}") for kind in _KINDS),
-        Rename(f"{HF}post_attention_layernorm.weight", f"{_MLP}layer_norm_weight"),
-        *(Concat([f"{HF}mlp.{x}_proj.{k}" for x in ("gate", "up")], f"{_MLP}fc1_{k}", (1, 1)) for k in _KINDS),
-        *(Rename(f"{HF}mlp.down_proj.{kind}", f"{_MLP}fc2_{kind}") for kind in _KINDS),
-    ]
+    names = {
+        "input_layernorm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
+        "post_attention_layernorm.weight": "layernorm_mlp.layer_norm_weight",
+    }
+    rules: list[Rule] = []
+    for kind in _KINDS:
+        names |= {
+            f"self_attn.q_proj.{kind}": f"self_attention.layernorm_qkv.query_{kind}",
+            f"self_attn.k_proj.{kind}": f"self_attention.layernorm_qkv.key_{kind}",
+            f"self_attn.v_proj.{kind}": f"self_attention.layernorm_qkv.value_{kind}",
+            f"self_attn.o_proj.{kind}": f"self_attention.proj.{kind}",
+            f"mlp.down_proj.{kind}": f"layernorm_mlp.fc2_{kind}",
+        }
+        pair = [f"{HF}mlp.gate_proj.{kind}", f"{HF}mlp.up_proj.{kind}"]
+        rules.append(Concat(pair, f"{HF}layernorm_mlp.fc1_{kind}", (1, 1)))
+    return [*rules, *renames(names, HF, HF)]
 
 
 def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
@@ -527,11 +548,6 @@ _LLAMA_CPP_BLOCK = "blk.{i}."
 
 def to_llama_cpp(model: Decoder) -> list[Rule]:
     """Map the plain names on disk to llama.cpp."""
-
-    def rotary(source: str, target: str) -> Rule:
-        pairs = model.architecture.pairs
-        return Rope(source, target, model.head_size, "pairs") if pairs else Rename(source, target)
-
     parts = {
         "self_attn.v_proj.{kind}": "attn_v.{kind}",
         "self_attn.o_proj.{kind}": "attn_output.{kind}",
@@ -541,13 +557,16 @@ def to_llama_cpp(model: Decoder) -> list[Rule]:
         "post_attention_layernorm.weight": "ffn_norm.weight",
         **{f"mlp.{part}_proj.{{kind}}": f"ffn_{part}.{{kind}}" for part in ("gate", "up", "down")},
     }
+    outer = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     return [
-        Rename("model.embed_tokens.weight", "token_embd.weight"),
-        Rename("model.norm.weight", "output_norm.weight"),
-        Rename("lm_head.weight", "output.weight"),
-        rotary(f"{HF}self_attn.q_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_q.{{kind}}"),
-        rotary(f"{HF}self_attn.k_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_k.{{kind}}"),
-        *(Rename(HF + source, _LLAMA_CPP_BLOCK + target) for source, target in parts.items()),
+        *renames(outer),
+        rotary(model, f"{HF}self_attn.q_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_q.{{kind}}"),
+        rotary(model, f"{HF}self_attn.k_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_k.{{kind}}"),
+        *renames(parts, HF, _LLAMA_CPP_BLOCK),
     ]
 
 
@@ -656,8 +675,10 @@ def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     if model.family in vision.FAMILIES:
         stacked = plain | in_memory_to_disk(fill).inverse() | vision.to_decoder(model.family).inverse()
         return stacked if is_apart else vision.in_memory(model.family)
-    renamed = Mapping([Rename(HF + name, HF + new) for name, new in model.architecture.memory.items()])
-    return plain | in_memory_to_disk(fill).inverse() | renamed if is_apart else renamed
+    renamed = Mapping(renames(model.architecture.memory, HF, HF))
+    if is_apart:
+        return plain | in_memory_to_disk(fill, model.architecture.gated).inverse() | renamed
+    return Mapping(renames(model.architecture.outer)) | renamed
 
 
 def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:
@@ -668,7 +689,7 @@ def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) 
     if model.architecture.latent:
         attention = [*latent_to_titan(), *feed_forward_to_titan("mlp", "feed_forward")]
     else:
-        attention = attention_to_titan(model, generation, rotate_pairs=model.architecture.pairs)
+        attention = attention_to_titan(model, generation)
     if model.family == "gpt_oss":  # as it is on disk
         return Mapping([*outer_to_titan(generation), *attention, *gpt_oss_to_titan(generation)])
     experts = experts_to_titan(generation, fill) if model.has_experts else []

@@ -27,8 +27,8 @@ from reshard.stored.tensor import StoredTensor
 
 __all__ = [
     "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename",
-    "Reshape", "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "sites",
-    "views_of",
+    "Reshape", "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "renames",
+    "sites", "views_of",
 ]  # fmt: skip
 
 
@@ -125,6 +125,11 @@ class Rename(Rule):
 
     def inverse(self) -> Rule:
         return Rename(self.targets[0].text, self.sources[0].text)
+
+
+def renames(names: Mapping[str, str], source: str = "", target: str = "") -> list[Rule]:
+    """Rules that rename what is in a table, each side behind its prefix."""
+    return [Rename(source + old, target + new) for old, new in names.items()]
 
 
 @dataclass(frozen=True, init=False)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
 from reshard.mapping.mapping import Mapping
-from reshard.mapping.rules import Concat, Rename, Reshape, Rule, Split, Transpose
+from reshard.mapping.rules import Concat, Rename, Reshape, Rule, Split, Transpose, renames
 
 __all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
 
@@ -59,7 +59,7 @@ def to_decoder(family: str) -> Mapping:
 def in_memory(family: str) -> Mapping:
     """Map the names on disk to those that a model of transformers 5 has in memory."""
     parts = _MEMORY.get(family, ())
-    moved = [Rename(f"{part}.{{rest+}}", f"model.{part}.{{rest+}}") for part in parts]
+    moved = renames({f"{part}.{{rest+}}": f"{part}.{{rest+}}" for part in parts}, target="model.")
     return Mapping([*_decoder(family, "model.language_model."), *moved] if parts else [])
 
 
@@ -74,8 +74,12 @@ def _decoder(family: str, target: str) -> list[Rule]:
 def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping:
     """Map Megatron's names of the decoder alone, and the vision tower's on disk, to Megatron's. The
     tower has `heads`."""
-    names = ("decoder.{rest+}", "embedding.{rest+}", "output_layer.weight")
-    rules: list[Rule] = [Rename(name, f"language_model.{name}") for name in names]
+    names = {
+        "decoder.{rest+}": "decoder.{rest+}",
+        "embedding.{rest+}": "embedding.{rest+}",
+        "output_layer.weight": "output_layer.weight",
+    }
+    rules = renames(names, target="language_model.")
     if family == "llama4":
         return Mapping([*rules, *_llama4(heads, transformer_engine)])
     if family == "gemma3":
@@ -108,7 +112,7 @@ def _norms(first: str, second: str, transformer_engine: bool) -> list[Rule]:
     before, between = "input_layernorm.{kind}", "pre_mlp_layernorm.{kind}"
     if transformer_engine:
         before, between = "self_attention.linear_qkv.layer_norm_{kind}", "mlp.linear_fc1.layer_norm_{kind}"
-    return [Rename(f"{first}.{{kind}}", _TOWER + before), Rename(f"{second}.{{kind}}", _TOWER + between)]
+    return renames({f"{first}.{{kind}}": before, f"{second}.{{kind}}": between}, target=_TOWER)
 
 
 def _qwen3(transformer_engine: bool) -> list[Rule]:
@@ -126,7 +130,7 @@ def _qwen3(transformer_engine: bool) -> list[Rule]:
         "model.visual.pos_embed.": "vision_model.pos_embed.",
     }
     norms = _norms(f"{_BLOCKS}norm1", f"{_BLOCKS}norm2", transformer_engine)
-    return [*norms, *(Rename(f"{a}{{kind}}", f"{b}{{kind}}") for a, b in names.items())]
+    return [*norms, *renames({f"{a}{{kind}}": f"{b}{{kind}}" for a, b in names.items()})]
 
 
 def _llama4(heads: int, transformer_engine: bool) -> list[Rule]:
@@ -148,7 +152,7 @@ def _llama4(heads: int, transformer_engine: bool) -> list[Rule]:
         Reshape("vision_model.class_embedding", "vision_model.class_token", (-1,), (1, 1, -1)),
         *_norms(f"{layer}input_layernorm", f"{layer}post_attention_layernorm", transformer_engine),
         *_by_heads({kind: [f"{layer}self_attn.{x}_proj.{kind}" for x in "qkv"] for kind in _KINDS}, heads),
-        *(Rename(a, b) for a, b in names.items()),
+        *renames(names),
     ]
 
 

@@ -69,6 +69,8 @@ _SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers d
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 _FULL = {"layer_types": ["full_attention"] * 2}
 
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"head_dim": 8}),
@@ -164,6 +166,32 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["mamba", "attention"],
         },
     ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1], "mamba_n_groups": 1}),
+    "falcon_h1": ("FalconH1", {**_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}),
+    "olmo": ("Olmo", {}),
+    "bitnet": ("BitNet", {}),
+    "apertus": ("Apertus", {"head_dim": 8}),
+    "diffllama": ("DiffLlama", {}),
+    "phi": ("Phi", {}),
+    "nanochat": ("NanoChat", {"head_dim": 8}),
+    "exaone": ("Exaone", {"head_dim": 8}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **_ROUTED,
+            "head_dim": 8,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 24,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "minicpm3": ("MiniCPM3", {k: _LATENT[k] for k in _LATENT if k.endswith(("_rank", "_dim", "_heads"))}),
+    "laguna": ("Laguna", {**_MOE, "head_dim": 8, "shared_expert_intermediate_size": 24, **_FULL}),
+    "axk1": ("AXK1", _LATENT),
     "sarvam_mla": ("SarvamMLA", _LATENT),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_INDEXED}),
     "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_INDEXED, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
@@ -171,7 +199,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
-_CODE = {"InternLM3": "Llama", "IQuestCoder": "Llama", "SarvamMLA": "DeepseekV3"}
+_CODE = {"Exaone": "Llama", "InternLM3": "Llama", "IQuestCoder": "Llama", "SarvamMLA": "DeepseekV3"}
 """Classes of configs whose models are of another class."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
 MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")

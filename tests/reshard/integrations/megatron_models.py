@@ -400,7 +400,7 @@ def there_and_back(folder: Path, families: tuple[str, ...], tp: int, ep: int, pp
         names = ready(files, "huggingface", "megatron", padded_vocab=54)
         target, hints = folder / family / "megatron" / "iter_0000001", {"stored_names": True}
         reshard.convert(files, target, format="megatron", mapping=names, hints=hints)
-    found = gloo.run(_through_megatron, max(tp, ep) * pp, folder, families, (tp, ep, pp))
+    found = gloo.run(_through_megatron, max(tp, ep) * pp, folder, families, (tp, ep, pp), timeout_s=1800)
     for family in families:
         files = folder / family / "hf"
         back = ready(files, "megatron", "huggingface")
