@@ -161,11 +161,13 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
         known = ", ".join(SAFETENSORS_CODES)
         raise FormatError(f"{source.label}: tensor {name!r}: unknown safetensors dtype {code!r}: known are {known}")
     sizes = _sizes_in_memory(code, shape)
-    wanted = math.prod(sizes) * itemsize(dtype)
+    wanted = min(math.prod(sizes) * itemsize(dtype), 1 << 63)
+    if code == "F4" and (not shape or shape[-1] % 2):
+        raise CorruptCheckpointError(f"{source.label}: tensor {name!r} of shape {shape!s:.200} has half a byte")
     if stop - start != wanted:
         raise CorruptCheckpointError(
-            f"{source.label}: tensor {name!r} of shape {shape} and dtype {code} needs {wanted} bytes, the header gives "
-            f"it {stop - start} at [{start}, {stop})"
+            f"{source.label}: tensor {name!r} of shape {shape!s:.200} and dtype {code} needs {wanted} bytes, the "
+            f"header gives it {stop - start} at [{start}, {stop})"
         )
     return HeaderEntry(dtype, Window.row_major(data_at + start, sizes, itemsize(dtype))), start, stop
 

@@ -85,7 +85,12 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     if head == _MAGIC_PICKLE:
         return _read_stream(source, allow)
     if looks_like_torch_file(head):
-        value, _ = _pickles(source, 0, 1, allow)
+        value, end = _pickles(source, 0, 1, allow)
+        if end != source.nbytes:
+            raise CorruptCheckpointError(
+                f"{source.label}: {source.nbytes - end} bytes follow its pickle, which ends at byte {end}; the file is "
+                "damaged, or holds several pickles: save what you need of them by torch.save"
+            )
         return TorchFile(source, value[0], partial(_nowhere, source))
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
 
