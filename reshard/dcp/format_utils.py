@@ -45,7 +45,7 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     checkpoint = open_checkpoint(torch_save_path)
     nested = whole(checkpoint.nested())
     if not isinstance(nested, dict):
-        raise FormatError(f"{torch_save_path} holds a {type(nested).__name__}, but DCP saves dicts")
+        raise FormatError(f"{torch_save_path} holds no dict, which DCP saves")
     log_unchecked(checkpoint)
     save(nested, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
 

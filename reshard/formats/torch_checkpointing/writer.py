@@ -85,7 +85,7 @@ def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
     """
     paths = paths_in_order(contents)
     if () in paths.values():
-        raise FormatError("the checkpoint is one value, but torch_checkpointing saves dicts: write another format")
+        raise FormatError("the checkpoint is one value, but this format saves dicts")
     bare = {key for key, path in paths.items() if len(path) == 1 and key not in contents.objects}
     if bare and any(path[:1] == (_MODEL,) and len(path) > 1 for path in paths.values()):
         raise FormatError(

@@ -144,7 +144,7 @@ def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "b.pkl").write_bytes(pickle.dumps({"a": 1}) + pickle.dumps({"b": 2}))
 
     for name in ("a.pt", "b.pkl"):
-        with pytest.raises(CorruptCheckpointError, match=f"{name}: [0-9]+ bytes follow its pickle"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name}: more bytes follow its pickle"):
             open_checkpoint(tmp_path / name)
 
 
