@@ -17,7 +17,7 @@ from reshard.checkpoint import log_unchecked, open as open_checkpoint
 from reshard.dcp import filesystem
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.state_dict_saver import save
-from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError
 from reshard.formats.dcp.writer import chunk_of
 from reshard.live.tensors import global_shape, is_tensor
 from reshard.stored.tensor import whole
@@ -44,6 +44,8 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     """Convert one `torch.save` file to a checkpoint folder. No code in the file runs."""
     checkpoint = open_checkpoint(torch_save_path)
     nested = whole(checkpoint.nested())
+    if not isinstance(nested, dict):
+        raise FormatError(f"{torch_save_path} holds no dict, which DCP saves")
     log_unchecked(checkpoint)
     save(nested, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
 

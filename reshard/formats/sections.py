@@ -173,7 +173,7 @@ def _names(model: Tree) -> list[tuple[str, StoredLeaf]]:
 
 def _natural(key: Any) -> tuple[Any, ...]:
     """A sort key by which `optimizer_10` comes after `optimizer_2`."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(key)))
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(key)))
 
 
 def _joined(parts: Tree) -> Tree:

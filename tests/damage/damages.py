@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 
+import xxhash
+
+from tests.damage.edits import edited_archive, edited_json, edited_pickle, edited_safetensors
+
 __all__ = ["DAMAGES", "Bytes", "Changes", "Damage", "Site", "sites_of"]
 
 Bytes = Mapping[str, bytes]
@@ -40,6 +44,8 @@ class Damage:
     apply: Callable[[Bytes, Bytes, Site, list[Site], Random], Changes]
     of_files: bool = False
     """Whether it leaves every file as somebody once wrote it, so that what a file says of itself still holds."""
+    forges: bool = False
+    """Whether checksums of what it changes may fit afterwards: then other values are no proof of a fault."""
 
 
 PAGE = 4096
@@ -114,6 +120,43 @@ def _removed(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Ran
     return {site.file: None}
 
 
+def _edited(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    """Metadata that can still be parsed."""
+    data = files[site.file]
+    if site.file.endswith(".safetensors"):
+        edited = edited_safetensors(data, rng) if site.kind == "header" else None
+    elif site.kind == "pickle" and data[:2] == b"PK" and data.count(b"PK\x05\x06") == 1:
+        edited = edited_archive(data, rng)
+    elif site.kind in ("manifest", "metadata", "index", "data", "pickle"):
+        edited = _forged_manifest(data, rng) or edited_json(data, rng) or edited_pickle(data, rng)
+    else:
+        edited = None
+    return {} if edited is None else {site.file: edited}
+
+
+def _forged_manifest(data: bytes, rng: Random) -> bytes | None:
+    """Of the native format, with a digest that fits again."""
+    if b',"digest":"' not in data[-80:] or rng.random() < 0.1:
+        return None
+    edited = edited_json(data[: data.rindex(b',"digest":"')] + b"}", rng)
+    if edited is None or not edited.endswith(b"}"):
+        return edited
+    return edited[:-1] + b',"digest":"%b"}' % xxhash.xxh3_128_hexdigest(edited[:-1]).encode()
+
+
+def _two(files: Bytes, older: Bytes, site: Site, sites: list[Site], rng: Random) -> Changes:
+    """Two of the others, at two places of any kind."""
+    changes: Changes = {}
+    for at in (site, rng.choice(sites_of(files))):
+        now = {name: data for name in files if (data := changes.get(name, files[name])) is not None}
+        if at.file not in now or at.stop > len(now[at.file]):
+            continue
+        damage = DAMAGES[rng.choice([name for name in DAMAGES if name != "two"])]
+        rest = [other for other in sites_of(files) if other.kind == at.kind and other.file in now]
+        changes |= damage.apply(now, older, at, rest, rng)
+    return changes
+
+
 def _role(name: str) -> str:
     """What a file is called in every generation."""
     return re.sub(r"-[0-9a-f]{12}-[0-9a-f]{12}", "", name)
@@ -129,6 +172,8 @@ DAMAGES: Mapping[str, Damage] = {
     "files swapped": Damage(_files_swapped, of_files=True),
     "older file": Damage(_older, of_files=True),
     "removed": Damage(_removed),
+    "edited": Damage(_edited, of_files=True, forges=True),
+    "two": Damage(_two, of_files=True, forges=True),
 }
 
 

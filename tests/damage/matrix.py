@@ -58,6 +58,8 @@ class Outcome(Enum):
     """What was handed out is wrong, and the result says that it was not checked, or which file is missing."""
     NOTHING = "no damage"
     """This damage does nothing here: there is no second file, no older one, or the bytes are the same."""
+    FORGED = "told by it"
+    """What was handed out is other than before, as metadata with checksums that fit say: nobody can tell."""
     SILENT = "SILENT"
     """What was handed out is wrong, and nothing says so."""
     MISSED = "MISSED"
@@ -72,7 +74,7 @@ class Outcome(Enum):
     @property
     def is_allowed(self) -> bool:
         """Whether it is one of those that may be."""
-        return self in (Outcome.REFUSED, Outcome.RIGHT, Outcome.UNCHECKED, Outcome.NOTHING)
+        return self in (Outcome.REFUSED, Outcome.RIGHT, Outcome.UNCHECKED, Outcome.NOTHING, Outcome.FORGED)
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,8 @@ def _judged(cell: Cell, read: Callable[[], Read], wanted: Read) -> tuple[Outcome
     if cell.damage == "removed" and " is missing" in found.said:
         return Outcome.UNCHECKED, said
     if "unchecked" not in (found.said.replace(METADATA, "") if cell.kind in VALUES_IN else found.said):
-        return Outcome.SILENT, said
+        forged = DAMAGES[cell.damage].forges and FORMATS[cell.format].checked
+        return Outcome.FORGED if forged else Outcome.SILENT, said
     of_files = DAMAGES[cell.damage].of_files
     if cell.kind in FORMATS[cell.format].checked and not of_files and "% unchecked" not in found.said:
         return Outcome.MISSED, said

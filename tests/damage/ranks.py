@@ -51,8 +51,8 @@ def results_together(cells: Sequence[Cell], folder: Path, timeout_s: float = 60.
 
 
 _SEVERITY = [
-    Outcome.NOTHING, Outcome.RIGHT, Outcome.REFUSED, Outcome.UNCHECKED, Outcome.MISSED, Outcome.BARE, Outcome.HANGS,
-    Outcome.SILENT,
+    Outcome.NOTHING, Outcome.RIGHT, Outcome.REFUSED, Outcome.UNCHECKED, Outcome.FORGED, Outcome.MISSED, Outcome.BARE,
+    Outcome.HANGS, Outcome.SILENT,
 ]  # fmt: skip
 
 

@@ -124,6 +124,22 @@ def _opened(
     return read
 
 
+def _opened_before(scene: Scene) -> Read:
+    """Opened undamaged; the same files are written over before anything else is read."""
+    path = scene.out / scene.good.name
+    (shutil.copyfile if scene.good.is_file() else shutil.copytree)(scene.good, path)
+    checkpoint = reshard.open(path)
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        now = scene.path / file.relative_to(path) if path.is_dir() else scene.path
+        if not now.exists():
+            file.unlink()
+            continue
+        with file.open("r+b") as over:
+            over.write(now.read_bytes())
+            over.truncate()
+    return Read(_everything(checkpoint), _said(checkpoint))
+
+
 def _said(checkpoint: reshard.Checkpoint) -> str:
     return "; ".join((repr(checkpoint), *checkpoint.warnings))
 
@@ -386,6 +402,7 @@ READERS: Mapping[str, Reader] = {
         Reader("open, the last row", _opened(_last_row)),
         Reader("open, row by row", _opened(_row_by_row)),
         Reader("open, a slice from far away", _opened(_middle, Remote), but=_SINGLE_FILES),
+        Reader("open, then damaged", _opened_before),
         Reader("nested", _nested),
         Reader("normalized", _normalized, but=_BY_NUMBER),
         Reader("canonical", _canonical, but=_BY_NUMBER),

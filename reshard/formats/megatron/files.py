@@ -55,7 +55,7 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
     if LATEST not in names:
         return ""
     text = bytes(storage.read(LATEST)).decode("utf-8", "replace").strip()
-    folder = f"iter_{int(text):07d}/" if text.isdigit() else f"{text}/"
+    folder = f"iter_{int(text):07d}/" if text.isdecimal() and len(text) < 20 else f"{text}/"
     if not any(file.startswith(folder) for file in names):
         raise CorruptCheckpointError(f"{storage.url}/{LATEST} names {text!r}, but there is no folder {folder}")
     return folder

@@ -84,6 +84,8 @@ def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
     Raises FormatError where a section is called as no file of an item may be.
     """
     paths = paths_in_order(contents)
+    if () in paths.values():
+        raise FormatError("the checkpoint is one value, but this format saves dicts")
     bare = {key for key, path in paths.items() if len(path) == 1 and key not in contents.objects}
     if bare and any(path[:1] == (_MODEL,) and len(path) > 1 for path in paths.values()):
         raise FormatError(

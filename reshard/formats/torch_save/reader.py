@@ -62,11 +62,14 @@ class TorchFile:
 
 def looks_like_torch_file(head: bytes) -> bool:
     """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
-    return head.startswith((ZIP_MAGIC, _MAGIC_PICKLE)) or head[:2] in (
-        b"\x80\x02",
-        b"\x80\x03",
-        b"\x80\x04",
-        b"\x80\x05",
+    return head.startswith(
+        (
+            ZIP_MAGIC,
+            b"\x80\x02",
+            b"\x80\x03",
+            b"\x80\x04",
+            b"\x80\x05",
+        )
     )
 
 
@@ -85,7 +88,12 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     if head == _MAGIC_PICKLE:
         return _read_stream(source, allow)
     if looks_like_torch_file(head):
-        value, _ = _pickles(source, 0, 1, allow)
+        value, end = _pickles(source, 0, 1, allow)
+        if end != source.nbytes:
+            raise CorruptCheckpointError(
+                f"{source.label}: more bytes follow its pickle, which ends at byte {end}: it is damaged, or holds "
+                "several pickles"
+            )
         return TorchFile(source, value[0], partial(_nowhere, source))
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
 

@@ -146,6 +146,14 @@ def test_a_torch_file_may_lie_in_the_folder(tmp_path):
     assert target["w"].tolist() == [1, 1]
 
 
+def test_a_torch_file_that_is_no_dict_is_refused(tmp_path):
+    """It was an AttributeError."""
+    torch.save([torch.ones(2)], tmp_path / "w.pt")
+
+    with pytest.raises(FormatError, match="holds no dict"):
+        ours.torch_save_to_dcp(tmp_path / "w.pt", tmp_path / "out")
+
+
 def test_errors_are_also_checkpoint_exceptions(tmp_path):
     ours.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
 

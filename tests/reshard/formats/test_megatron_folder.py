@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import FormatError
+from reshard.errors import CorruptCheckpointError, FormatError
 from tests.reshard.formats.writers import DcpWriter, grid
 from tests.samples import sample
 
@@ -82,3 +82,13 @@ def test_files_of_two_checkpoints_are_not_taken_for_one(change: dict[str, Any], 
 
     with pytest.raises(FormatError, match=r"differs from 'common\..*move common.pt elsewhere"):
         reshard.open(target)
+
+
+@pytest.mark.parametrize("text", ["\u00b2", "1" * 5000, ""])
+def test_an_iteration_that_is_no_number_is_damage(text: str, tmp_path: Path) -> None:
+    """It was a ValueError of Python's."""
+    made(tmp_path / "run" / "iter_0000001")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(text)
+
+    with pytest.raises(CorruptCheckpointError, match="but there is no folder"):
+        reshard.open(tmp_path / "run")

@@ -173,3 +173,12 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     assert not (tmp_path / "again" / "metadata.pkl").exists()
     with pytest.raises(CheckpointError):
         reshard.open(folder)["model.w"][...]
+
+
+@pytest.mark.parametrize("value", [5, torch.ones(2)])
+def test_one_value_is_refused(value: Any, tmp_path: Path) -> None:
+    """It was a ValueError of Python's."""
+    torch.save(value, tmp_path / "a.pt")
+
+    with pytest.raises(FormatError, match="the checkpoint is one value"):
+        reshard.convert(tmp_path / "a.pt", tmp_path / "out", format=FORMAT)

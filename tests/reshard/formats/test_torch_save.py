@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import random
 import struct
 import zipfile
@@ -132,6 +133,19 @@ def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> N
     assert record.fields == {"rate": 2}
     assert "2 objects of" in checkpoint.warnings[0]
     assert "Settings are loaded as plain records, because their class is not known" in checkpoint.warnings[0]
+
+
+def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:
+    """A damaged magic number made a file of before torch 1.6 a plain pickle of one number, without tensors."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[5] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps({"a": 1}) + pickle.dumps({"b": 2}))
+
+    for name in ("a.pt", "b.pkl"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name}: more bytes follow its pickle"):
+            open_checkpoint(tmp_path / name)
 
 
 def test_modules_are_refused(tmp_path: Path) -> None:
