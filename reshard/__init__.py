@@ -6,6 +6,7 @@ Each name is imported on first use, so `import reshard` is fast and loads only w
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
@@ -171,6 +172,8 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
+            if name.isidentifier() and find_spec(f"reshard.{name}"):  # `from reshard import mapping` asks first
+                raise AttributeError(f"module 'reshard' has no attribute {name!r} yet: import reshard.{name}")
             from reshard import dcp, errors, mapping, planners
 
             places = {"errors": errors, "planners": planners, "mapping": mapping, "dcp": dcp}

@@ -167,6 +167,11 @@ print(seen - {{0}}, gc.isenabled())
     assert printed_by(code, tmp_path) == f"set() {enabled}\n"
 
 
+@pytest.mark.parametrize("module", ["mapping", "storage", "errors", "api", "dcp"])
+def test_a_submodule_can_be_imported_first(module, tmp_path):
+    assert "found" in printed_by(f"from reshard import {module}; print('found', {module}.__name__)", tmp_path)
+
+
 def test_no_module_hides_a_name():
     # importing reshard.x binds x of reshard to the module: then it could not be a function, too
     modules = {module.name for module in pkgutil.iter_modules(reshard.__path__)}

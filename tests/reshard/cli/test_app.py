@@ -279,7 +279,7 @@ def test_narrow_and_colorless_terminals(checkpoint) -> None:
     assert not re.search(r"\x1b\[[\d;]*[349]\d", said)
     said = re.sub(r"\x1b\[[\d;]*m", "", said)
     assert max(map(len, said.partition("layouts")[2].splitlines())) <= 60
-    for word in ("layers.0-2.w", "float32", "[6, 4]", "world=1", "bfloat16"):
+    for word in ("layers.0-2.w", "float32", "[6, 4]", "unsharded", "bfloat16"):
         assert word in said
     assert "\x1b[" not in on_a_terminal(["inspect", str(checkpoint / "nowhere")], columns=60)
 
