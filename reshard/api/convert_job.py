@@ -35,9 +35,8 @@ from reshard.errors import (
 from reshard.formats.format import Writing
 from reshard.formats.normalize import keep_beside, normalize
 from reshard.formats.table import NOT_SHARDED, writing_of
-from reshard.live.dtypes import dtype_from_name
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
-from reshard.mapping.tensors import cast
+from reshard.mapping.tensors import LOSES, cast, is_floating
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
@@ -78,9 +77,11 @@ class ConvertJob:
             raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
         if self.dtype is not None:
             try:
-                dtype_from_name(self.dtype)
+                floating = is_floating(self.dtype)
             except FormatError as error:
                 raise option_error(str(error), FormatError) from None
+            if not floating:
+                raise option_error(f"dtype must be a floating-point type, got {self.dtype!r}: {LOSES}", FormatError)
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} {NOT_SHARDED}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:

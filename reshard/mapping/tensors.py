@@ -18,7 +18,7 @@ from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
 from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
 
-__all__ = ["assembled", "cast", "constant", "dequantized", "is_floating", "mxfp4", "offset"]
+__all__ = ["LOSES", "assembled", "cast", "constant", "dequantized", "is_floating", "mxfp4", "offset"]
 
 
 # Rows that a view takes at even distances, such as those of a rotary permutation, are one chunk
@@ -199,9 +199,17 @@ def is_floating(dtype: str) -> bool:
     return dtype_from_name(dtype).is_floating_point
 
 
+LOSES = "integers and bool would truncate weights, mostly to 0"
+
+
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
-    """The tensor converted as torch converts; itself where it has the dtype already."""
+    """The tensor converted as torch converts; itself where it has the dtype already.
+
+    Raises NormalizationError for floating-point elements and a dtype that is none.
+    """
     name = stored.fqn if fqn is None else fqn
+    if is_floating(stored.spec.dtype) and not is_floating(dtype):
+        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot become {dtype}: {LOSES}")
     if stored.spec.dtype == dtype:
         return stored if name == stored.fqn else stored.renamed(name)
     lazy, to = LazyTensor(stored), dtype_from_name(dtype)

@@ -250,6 +250,8 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (lambda: reshard.layout_of(path), OptionError, "layout_of takes a state dict or a tensor, got PosixPath"),
         (lambda: reshard.convert(path, path, max_shard_bytes="5GB"), FormatError, "such as 5_000_000_000, got '5GB'"),
         (lambda: reshard.convert(path, path, dtype="bfloat61"), FormatError, "'bfloat61': did you mean 'bfloat16'?"),
+        (lambda: reshard.convert(path, path, dtype="int8"), FormatError, "must be a floating-point type, got 'int8'"),
+        (lambda: reshard.convert(path, path, dtype=torch.bool), FormatError, "would truncate weights, mostly to 0"),
         (
             lambda: reshard.convert(path, path, onto=2),
             OptionError,

@@ -450,11 +450,11 @@ class CheckpointManager:
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps and not foreign:
             return None
-        what = f"step {wanted}" if wanted is not None else "no step"
+        what = f"step {wanted} in {self.root} cannot" if wanted is not None else f"no step in {self.root} can"
         whole = [str(one) for one, problem in steps.items() if not problem]
         why = "; ".join(passed) or f"its complete steps are {', '.join(whole) or 'none'}"
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
-        raise CheckpointNotFoundError(f"{what} in {self.root} cannot be restored: {why}{fix * bool(foreign)}")
+        raise CheckpointNotFoundError(f"{what} be restored: {why}{fix * bool(foreign)}")
 
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]

@@ -280,6 +280,14 @@ def test_cast_is_computed_piece_by_piece(tmp_path: Path) -> None:
     assert made.mapped(Mapping([Cast("{n+}", "float32", old="bfloat16")]))["w"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool", "int64"])
+def test_floating_point_values_do_not_become_integers(tmp_path: Path, dtype: str) -> None:
+    checkpoint = opened({"w": torch.rand(4, 3), "n": torch.arange(3)}, tmp_path / "c")
+
+    with pytest.raises(NormalizationError, match=f"'w' of float32 cannot become {dtype}"):
+        checkpoint.mapped(Mapping([Cast("{n+}", dtype)]))["w"]
+
+
 def test_block_quantized_weights_are_dequantized(tmp_path: Path) -> None:
     """As DeepSeek stores them: fp8 values, a scale for each block; edges are smaller blocks."""
     values = torch.randn(20, 13).to(torch.float8_e4m3fn)
