@@ -170,7 +170,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         "bold",
     )
     if report.unchecked:
-        print_text(screen, report.unchecked, "unchecked", "yellow")
+        print_text(screen, report.unchecked.removeprefix("unchecked: "), "unchecked", "yellow")
     if report.resumed:
         print_text(
             screen,

@@ -238,6 +238,8 @@ def check_nests(states: Iterable[State[Any]]) -> None:
             if first.kind == place.kind and None in (first.items, place.items):
                 continue  # tensors on one side: ranks may have some of a list of them
             fix = "Wrap values that differ between ranks in reshard.PerRank(value), or use one key per rank"
+            if "param_groups" in path:  # an optimizer of another stage, as a rule
+                fix = "Pipeline stages differ: get their states with flatten_optimizer_state_dict=True"
             if any(one.containers.get(path, "").startswith("tensor:") for one in states):
                 fix = "It is quantized on some ranks only: save plain values, with reshard.dequantized(state)"
             raise KeyMismatchError(f"{key_of(path)!r} is {first} on some ranks and {place} on others. {fix}")

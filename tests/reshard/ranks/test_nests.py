@@ -53,3 +53,10 @@ def test_one_place_is_one_thing(a, b, words):
 def test_ranks_may_have_other_keys(a, b):
     check({"x": a}, {"x": b})
     check({"x": a}, {})
+
+
+def test_groups_of_other_pipeline_stages_say_how_to_flatten_them():
+    one, other = ({"optim": {"state": {}, "param_groups": [{"params": names}]}} for names in (["a", "b"], ["c"]))
+
+    with pytest.raises(KeyMismatchError, match=r"param_groups.*flatten_optimizer_state_dict=True"):
+        check(one, other)
