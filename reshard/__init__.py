@@ -6,7 +6,6 @@ Each name is imported on first use, so `import reshard` is fast and loads only w
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
@@ -71,7 +70,7 @@ _HOME = {
 }
 """Where each public name lives."""
 
-_MODULES = ("dcp", "elastic", "errors", "planners")
+_MODULES = ("dcp", "elastic", "errors", "mapping", "planners")
 """Public modules that are there without an import of their own."""
 
 _ELSEWHERE = {
@@ -97,7 +96,7 @@ _ELSEWHERE = {
 __all__ = [name for name in _HOME if name != "__version__"]
 
 if TYPE_CHECKING:
-    from reshard import dcp as dcp, elastic as elastic, errors as errors, planners as planners
+    from reshard import dcp as dcp, elastic as elastic, errors as errors, mapping as mapping, planners as planners
     from reshard.api.compare import CompareReport as CompareReport, compare as compare
     from reshard.api.convert import ConvertReport as ConvertReport, convert as convert
     from reshard.api.fingerprint import fingerprint as fingerprint
@@ -172,8 +171,6 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            if name.isidentifier() and find_spec(f"reshard.{name}"):  # `from reshard import mapping` asks first
-                raise AttributeError(f"module 'reshard' has no attribute {name!r} yet: import reshard.{name}")
             from reshard import dcp, errors, mapping, planners
 
             places = {"errors": errors, "planners": planners, "mapping": mapping, "dcp": dcp}

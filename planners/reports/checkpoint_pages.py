@@ -98,8 +98,7 @@ class Shown:
 
 def checkpoint_page(shown: Shown) -> str:
     """The checkpoint as an HTML page: its tree, rendered lazily, so that it may have 200,000
-    tensors; pictures of
-    layouts; values, if given; files; and the steps of its run."""
+    tensors; pictures of layouts; values, if given; files; and the steps of its run."""
     tree, lie = _Tree(), shown.layout.described(shown.layout, in_both_forms)
     pictures, numbers = _pictures(shown.layout)
     for name in shown.layout:
@@ -130,7 +129,7 @@ def difference_page(
 
     Args:
         measures: of the tensors that both have with one shape. Equal tensors have no elements
-        that differ.
+            that differ.
         findings: what else differs, or cannot be compared: name, and in words.
         read: what was compared, in words.
     """
@@ -165,9 +164,8 @@ def difference_page(
 
 
 def _page(frame: str, data: Any, **parts: str) -> str:
-    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no
-    browser makes elements, or is
-    escaped."""
+    """A frame with data. Text of checkpoints is hostile: it stands in data, of which no browser
+    makes elements, or is escaped."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
     return page_of(frame, data=text, **parts)
 
@@ -295,9 +293,8 @@ def _listing(name: str, title: str, heads: str, rows: Sequence[str], count: int)
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names without their numbers, columns the first number, which is most often that
-    of the layer; a
-    cell is the worst of its tensors. Rows that differ most come first."""
+    """Rows are names without their numbers, columns the first number, which is most often that of
+    the layer; a cell is the worst of its tensors. Rows that differ most come first."""
     numbered = {name: re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name) for name in measures}
     top = max((int(numbers[0]) for numbers in numbered.values() if numbers), default=0)
     step = top // _MAP_COLUMNS + 1

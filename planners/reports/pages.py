@@ -296,9 +296,8 @@ def rank_color(rank: int) -> str:
 
 
 def cuts(layout: TensorLayout, caption: str) -> str:
-    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and
-    columns are the first two
-    sharded dims, or the first two."""
+    """The regions of a tensor, each in the color of the lowest rank that holds it. Rows and columns
+    are the first two sharded dims, or the first two."""
     shape, words = layout.spec.shape, _words(layout)
     if 0 in shape:
         return f'<p class="empty">{escape(caption)}: the tensor of shape {list(shape)} has no elements.</p>'
@@ -389,11 +388,9 @@ def _cell(
 
 
 def matrix(sums: Ints, between: tuple[str, str], unit: str, each: int) -> str:
-    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A
-    row or column is `each`
-    units, such as 32 hosts. The scale is logarithmic if the cells that make 99% of all bytes
-    differ by more than 10
-    times."""
+    """Bytes from each row to each column: the darker, the more, and in numbers if they fit. A row
+    or column is `each` units, such as 32 hosts. The scale is logarithmic if the cells that make 99%
+    of all bytes differ by more than 10 times."""
     rows, columns = sums.shape
     found = np.sort(sums[sums > 0])
     least, most = (

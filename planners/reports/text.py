@@ -25,9 +25,8 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
 ) -> str:
-    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items
-    (None: all) of the first
-    ranks.
+    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None:
+    all) of the first ranks.
 
     For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
     Raises PlanError for a value that is neither.

@@ -90,8 +90,8 @@ def load(
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
             False or "partial": both are only reported. A mapping of globs to these words sets the mode by key: the
             first glob that matches counts; other keys are strict.
-        dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported.
-            "saved": the target is replaced by a tensor of the saved dtype.
+        dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
+            this can lose values, as `Tensor.to` does. "saved": the target becomes a tensor of the saved dtype.
         mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping`.
         dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
         check: True or "before": compare with checksums before writing. "during": compare each block once it is written,
@@ -575,4 +575,5 @@ class LoadReport(FilledReport, CheckedReport):
         if self.retyped:
             odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+        read += f", {format_bytes(self.bytes_read_to_check)} more to check" if self.bytes_read_to_check else ""
         return f"LoadReport({', '.join([head, *odd, read])})"

@@ -632,8 +632,7 @@ def meet_before_save(
 
 _saves: dict[Future[Any], str | None] = {}
 """The oldest first, with their paths. Those without a path count only while they run; the others
-until a caller
-has asked for the result: an error must not be lost."""
+until a caller has asked for the result: an error must not be lost."""
 
 
 def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:

@@ -668,8 +668,8 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
     """The same shards, but those of the strided shards on `axes` made after the number of later
-    ones that their split factors
-    stand for: inner axes first, on a mesh with its axes in that order.
+    ones that their split factors stand for: inner axes first, on a mesh with its axes in that
+    order.
 
     `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose
     split factor is no such product means what it says, and stays.
