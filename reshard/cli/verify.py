@@ -8,7 +8,7 @@ import typer
 
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
 from reshard.cli.show import damaged, print_json, print_report, report_as_json, size
-from reshard.errors import CheckpointNotFoundError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 if TYPE_CHECKING:
     from planners.findings import Coverage
@@ -40,7 +40,7 @@ def verify(
     given, against = path, against and newest(against)
     try:
         path = newest(path, step)
-    except CheckpointNotFoundError as error:
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         if step is None and steps_at(path):  # none of them is complete
             raise damaged(path, str(error), as_json) from None
         raise
