@@ -111,8 +111,8 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
     Damaged checkpoints, also those whose manifest was lost, and those that a save is replacing at
-    the moment stay, and do not count. Only files that saves and conversions wrote are removed: other files stay, and so do their
-    folders. With an `executor`, each checkpoint is removed in a task.
+    the moment stay, and do not count. Only files that saves and conversions wrote are removed: other
+    files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
     Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
     checkpoint.
