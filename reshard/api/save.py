@@ -120,7 +120,8 @@ def save(
         KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
         LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
             memory_budget_bytes and progress.
-        FormatError: a value is not plain data, or, with `overwrite=False`, a checkpoint exists.
+        FormatError: a value is not plain data.
+        CheckpointExistsError: there is a checkpoint, and `overwrite` is False.
         StorageError: the storage failed, or ranks see different folders.
     """
     with phase("save", path=path):

@@ -22,6 +22,7 @@ from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     KeyMismatchError,
+    MissingPackageError,
     ReshardError,
     did_you_mean,
     how_to_install,
@@ -130,7 +131,7 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
     except ImportError as error:
         needed = how_to_install("distributed>=2024.1" if kind == "dask" else "ray>=2.30")
-        raise CheckpointError(f"--on {engine}: {error}: {needed}") from error
+        raise MissingPackageError(f"--on {engine}: {error}: {needed}") from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"--on {engine}: no answer: {error}") from error
 

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
-from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
+from reshard.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.live.fingerprints import Partial
 from reshard.live.garbage_collection import gc_paused
 from reshard.native.manifest import (
@@ -370,9 +370,9 @@ def replaceable(storage: Storage, names: Collection[str]) -> str | None:
 
 
 def refuse_existing(storage: Storage, names: Collection[str]) -> None:
-    """Raise FormatError if a save would replace a checkpoint. Arguments as of `replaceable`."""
+    """Raise CheckpointExistsError if a save would replace a checkpoint. Arguments as of `replaceable`."""
     if (there := replaceable(storage, names)) is not None:
-        raise FormatError(
+        raise CheckpointExistsError(
             f"{storage.url} already contains a checkpoint ({folder_of(there)}): choose another folder, or "
             "overwrite=True. Nothing was written"
         )

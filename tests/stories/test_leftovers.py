@@ -569,13 +569,14 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     save({"w": torch.zeros(3)}, tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-.* or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(data-.* or overwrite=True") as info:
         save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
 
+    assert isinstance(info.value, FormatError)
     assert sorted(tmp_path.rglob("*")) == before
     assert reshard.open(tmp_path / "c")["w"][0] == 0
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
-    with pytest.raises(FormatError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
         reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save", overwrite=True)
 

@@ -41,9 +41,9 @@ from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatError,
     OptionError,
     ReshardError,
     StorageError,
@@ -430,7 +430,7 @@ def gather(
         CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
             generation that is complete.
         CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
-        FormatError: there is already a checkpoint at `out`.
+        CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
     if isinstance(folders, str | os.PathLike):
@@ -457,7 +457,7 @@ def gather(
     refuse_run(storage.url, names)
     refuse_first_step(out)
     if commit.counting(storage) == wanted.save_id:
-        raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
+        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
     if not overwrite:
         commit.refuse_existing(storage, names)
     files, nbytes = look.write(storage, absolute(out), executor)
