@@ -148,11 +148,10 @@ def short(value: Any, most: int = 60) -> str:
 
 
 def print_report(report: Report, *, right: str, path: str = "", limit: int = 20, more: str = "--json") -> None:
-    """The verdict, or at most `limit` findings, with `path` as it was given."""
+    """What was found right, and at most `limit` problems, with `path` as it was given."""
     screen = console()
-    wrong = f", {counted(len(report.findings), 'finding')}" if report.findings else ""
-    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{wrong}")
-    if report.ok:
+    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}")
+    if right:
         print_text(screen, right, style="green")
     for finding in report.findings[:limit]:
         print_text(screen, as_given(str(finding), path), "·", "red")
