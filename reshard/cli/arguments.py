@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Html", "Model", "Names", "Naming", "Normalized", "On", "Rules",
-    "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
+    "AsJson", "Config", "Depth", "HintOption", "Html", "Legend", "Model", "Names", "Naming", "Normalized", "On",
+    "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
     "dtype_name", "executor_on",
     "in_words_of_the_command_line", "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
     "stored_hints", "untaken",
@@ -58,6 +58,7 @@ Depth = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at mos
 Html = Annotated[
     Path | None, typer.Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
 ]
+Legend = Annotated[bool, typer.Option("--legend", help="Explain the notation of layouts.")]
 Rules = Annotated[
     list[str] | None,
     typer.Option(
