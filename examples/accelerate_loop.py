@@ -43,16 +43,11 @@ def load(folder: Path, model: nn.Module, optimizer: Any, schedule: Any) -> int:
     newest = reshard.latest_complete(folder)
     if newest is None:
         return 0
-    checkpoint = reshard.open(newest)
-    state = {
-        "model": reshard.get_model_state_dict(model),
-        "optim": reshard.optimizer_destinations(model, optimizer.optimizer, checkpoint),
-        "schedule": schedule.state_dict(),
-        "step": 0,
-        "rng": reshard.PerRank(torch.get_rng_state(), on_change="keep"),
-    }
-    reshard.load(state, checkpoint)
-    reshard.set_state_dict(model, optimizer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    model_state, optim_state = reshard.get_state_dict(model, optimizer.optimizer)
+    state = {"model": model_state, "optim": optim_state, "schedule": schedule.state_dict(), "step": 0}
+    state["rng"] = reshard.PerRank(torch.get_rng_state(), on_change="keep")
+    reshard.load(state, newest)
+    reshard.set_state_dict(model, optimizer.optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
     schedule.load_state_dict(state["schedule"])
     torch.set_rng_state(state["rng"].value)
     return int(state["step"])

@@ -189,13 +189,8 @@ class Training:
 
     def resume(self, path: str) -> reshard.LoadReport:
         """Load a checkpoint of any topology."""
-        checkpoint = reshard.open(path)
-        state: dict[str, Any] = {
-            "model": reshard.get_model_state_dict(self.model),
-            "optim": reshard.optimizer_destinations(self.model, self.optimizer, checkpoint),
-            "step": 0,
-        }
-        report = reshard.load(state, checkpoint)
+        state = self.state()
+        report = reshard.load(state, path)
         reshard.set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )

@@ -51,10 +51,8 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sch
     newest = reshard.latest_complete(folder)
     if newest is None:
         return 0
-    checkpoint = reshard.open(newest)
     state = state_of(model, optimizer, schedule, 0)
-    state["optim"] = reshard.optimizer_destinations(model, optimizer, checkpoint)
-    reshard.load(state, checkpoint)
+    reshard.load(state, newest)
     reshard.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     schedule.load_state_dict(state["schedule"])
     torch.set_rng_state(state["rng"].value)

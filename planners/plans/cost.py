@@ -69,14 +69,15 @@ class Cluster:
 
     @property
     def rates(self) -> str:
-        """The bandwidths of a host in words: `"2 GB/s read by a host of 8 ranks"`."""
+        """What a host is assumed to do: `"2 GB/s read by a host of 8 ranks and no time per request"`."""
         rates = {
             "read": self.storage_read_bytes_per_s,
             "written": self.storage_write_bytes_per_s,
             "sent": self.network_bytes_per_s,
         }
         known = [f"{format_rate(rate)} {what}" for what, rate in rates.items() if rate is not None]
-        return f"{', '.join(known)} by a host of {format_count(self.ranks_per_host, 'rank')}"
+        latency = format_seconds(self.request_latency_s) if self.request_latency_s else "no time"
+        return f"{', '.join(known)} by a host of {format_count(self.ranks_per_host, 'rank')} and {latency} per request"
 
     def require(self, name: str, purpose: str) -> float:
         """Return a bandwidth. Raises PlanError if the cluster does not have it."""
@@ -147,8 +148,8 @@ class Estimate:
         moved, requests = format_bytes(int(self.rank_bytes.sum())), f"{int(self.rank_requests.sum()):,} requests"
         each = f"{self.over_read:.3f} bytes for each byte needed"
         lines = [
-            f"at least {format_seconds(self.seconds)} for {moved} {verb} in {requests}, {each}",
-            f"assumed: {self.cluster.rates}",
+            f"at least {format_seconds(self.seconds)} at {self.cluster.rates}",
+            f"{moved} {verb} in {requests}, {each}",
             f"the slowest host is {self.slowest_host}: {self.straggling:.2f} times the mean time",
             f"a host holds at most {format_bytes(int(self.peak_host_bytes.max(initial=0)))}{room}",
         ]
