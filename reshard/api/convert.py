@@ -27,6 +27,7 @@ from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
 from reshard.formats.table import ALSO_CALLED, FormatName
+from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
 from reshard.native.commit import generations_in
@@ -124,7 +125,8 @@ def convert(
         onto: write the files that the ranks of this layout or topology would have written (native
             and dcp). A topology can be in words, such as "fsdp=8".
         select: globs of the new names to write. Globs that begin with `!` exclude names.
-        dtype: convert floating-point tensors of at least one dim to this dtype.
+        dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
+            "bf16".
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
             are listed in `left_out`.
@@ -158,7 +160,7 @@ def convert(
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):
         globs = globs_of(select or None) or ()
-        wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+        wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
         onto = topology_of(onto) if isinstance(onto, str) else onto
         job = ConvertJob(

@@ -17,6 +17,7 @@ import torch
 
 import reshard
 from reshard.cli.arguments import NAMING_KEYS
+from reshard.mapping import Cast, Mapping
 from reshard.mapping.families import ready
 
 
@@ -173,6 +174,15 @@ def test_short_names_of_dtypes(say, checkpoint: Path, tmp_path: Path, word: str,
     assert say("convert", checkpoint, tmp_path / "c", "--dtype", word).code == 0
 
     assert reshard.open(tmp_path / "c").layout["model.layers.0.w"].spec.dtype == dtype
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", torch.bfloat16, "torch.bfloat16"])
+def test_python_takes_the_names_of_dtypes_that_the_command_line_takes(checkpoint: Path, tmp_path: Path, word) -> None:
+    reshard.convert(checkpoint, tmp_path / "c", dtype=word, select=["model.layers.*"])
+    reshard.convert(checkpoint, tmp_path / "d", mapping=Mapping([Cast("{x+}", word)]), select=["model.layers.*"])
+
+    for folder in ("c", "d"):
+        assert {spec.dtype for spec in reshard.open(tmp_path / folder).layout.specs.values()} == {"bfloat16"}
 
 
 def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None:
