@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
+from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
@@ -41,6 +42,7 @@ from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
+from reshard.stored.contents import Contents
 from reshard.stored.streaming import FormatWriter
 
 __all__ = ["ConvertReport", "convert"]
@@ -194,11 +196,24 @@ def _report(
         aliases=dict(state.aliases),
         left_out=writer.left_out,
         retyped=writer.retyped,
-        warnings=writer.contents.warnings,
+        warnings=(*writer.contents.warnings, *_unexpected(job, writer.contents)),
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
         phases=phases,
     )
+
+
+def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
+    """Say that files for Hugging Face tools have more tensors than the weights."""
+    if job.format != ALSO_CALLED["huggingface"]:
+        return
+    sections = find_sections(written)
+    keys = [leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree) if leaf.is_tensor]
+    if keys and sections.model:
+        yield (
+            f"{format_count(len(keys), 'tensor')} of an optimizer, such as {keys[0]!r}, were written too, which "
+            "Hugging Face tools do not expect: pass model_only=True to write only the weights"
+        )
 
 
 @gc_paused()

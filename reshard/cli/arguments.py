@@ -429,6 +429,7 @@ def dtype_name(word: str) -> str:
 
 _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
+    (r"model_only=True", "--model"),
     (r" \(check=False reads it as it is\)", ""),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
