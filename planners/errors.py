@@ -59,7 +59,7 @@ class LayoutMismatchError(PlanError):
 
 
 class ProofError(PlanError):
-    """`Report.raise_if_failed()` was called on a report with findings."""
+    """`Report.raise_if_failed()` was called on a report with problems."""
 
 
 class CodecError(PlanError):

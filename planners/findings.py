@@ -1,4 +1,4 @@
-"""The result of `verify`: a report with findings."""
+"""The result of `verify`: a report of problems."""
 
 from __future__ import annotations
 
@@ -69,22 +69,27 @@ class Report(Tabled):
     covered: Coverage | None = None
     """How many bytes of a checkpoint were read and compared. None for plans and damaged checkpoints."""
     covers: str = ""
-    """In words, what was verified if there are no findings."""
+    """In words, what was verified if there are no problems."""
+
+    @property
+    def _problem(self) -> str:
+        """What one of `findings` is called."""
+        return "problem"
 
     @property
     def ok(self) -> bool:
-        """True if there are no findings. `covers` says what was verified."""
+        """True if there are no problems. `covers` says what was verified."""
         return not self.findings
 
     @property
     def verdict(self) -> str:
-        """The result in a few words: what was verified, or the number of findings."""
+        """The result in a few words: what was verified, or the number of problems."""
         if self.findings:
-            return format_count(len(self.findings), "finding")
+            return format_count(len(self.findings), self._problem)
         return f"ok: {covers}" if (covers := self.covers or str(self.covered or "")) else "ok"
 
     def raise_if_failed(self) -> None:
-        """Raise ProofError with all findings, if there are any."""
+        """Raise ProofError with the problems, if there are any."""
         if self.findings:
             first = self.findings[0]
             lines = "\n".join(f"  {finding}" for finding in self.findings[:50])
@@ -94,7 +99,7 @@ class Report(Tabled):
         return self.ok
 
     def __repr__(self) -> str:
-        """One line; `str` has all findings."""
+        """One line; `str` has all problems."""
         first = f", the first: {self.findings[0]}" if self.findings else ""
         return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
 

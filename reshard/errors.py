@@ -17,8 +17,8 @@ from planners.errors import (
 )
 
 __all__ = [
-    "CheckpointError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
-    "FormatError", "KeyMismatchError", "LayoutError", "NewerVersionError", "NormalizationError",
+    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
+    "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
     "UnsafeDataError", "format_names", "format_ranks", "framework", "how_to_install", "option_error", "renamed_in",
     "warn_renamed",
@@ -37,6 +37,16 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class FormatError(CheckpointError, ValueError):
     """The files have an unknown format or version, or contradict their format."""
+
+
+class CheckpointExistsError(FormatError, FileExistsError):
+    """There is a checkpoint at the path, and the call may not replace it."""
+
+    __str__ = Exception.__str__
+
+
+class MissingPackageError(CheckpointError, ModuleNotFoundError):
+    """An optional package is not installed. The message has the command that installs it."""
 
 
 class NewerVersionError(FormatError):
@@ -173,12 +183,12 @@ def how_to_install(requirement: str) -> str:
 
 
 @contextmanager
-def framework(requirement: str) -> Iterator[None]:
-    """Let imports of a framework say, where it is missing, how to install it."""
+def framework(requirement: str, where: str = "") -> Iterator[None]:
+    """Let imports of an optional package say, where it is missing, how to install it, and what needs it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}. Install {requirement}: {how_to_install(requirement)}") from error
+        raise MissingPackageError(f"{where}{error}. Install {requirement}: {how_to_install(requirement)}") from error
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

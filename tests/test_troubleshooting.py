@@ -46,7 +46,17 @@ def _target(**other: torch.Tensor) -> dict[str, object]:
 def _incomplete() -> None:
     shutil.copytree("run/step-7", "run/step-8")
     Path("run/step-8/manifest.json").unlink()
+    [data] = Path("run/step-8").glob("data-*")
+    (data / "claim.json").write_text("{}")
     reshard.open("run/step-8")
+
+
+def _lost() -> None:
+    shutil.copytree("run/step-7", "run/step-9", ignore=shutil.ignore_patterns("manifest.json"))
+    try:
+        reshard.open("run/step-9")
+    finally:
+        shutil.rmtree("run/step-9")
 
 
 def _changed() -> None:
@@ -95,6 +105,7 @@ def _reused() -> None:
 PROVOKE: list[Callable[[], object]] = [
     lambda: reshard.open("run/step-9"),
     _incomplete,
+    _lost,
     _changed,
     _function,
     _renamed,
@@ -120,7 +131,7 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
             provoke()
         seen.append(_is_quoted(caught.value))
 
-    assert len(set(seen)) == len(PROVOKE) == 13
+    assert len(set(seen)) == len(PROVOKE) == 14
     ranks = [quote for quote in QUOTED if quote not in seen]
     assert [quote.partition(":")[0] for quote in ranks] == ["KeyMismatchError", "RankFailedError", "DeadlineError"]
 

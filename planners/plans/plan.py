@@ -134,7 +134,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
     verb: ClassVar[str]
     """What a rank does with its bytes."""
     covers: ClassVar[str]
-    """What is proved if there are no findings."""
+    """What is proved if there are no problems."""
     _MADE_OF: ClassVar[tuple[str, ...]]
     """The constructor's arguments without `explicit`: layouts first, the one that the plan leads to last of them."""
     _Listed: type[ItemsT]

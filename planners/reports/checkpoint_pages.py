@@ -143,7 +143,7 @@ def difference_page(
         ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
         ("elements that differ", f"{differing:,} ({_share(differing, elements)})"),
         ("largest difference", f"{measures[most].largest:.4g} (in {most})" if most is not None else "0"),
-        ("other findings", f"{len(findings):,}"),
+        ("other differences", f"{len(findings):,}"),
     ]
     worst = sorted(  # step counts last, which differ by more than any weight
         other,

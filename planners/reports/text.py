@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,10 +24,10 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 
 
 def format_plan(
-    plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100
+    plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100, items: bool = True
 ) -> str:
     """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None:
-    all) of the first ranks.
+    all) of the first ranks, or none without `items`.
 
     For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
     Raises PlanError for a value that is neither.
@@ -37,18 +38,17 @@ def format_plan(
         raise PlanError(f"format_plan takes a plan or a schedule, got {plan!r:.80}")
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
-    left = limit
+    left = (sys.maxsize if limit is None else limit) * items
     for rank in range(plan.world_size):
-        if left is not None and left <= 0:
+        if left <= 0:
             break
-        items = plan.rank_items(rank)
-        if items:
+        its = plan.rank_items(rank)
+        if its:
             lines.append(f"  items of rank {rank}: a tensor, its box <- the same elements in a stored chunk")
-        lines += [f"    {_line(item)}" for item in items[:left]]
-        if left is not None:
-            if len(items) > left:
-                lines.append(f"    ... {len(items) - left} more")
-            left -= len(items)
+        lines += [f"    {_line(item)}" for item in its[:left]]
+        if len(its) > left:
+            lines.append(f"    ... {len(its) - left} more")
+        left -= len(its)
     return "\n".join(lines)
 
 

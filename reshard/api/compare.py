@@ -113,7 +113,7 @@ def compare(
         rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
         by_fingerprint: compare saved fingerprints instead of values where both sides have them.
             This is fast, but does not find damage since the save. Not with a tolerance.
-        labels: names for the two sides in findings; default: their paths.
+        labels: names for the two sides in the report; default: their paths.
         workers: number of processes on this host that compare at the same time.
         executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by
             path then.
@@ -219,7 +219,11 @@ class CompareReport(Report):
     """By how much each tensor differs, if you passed `measure`. Tensors whose shapes differ have no entry."""
     labels: tuple[str, str] = ("", "")
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The tensors that were not compared because a side is damaged there, with the errors. They have findings too."""
+    """The tensors that were not compared because a side is damaged there, with the errors. `findings` has them too."""
+
+    @property
+    def _problem(self) -> str:
+        return "problem" if self.damaged else "difference"
 
     def to_html(self) -> str:
         """Return an HTML page of the differences: a map over layers and a table of tensors.

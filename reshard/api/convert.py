@@ -24,7 +24,7 @@ from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
-from reshard.errors import CheckpointError, FormatError, ReshardError, format_names
+from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.garbage_collection import gc_paused
@@ -311,7 +311,7 @@ def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overw
         refuse_run(storage.url, names)
     found = None if overwrite else writer.occupied(names)
     if found is not None:
-        raise FormatError(
+        raise CheckpointExistsError(
             f"{storage.url} already contains a checkpoint ({found}): choose another folder, or overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()

@@ -428,7 +428,7 @@ def verify_live(
     target's dtype first. All NaNs then count as equal, because torch's conversion can give the same
     NaN different bits.
 
-    Returns the same report on all ranks, with a finding for each target that differs.
+    Returns the same report on all ranks, with a problem for each target that differs.
 
     Raises:
         ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or

@@ -15,10 +15,17 @@ from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CheckpointError, CheckpointNotFoundError, NewerVersionError, OptionError, StorageError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NewerVersionError,
+    OptionError,
+    StorageError,
+)
 from reshard.formats.opening import RunStep, discarded_in, path_below, run_in, step_of, steps_at
-from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, refuse_newer
+from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
+from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_manifest, refuse_newer, without_claim
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
@@ -103,9 +110,9 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
-    Damaged checkpoints and those that a save is replacing at the moment stay, and do not count.
-    Only files that saves and conversions wrote are removed: other files stay, and so do their
-    folders. With an `executor`, each checkpoint is removed in a task.
+    Damaged checkpoints, also those whose manifest was lost, and those that a save is replacing at
+    the moment stay, and do not count. Only files that saves and conversions wrote are removed: other
+    files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
     Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
     checkpoint.
@@ -160,8 +167,7 @@ def remove_checkpoints(
         inner = open_storage(path)
         by_id = generations_in(inner)
         if not any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
-            inner.retract(HF_INDEX)
-            inner.retract(MANIFEST)
+            unpublish(inner, by_id)
             gone.append(path)
     kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
@@ -196,23 +202,27 @@ def complete(folder: str | os.PathLike[str]) -> list[_Published]:
 
 
 def published(folder: str | os.PathLike[str]) -> list[_Published]:
-    """The checkpoints at and directly below `folder` whose save has ended."""
+    """The checkpoints at and directly below `folder` whose save has ended, also those whose manifest was lost."""
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
-    found = []
+    found, inside = [], dict[str, list[str]]()
     for name in storage.names():
-        place, _, last = name.rpartition("/")
-        if last != MANIFEST or "/" in place:
+        place = "" if GENERATION.match(name) else name.rpartition("/")[0] and name.partition("/")[0]
+        inside.setdefault(place, []).append(name.removeprefix(f"{place}/"))
+    for place, names in inside.items():
+        if MANIFEST not in names and not without_claim(names):
             continue
         path, step = path_below(folder, place), step_of(place) if place else None
         try:
+            if MANIFEST not in names:
+                open_checkpoint(path)  # it looks again: a save may have published since
             created = read_manifest(open_storage(path)).created_unix_s
             open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
         except CheckpointError as error:
             with suppress(CheckpointNotFoundError):  # removed meanwhile
-                inner = open_storage(path)
-                if detect(inner, {MANIFEST: inner.size(MANIFEST)}):
+                inner, is_lost = open_storage(path), MANIFEST not in names and isinstance(error, CorruptCheckpointError)
+                if not is_lost and detect(inner, {MANIFEST: inner.size(MANIFEST)}):
                     refuse_newer(inner.read(MANIFEST), f"{inner.url.rstrip('/')}/{MANIFEST}")
                 found.append(_Published(path, bool(place), step, problem=str(error)))
         else:

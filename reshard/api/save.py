@@ -39,7 +39,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
-from reshard.errors import CheckpointError, FormatError, OptionError, ReshardError, StorageError
+from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
@@ -109,7 +109,7 @@ def save(
         memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU. Fingerprints take 50 MiB
             more.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, and nothing is written. Other files are never replaced.
+            is an error, and nothing is written, also if its manifest was lost. Other files are never replaced.
         base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data that it already
             has is not written again. The new checkpoint is still complete by itself: see docs/incremental.md.
         ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
@@ -120,7 +120,8 @@ def save(
         KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
         LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
             memory_budget_bytes and progress.
-        FormatError: a value is not plain data, or, with `overwrite=False`, a checkpoint exists.
+        FormatError: a value is not plain data.
+        CheckpointExistsError: there is a checkpoint, and `overwrite` is False.
         StorageError: the storage failed, or ranks see different folders.
     """
     with phase("save", path=path):
@@ -292,14 +293,12 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     refuse_first_step(path)
     if storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
-    if not options.overwrite and commit.published(storage) is not None:
-        raise FormatError(
-            f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True. Nothing was saved"
-        )
+    if not options.overwrite:
+        commit.refuse_existing(storage, there)
     chosen = Choice()
     if options.base:
         chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
-    return commit.new_save_id(), chosen, commit.counting(storage)
+    return commit.new_save_id(), chosen, commit.replaceable(storage, there)
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
@@ -724,8 +723,8 @@ class SaveReport(WrittenReport):
     select: tuple[str, ...] = ()
     """The globs of the keys that were saved. Empty if all were."""
     replaced: bool = False
-    """Whether the save replaced an earlier one at the path, which `overwrite=False` does not
-    allow."""
+    """Whether the save replaced an earlier one at the path, also one whose manifest was lost or
+    damaged. `overwrite=False` does not allow it."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""

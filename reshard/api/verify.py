@@ -72,9 +72,10 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report. Each finding names the file and, where known, the tensor and byte range. `covered` says for how
-    many bytes a changed bit would have been found: none in formats without checksums, such as safetensors. Damage is a
-    finding, not an exception. The call raises only if there is no checkpoint, or none in a known format.
+    Returns a report. Each of its `findings` names the file and, where known, the tensor and byte range. `covered` says
+    for how many bytes a changed bit would have been found: none in formats without checksums, such as safetensors. It
+    is None if the checkpoint itself is damaged, which is then not compared with `against`. The call reports damage and
+    does not raise. It raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     try:
@@ -83,11 +84,6 @@ def verify(
         if type(error) is not CorruptCheckpointError:
             raise
         return Report(str(path), (Finding(str(error)),), 0)
-    try:
-        if against is not None and not isinstance(against, Checkpoint | Mapping):
-            against = open_checkpoint(against)
-    except CorruptCheckpointError as error:
-        return Report(f"{checkpoint.url} ({checkpoint.format})", (Finding(str(error)),), len(checkpoint))
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
@@ -95,14 +91,15 @@ def verify(
     covered = None if findings else Coverage(sum(t.nbytes for t in checkpoint.values()), 0, 0)
     with engine(executor, workers) as hands:
         if deep and covered is not None:
-            findings += _deep_findings(checkpoint, against, covered.total_bytes, hands, progress)
+            findings += _deep_findings(checkpoint, covered.total_bytes, hands, progress)
             covered = _covered(checkpoint, covered.total_bytes) if not findings else None
-        other = None
         if against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
-    if other is not None and covered is not None:
-        findings += other.findings
-        covered = _also_compared(covered, other.covered)
+            findings += other.findings
+            if any(text.startswith(checkpoint.url) for text in getattr(other, "damaged", {}).values()):
+                covered = None  # without `deep`, the comparison is the first that reads
+            elif other.ok:
+                covered = _also_compared(covered, other.covered)
     return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
 
 
@@ -116,7 +113,7 @@ def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
 
 
 def _deep_findings(
-    checkpoint: Checkpoint, against: Any, total_bytes: int, executor: Executor | None, progress: bool
+    checkpoint: Checkpoint, total_bytes: int, executor: Executor | None, progress: bool
 ) -> list[Finding]:
     """Return what reading every byte finds."""
     opening = Opening.of(checkpoint) if executor is not None else None
@@ -128,7 +125,7 @@ def _deep_findings(
             findings = _block_findings(checkpoint, opening, sizes, executor, blocks)
         if not findings:  # which makes it needless to compare blocks of ours again
             opening = None if opening is None else replace(opening, check=native is None)
-            findings = _read_findings(checkpoint, against, opening, executor, step)
+            findings = _read_findings(checkpoint, opening, executor, step)
     return [*findings, *_object_findings(checkpoint)]
 
 
@@ -149,6 +146,7 @@ def _compared(
 ) -> Report:
     """Call `compare`, with damage as a finding."""
     try:
+        against = against if isinstance(against, Checkpoint | Mapping) else open_checkpoint(against)
         return compare_sides(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
     except CorruptCheckpointError as error:
         return Report("", (Finding(str(error)),), 0)
@@ -306,15 +304,14 @@ def _block_bytes(native: NativeFacts, name: str) -> int:
 
 @dataclass(frozen=True)
 class ReadWork:
-    """Reads parts of the tensors of a checkpoint, and sums up those whose fingerprints are compared."""
+    """Reads parts of the tensors of a checkpoint, and sums up those that have saved fingerprints."""
 
     checkpoint: Opening
-    also: frozenset[str]
 
     def begin(self) -> Callable[[Share], list[bytes | str]]:
         """Opens the checkpoint."""
         checkpoint = self.checkpoint.open()
-        return partial(_sums_or_errors, checkpoint, {*(checkpoint.fingerprints or {}), *self.also})
+        return partial(_sums_or_errors, checkpoint, checkpoint.fingerprints or {})
 
 
 @gc_paused()
@@ -343,12 +340,10 @@ def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Shar
 
 
 def _read_findings(
-    checkpoint: Checkpoint, other: Any, opening: Opening | None, executor: Executor | None, step: Phase
+    checkpoint: Checkpoint, opening: Opening | None, executor: Executor | None, step: Phase
 ) -> list[Finding]:
-    """Read every tensor, and compare its fingerprint with the saved one and with that of the other checkpoint, if
-    there are any."""
+    """Read every tensor, and compare its fingerprint with the saved one, if there is one."""
     prints = checkpoint.fingerprints or {}
-    theirs = (other.fingerprints or {}) if isinstance(other, Checkpoint) else {}
     totals, wrong = dict.fromkeys(checkpoint, Partial()), dict[str, str]()
 
     def on_done(share: Share, found: list[bytes | str]) -> None:
@@ -359,24 +354,17 @@ def _read_findings(
             else:
                 totals[name] += Partial.from_bytes(one)
 
-    also = frozenset(theirs.keys() - prints.keys())
-    work = ReadWork(opening, also) if opening is not None else None
-    here = partial(_sums_or_errors, checkpoint, {*prints, *theirs})
+    work = ReadWork(opening) if opening is not None else None
+    here = partial(_sums_or_errors, checkpoint, prints)
     asked = shares((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in checkpoint.items())
     run_tasks(work, asked, executor, on_done, here=here)
     findings = []
     for name, tensor in checkpoint.items():
         if name in wrong:
             findings.append(Finding(wrong[name], name))
-            continue
-        said = {
-            "its values changed: their fingerprint is not the one that was saved": prints.get(name),
-            f"its values differ from those of {getattr(other, 'url', '')}: the fingerprints differ": theirs.get(name),
-        }
-        for text, wanted in said.items():
-            if wanted is None:
-                continue
+        elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:
+                text = "its values changed: their fingerprint is not the one that was saved"
                 findings.append(Finding(text, name))
     return findings

@@ -22,6 +22,7 @@ from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     KeyMismatchError,
+    MissingPackageError,
     ReshardError,
     did_you_mean,
     how_to_install,
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 __all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Html", "Model", "Names", "Naming", "Normalized", "On", "Rules",
-    "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
+    "AsJson", "Config", "Depth", "HintOption", "Html", "Legend", "Model", "Names", "Naming", "Normalized", "On",
+    "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
     "dtype_name", "executor_on",
     "in_words_of_the_command_line", "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
     "stored_hints", "untaken",
@@ -57,6 +58,7 @@ Depth = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at mos
 Html = Annotated[
     Path | None, typer.Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
 ]
+Legend = Annotated[bool, typer.Option("--legend", help="Explain the notation of layouts.")]
 Rules = Annotated[
     list[str] | None,
     typer.Option(
@@ -130,7 +132,7 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
     except ImportError as error:
         needed = how_to_install("distributed>=2024.1" if kind == "dask" else "ray>=2.30")
-        raise CheckpointError(f"--on {engine}: {error}: {needed}") from error
+        raise MissingPackageError(f"--on {engine}: {error}: {needed}") from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"--on {engine}: no answer: {error}") from error
 

@@ -160,7 +160,8 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
         print_text(screen, _summary(different), style="red")
     if different or report.ok:
         shown = dataclasses.replace(report, findings=tuple(different))
-        print_report(shown, right=_verdict(covered, is_within), limit=limit, more="--limit or --json")
+        right = _verdict(covered, is_within) if report.ok else ""
+        print_report(shown, right=right, limit=limit, more="--limit or --json")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from reshard.cli.arguments import AsJson, UsageError
+from reshard.cli.arguments import AsJson, Legend, UsageError
 from reshard.cli.show import console, counted, print_json, print_legend, print_text
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def explain(
     shape: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Shape of the tensor to draw, such as 4096,1024.")
     ] = None,
+    legend: Legend = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain the short form of a layout.
@@ -59,7 +60,7 @@ def explain(
         screen.print(line, markup=False, soft_wrap=True)
     if said.note:
         print_text(screen, said.note)
-    print_legend(screen, said.signs)
+    print_legend(screen, said.signs, legend)
 
 
 class _Said(NamedTuple):

@@ -12,7 +12,7 @@ import typer
 
 from planners.units import format_each
 from reshard.cli import show
-from reshard.cli.arguments import Depth, Html, Select, Source, Step, UsageError
+from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, UsageError
 from reshard.cli.completion import tensor_names
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
@@ -49,6 +49,7 @@ def inspect(
     depth: Depth = None,
     step: Step = None,
     drawn: _Map = None,
+    legend: Legend = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one entry per tensor.")] = False,
     html: Html = None,
     histograms: _Histograms = "",
@@ -86,7 +87,7 @@ def inspect(
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + note, style="bold")
     if drawn is not None:
-        _draw(checkpoint, drawn)
+        _draw(checkpoint, drawn, legend)
         return
     problems, run = checkpoint.problems(), checkpoint.run
     if select:
@@ -98,7 +99,7 @@ def inspect(
         shown = _as_json(checkpoint, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
-        _print(checkpoint, problems, depth)
+        _print(checkpoint, problems, depth, legend)
     if problems:
         raise typer.Exit(1)
 
@@ -148,7 +149,7 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str) -> None:
+def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
@@ -162,7 +163,7 @@ def _draw(checkpoint: Checkpoint, name: str) -> None:
     screen, layout = show.console(), checkpoint.layout
     show.print_text(screen, layout.described([name], in_both_forms)[name])
     screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
-    show.print_legend(screen, layout.described([name], short_form).values())
+    show.print_legend(screen, layout.described([name], short_form).values(), legend)
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -195,7 +196,7 @@ def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None) -> None:
+def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
     from reshard.state import count_objects
 
@@ -229,9 +230,9 @@ def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None) -> No
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, checkpoint.warnings)
-    show.print_legend(screen, forms.values())
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
+    show.print_legend(screen, forms.values(), legend)
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reshard.cli import arguments
-from reshard.cli.arguments import HintOption, Html, Normalized, Rules, Select, Sides, Step
+from reshard.cli.arguments import HintOption, Html, Legend, Normalized, Rules, Select, Sides, Step
 from reshard.cli.completion import topologies
 from reshard.cli.show import (
     console,
@@ -55,7 +55,9 @@ def plan(
     normalized: Normalized = False,
     hint: HintOption = None,
     step: Step = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and items.")] = 12,
+    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks, and this many items.")] = 12,
+    items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
+    legend: Legend = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     html: Html = None,
     read_rate: _ReadRate = None,
@@ -98,7 +100,7 @@ def plan(
         print_json(_as_json(made, report, useless, cluster))
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
-        _print(made, limit, cluster, [file for file in (out, html) if file is not None])
+        _print(made, (limit, items, legend), cluster, [file for file in (out, html) if file is not None])
         _print_unsharded(sides, source, onto, [] if useless else texts)
     if useless or not report.ok:
         raise typer.Exit(1)
@@ -178,12 +180,12 @@ def _print_verdict(report: Report, wrong: list[str]) -> None:
         print_text(console(), text, "wrong", "red")
 
 
-def _print(made: LoadPlan, limit: int, cluster: Cluster | None, files: list[Path]) -> None:
+def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None, files: list[Path]) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
     from planners.reports.text import format_plan
     from planners.units import format_seconds
 
-    screen = console()
+    screen, (limit, items, legend) = console(), how
     print_text(
         screen,
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
@@ -194,7 +196,7 @@ def _print(made: LoadPlan, limit: int, cluster: Cluster | None, files: list[Path
     kinds = {name: (f"from  {sides[0][name]}", f"to    {sides[1][name]}") for name in made.wanted}
     print_totals(screen, "layouts", nbytes, kinds)
     screen.print("[bold]reads[/]")
-    for line in format_plan(made, limit=limit, width=screen.width).splitlines()[1:]:
+    for line in format_plan(made, limit=limit, width=screen.width, items=items).splitlines()[1:]:
         print_text(screen, line)
     if cluster is not None:
         print_text(
@@ -205,6 +207,8 @@ def _print(made: LoadPlan, limit: int, cluster: Cluster | None, files: list[Path
     print_legend(
         screen,
         {text for side in (made.saved, made.wanted) for text in side.described(side, short_form).values()},
+        legend,
+        *["--items lists what each rank reads"] * (not items),
     )
     for file in files:
         print_text(screen, str(file), "wrote")

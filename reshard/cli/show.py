@@ -118,13 +118,17 @@ def print_totals(
     print_rows(screen, [*rows, *([("", f"and {len(weights) - most} more")] if len(weights) > most else [])])
 
 
-def print_legend(screen: Console, short_forms: Iterable[str]) -> None:
-    """What the signs in these short forms of layouts mean."""
+def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
+    """What the signs in these short forms of layouts mean; if that is not wanted, a line that says how to get it and
+    what else there is `more` of."""
     from planners.geometry.layout_text import legend
 
-    if signs := legend(short_forms):
+    signs = legend(short_forms)
+    if signs and is_wanted:
         screen.print("\n[bold]Notation[/]")
         print_rows(screen, signs)
+    if hints := [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]:
+        print_text(screen, "; ".join(hints), "more", "dim")
 
 
 def print_json(value: Any) -> None:
@@ -148,11 +152,10 @@ def short(value: Any, most: int = 60) -> str:
 
 
 def print_report(report: Report, *, right: str, path: str = "", limit: int = 20, more: str = "--json") -> None:
-    """The verdict, or at most `limit` findings, with `path` as it was given."""
+    """What was found right, and at most `limit` problems, with `path` as it was given."""
     screen = console()
-    wrong = f", {counted(len(report.findings), 'finding')}" if report.findings else ""
-    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{wrong}")
-    if report.ok:
+    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}")
+    if right:
         print_text(screen, right, style="green")
     for finding in report.findings[:limit]:
         print_text(screen, as_given(str(finding), path), "·", "red")

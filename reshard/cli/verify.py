@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
-from reshard.cli.show import damaged, print_json, print_report, report_as_json, size
-from reshard.errors import CheckpointNotFoundError
+from reshard.cli.show import (
+    as_given,
+    console,
+    counted,
+    damaged,
+    print_json,
+    print_report,
+    print_text,
+    report_as_json,
+    size,
+)
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 if TYPE_CHECKING:
-    from planners.findings import Coverage
+    from planners.findings import Coverage, Report
 
 __all__ = ["verify"]
 
@@ -32,7 +43,8 @@ def verify(
     Reads every byte, compares checksums and fingerprints where the format has them, and proves that chunks cover each
     tensor exactly once. Prints how many bytes of values were verified.
 
-    Exits with 1 if something is wrong, and names the file, the tensor, and where known the byte range.
+    Exits with 1 if it is damaged, and names the file, the tensor, and where known the byte range; also if an undamaged
+    checkpoint differs from that of --against. The first line says which.
     """
     import reshard
     from reshard.formats.opening import steps_at
@@ -40,7 +52,7 @@ def verify(
     given, against = path, against and newest(against)
     try:
         path = newest(path, step)
-    except CheckpointNotFoundError as error:
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         if step is None and steps_at(path):  # none of them is complete
             raise damaged(path, str(error), as_json) from None
         raise
@@ -53,10 +65,27 @@ def verify(
     else:
         right = ""
         if (covered := report.covered) is not None:
-            right = "; ".join(filter(None, (_verdict(covered, against), covered.leaves_open)))
+            same = against if report.ok else None
+            right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open)))
+        if not report.ok:
+            print_text(console(), as_given(_failure(report, right, against), given), style="red")
         print_report(report, right=right, path=given)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _failure(report: Report, right: str, against: str | None) -> str:
+    """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
+    number = len(report.findings)
+    if report.covered is None or against is None:
+        return f"damaged: {counted(number, 'problem')}" + (against is not None) * f"; not compared with {against}"
+    whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
+    texts = [finding.message for finding in report.findings]
+    harmed = sum(text.startswith((against, os.path.abspath(against))) for text in texts)
+    if harmed == number:
+        return f"{whole}, but {against} is damaged: {counted(number, 'problem')}"
+    also = f"; {against} is damaged: {counted(harmed, 'problem')}" if harmed else ""
+    return f"{whole}, but different from {against}: {counted(number - harmed, 'difference')}{also}"
 
 
 def _verdict(covered: Coverage, against: str | None) -> str:

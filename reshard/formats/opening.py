@@ -277,7 +277,9 @@ def _open_step(
         why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
         return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path))), url
     why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
-    raise CheckpointNotFoundError(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
+    is_damage = any(isinstance(error, CorruptCheckpointError) for error in skipped.values())
+    kind = CorruptCheckpointError if is_damage else CheckpointNotFoundError
+    raise kind(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import TensorSpec
-from reshard.errors import CorruptCheckpointError, FormatError, how_to_install
+from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.state import KeyPath, key_of
@@ -54,8 +54,8 @@ def _folders(names: Mapping[str, int]) -> list[str]:
 def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
-    Raises FormatError where tensorstore is not installed or the folder is not local; CorruptCheckpointError for a tree
-    that is unreadable.
+    Raises FormatError where the folder is not local, MissingPackageError where tensorstore is not installed,
+    CorruptCheckpointError for a tree that is unreadable.
     """
     storage, names = files.storage, files.listed
     folders = _folders(names)
@@ -138,12 +138,8 @@ class _Root:
 
     def array(self, key: str) -> Any:
         """The array, opened by tensorstore."""
-        try:
+        with framework("tensorstore>=0.1.60", f"{self.label}: "):
             import tensorstore
-        except ImportError:
-            raise FormatError(
-                f"{self.label}: Orbax checkpoints need tensorstore: {how_to_install('tensorstore>=0.1.60')}"
-            ) from None
         base = f"file://{self.storage.root / self.folder}"
         kvstore: Any = (
             {"driver": "ocdbt", "base": f"{base.rstrip('/')}/", "path": f"{key}/"}

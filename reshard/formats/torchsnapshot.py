@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, how_to_install
+from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, framework
 from reshard.formats.format import Format
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
@@ -55,7 +55,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
-        FormatError: the manifest is YAML, and PyYAML is not there to read it.
+        MissingPackageError: the manifest is YAML, and PyYAML is not there to read it.
     """
     storage, names = files.storage, files.listed
     label = f"{storage.url.rstrip('/')}/{_MANIFEST}"
@@ -89,12 +89,8 @@ def _manifest(data: bytes, label: str) -> dict[str, Any]:
 
 def _yaml(data: bytes, label: str) -> Any:
     """Return what early versions wrote. Only plain values are built."""
-    try:
+    with framework("pyyaml>=6", f"{label}: the manifest is not JSON, and could be YAML: "):
         import yaml
-    except ImportError:
-        raise FormatError(
-            f"{label}: the manifest is not JSON. To read it as YAML: {how_to_install('pyyaml>=6')}"
-        ) from None
     try:
         return yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:

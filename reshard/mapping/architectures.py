@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planners.units import format_some
-from reshard.errors import NormalizationError, did_you_mean
+from reshard.errors import CheckpointNotFoundError, NormalizationError, did_you_mean
 
 __all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder", "undone"]
 
@@ -305,7 +305,7 @@ class Decoder:
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
         """Read a `config.json`: its path, its folder, or its content.
 
-        Raises NormalizationError if an entry is missing.
+        Raises CheckpointNotFoundError if there is no such file, NormalizationError if an entry is missing.
         """
         if isinstance(config, Decoder):
             return config
@@ -314,9 +314,12 @@ class Decoder:
             path = path / "config.json" if path.is_dir() else path
             try:
                 config = json.loads(path.read_text())
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(f"there is no {path}: pass the path of a model's config.json") from None
             except (OSError, ValueError) as error:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
-            assert isinstance(config, Dict)
+            if not isinstance(config, Dict):
+                raise NormalizationError(f"{path} is not a config.json of a model: it has a {type(config).__name__}")
         seen = config.get("vision_config") or {}
         # models that also see keep the decoder's settings apart, but names are those of the full model
         config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}

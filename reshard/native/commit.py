@@ -16,11 +16,12 @@ from msgspec import UNSET
 
 from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
-from reshard.errors import CheckpointError, CheckpointNotFoundError, ReshardError, StorageError
+from reshard.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.live.fingerprints import Partial
 from reshard.live.garbage_collection import gc_paused
 from reshard.native.manifest import (
     BLOCK_BYTES,
+    CLAIM,
     FEW_FILES,
     HF_INDEX,
     MANIFEST,
@@ -34,6 +35,7 @@ from reshard.native.manifest import (
     is_generation,
     read_save_id,
     refuse_newer,
+    without_claim,
 )
 from reshard.native.reader import NativeFacts, detect
 from reshard.ranks import liveness
@@ -45,7 +47,8 @@ from reshard.stored.contents import has_dcp
 __all__ = [
     "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
-    "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "save_id_of",
+    "refuse_existing", "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "replaceable",
+    "save_id_of", "unpublish",
 ]  # fmt: skip
 
 
@@ -256,8 +259,6 @@ def _together(written: Iterable[Written]) -> list[LinkedRecord]:
 
 CLAIMING_S = 60.0
 """So long a save is taken to be about to make its claim."""
-CLAIM = "claim.json"
-"""The file in the folder of a save that says who writes there."""
 LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
 """How second names of files of earlier saves begin, and of what is beside them end."""
 _OF_RANK = (".safetensors", ".safetensors.sums", ".safetensors.blocks", ".parts")
@@ -361,8 +362,33 @@ def counting(storage: Storage) -> str | None:
         return None
 
 
+def replaceable(storage: Storage, names: Collection[str]) -> str | None:
+    """Return the id of what a save replaces where these files are: the save that counts, or one whose manifest is
+    damaged or lost."""
+    left = without_claim(names)
+    return counting(storage) or (left[-1].removeprefix("data-") if left else None)
+
+
+def refuse_existing(storage: Storage, names: Collection[str]) -> None:
+    """Raise CheckpointExistsError if a save would replace a checkpoint. Arguments as of `replaceable`."""
+    if (there := replaceable(storage, names)) is not None:
+        raise CheckpointExistsError(
+            f"{storage.url} already contains a checkpoint ({folder_of(there)}): choose another folder, or "
+            "overwrite=True. Nothing was written"
+        )
+
+
+def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
+    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
+    for save_id in save_ids:
+        storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # nobody's
+    storage.retract(HF_INDEX)
+    storage.retract(MANIFEST)
+
+
 def remove_dead(storage: Storage) -> list[str]:
-    """Remove generations that neither count nor are being written. Returns their save ids.
+    """Remove generations that neither count nor are being written, but for data whose manifest was lost. Returns their
+    save ids.
 
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
@@ -373,7 +399,7 @@ def remove_dead(storage: Storage) -> list[str]:
     for save_id, names in by_id.items():
         if is_alive(storage, save_id, names):
             running = True
-        elif published(storage) != save_id:
+        elif (counts := published(storage)) != save_id and (counts is not None or not without_claim(names)):
             remove(storage, save_id, names)
             removed.append(save_id)
     if removed and published(storage) is None:

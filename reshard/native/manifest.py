@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -167,6 +167,16 @@ _FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w
 def _check_save_id(save_id: str) -> None:
     if not _SAVE_ID.fullmatch(save_id):
         raise ValueError(f"{save_id!r:.80} is not a save id: 12 hex digits, '-', 12 hex digits")
+
+
+CLAIM = "claim.json"
+"""The file in the folder of a save that says who writes there. The save removes it after its manifest is published."""
+
+
+def without_claim(names: Collection[str]) -> list[str]:
+    """The folders with data of saves that have ended, in order: a manifest names them, or was lost."""
+    data = {name.partition("/")[0] for name in names if GENERATION.match(name) and name.endswith(".safetensors")}
+    return sorted(folder for folder in data if f"{folder}/{CLAIM}" not in names)
 
 
 def is_generation(folder: str) -> bool:

@@ -21,6 +21,7 @@ from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
 from reshard.native.manifest import (
+    CLAIM,
     GENERATION,
     MANIFEST,
     FileRecord,
@@ -29,6 +30,7 @@ from reshard.native.manifest import (
     PartsRecord,
     entry_key,
     read_manifest,
+    without_claim,
 )
 from reshard.state import key_of, path_from_json
 from reshard.storage.base import Storage
@@ -91,10 +93,16 @@ def is_replaced(native: NativeFacts) -> bool:
 def open(files: Files) -> Contents:
     """Open the checkpoint, from its manifest alone: see `look_for_files`.
 
-    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest of nonsense.
+    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest that is
+    lost, or of nonsense.
     """
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
+        if left := without_claim(names):
+            raise CorruptCheckpointError(
+                f"there is no {MANIFEST} in {storage.url}, but {left[-1]} has no {CLAIM}, which killed and running "
+                f"saves have: {MANIFEST} was lost or not copied. Restore it, or load another checkpoint"
+            )
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
         )

@@ -17,7 +17,7 @@ from reshard.live.plain_data import encode_plain
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import write_pieces
-from reshard.native.manifest import MANIFEST, FileRecord, entry_key
+from reshard.native.manifest import MANIFEST, FileRecord, entry_key, without_claim
 from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
 from reshard.ranks.liveness import release_lease
 from reshard.storage.base import Storage
@@ -131,8 +131,8 @@ class NativeWriter(FormatWriter):
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """A manifest."""
-        return MANIFEST if MANIFEST in names else None
+        """A manifest, or data whose manifest was lost."""
+        return MANIFEST if MANIFEST in names else next(iter(without_claim(names)), None)
 
 
 def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:

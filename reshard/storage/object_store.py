@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, how_to_install
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, framework
 from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ def open_objects(url: str) -> ObjectStorage:
     """The folder of a bucket: "s3://bucket/folder", "gs://bucket/folder", "az://..." as obstore reads it.
 
     Raises:
-        StorageError: obstore is not installed, or does not understand the URL or its configuration.
+        MissingPackageError: obstore is not installed.
+        StorageError: it does not understand the URL or its configuration.
     """
-    try:
+    with framework("obstore>=0.6", f"{url}: "):
         from obstore.store import from_url
-    except ImportError as error:
-        raise StorageError(f"{url} needs obstore: {how_to_install('obstore>=0.6')}") from error
     try:
         store = from_url(url, retry_config=RETRY)
     except Exception as error:

@@ -132,7 +132,7 @@ def test_reports_are_one_short_line(tmp_path) -> None:
     assert repr(done).startswith("SetReport(missing 2 ('weight', 'bias'), unexpected 2000 ('x0', 'x1', 'x2', ...)")
     assert "2000 tensors" in repr(saved)
     assert repr(moved).startswith("TransferReport(moved 1, ")
-    assert "2000 findings, the first: 'w0'" in repr(torn)
+    assert "2000 problems, the first: 'w0'" in repr(torn)
     assert "homes" in repr(topology)
     assert repr(planners.fsdp(2)).count("1 rule {") == 1
     assert Topology.parse(str(topology)) == topology

@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 import reshard
 from reshard.api.convert_job import remove_dead_jobs
-from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    ReshardError,
+    StorageError,
+)
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.storage import LocalStorage, MemoryStorage, Storage, open_storage
@@ -130,7 +137,7 @@ def test_a_run_whose_steps_are_damaged_is_still_a_run(left, tmp_path):
         manifest.write_bytes(left)
 
     assert reshard.latest_complete(run) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of the run at .* is complete"):
+    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint of the run at .* is complete"):
         reshard.open(run)
     assert reshard.prune(run, keep_last=1) == []
     assert {"best", "final"} < {*left_in(run), "either"}
@@ -562,13 +569,14 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     save({"w": torch.zeros(3)}, tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(FormatError, match=r"already contains a checkpoint: .* or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(data-.* or overwrite=True") as info:
         save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
 
+    assert isinstance(info.value, FormatError)
     assert sorted(tmp_path.rglob("*")) == before
     assert reshard.open(tmp_path / "c")["w"][0] == 0
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
-    with pytest.raises(FormatError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
         reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save", overwrite=True)
 
@@ -578,3 +586,66 @@ def test_a_report_says_that_an_earlier_save_was_replaced(tmp_path):
     assert (first.replaced, second.replaced) == (False, True)
     assert "in place of an earlier save" in repr(second)
     assert "in place of" not in repr(first)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("at", ["c", "run/step-3"])
+def test_a_lost_manifest_is_damage_and_not_a_save_that_was_killed(at, tmp_path):
+    """Recipes begin at step 0 on FileNotFoundError, and the first save then removed all data, without a word."""
+    folder = tmp_path / at
+    reshard.save(STATE, folder)
+    (folder / "manifest.json").unlink()
+    before = files_in(folder)
+
+    for path in {folder, folder if at == "c" else folder.parent}:
+        with pytest.raises(CorruptCheckpointError, match=r"no manifest.json in .*data-.* lost or not copied") as info:
+            reshard.open(path)
+        assert not isinstance(info.value, FileNotFoundError)
+    assert not reshard.verify(folder).ok
+    assert reshard.latest_complete(folder.parent) is None
+
+    with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-.* or overwrite=True"):
+        reshard.save(STATE, folder, overwrite=False)
+    reshard.save(STATE, tmp_path / "other")
+    with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-"):
+        reshard.convert(tmp_path / "other", folder, format="native")
+    assert files_in(folder) == before
+
+    assert reshard.save(STATE, folder).replaced
+    assert reshard.verify(folder).ok
+    assert len(list(folder.glob("data-*"))) == 1
+
+
+@pytest.mark.parametrize("at", ["c", "run/step-3"])
+def test_a_first_save_that_was_killed_is_where_a_run_begins(at, tmp_path):
+    folder = tmp_path / at
+    reshard.save(STATE, folder)
+    [data] = folder.glob("data-*")
+    (folder / "manifest.json").unlink()
+    (data / "claim.json").write_text(json.dumps({"host": "x", **GONE, "unix_s": 0.0}))  # as it is until it is published
+    for path in {folder, folder if at == "c" else folder.parent}:
+        with pytest.raises(FileNotFoundError, match="a save was killed before it was complete, or is still running"):
+            reshard.open(path)
+    assert not reshard.save(STATE, folder, overwrite=False).replaced
+    assert not data.exists()
+
+
+def test_pruning_leaves_data_whose_manifest_was_lost(tmp_path):
+    run = saved(tmp_path, "step-1", "step-2", "step-3", "step-4")
+    (run / "step-3" / "manifest.json").unlink()
+    (run / "step-1" / "manifest.json").unlink()
+    before = files_in(run / "step-3")
+    assert reshard.prune(run, keep_last=1) == [str(run / "step-2")]
+    assert left_in(run) == ["step-1", "step-3", "step-4"]
+    assert files_in(run / "step-3") == before
+
+
+def test_a_report_says_that_a_damaged_save_was_replaced(tmp_path):
+    reshard.save(STATE, tmp_path)
+    (tmp_path / "manifest.json").write_text('{"reshard": "checkpoint", "version"')
+    with pytest.raises(FormatError, match="overwrite=True"):
+        reshard.save(STATE, tmp_path, overwrite=False)
+    assert reshard.save(STATE, tmp_path).replaced

@@ -41,9 +41,9 @@ from reshard.api.tasks import check_executor, run_tasks
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    FormatError,
     OptionError,
     ReshardError,
     StorageError,
@@ -430,7 +430,7 @@ def gather(
         CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
             generation that is complete.
         CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
-        FormatError: there is already a checkpoint at `out`.
+        CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
     if isinstance(folders, str | os.PathLike):
@@ -453,13 +453,13 @@ def gather(
             f"step {others[0].step} is complete: pass step={others[0].step}" if others else "no other step is complete"
         )
         raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
-    refuse_run(storage.url, commit.refuse_foreign(storage))
+    names = commit.refuse_foreign(storage)
+    refuse_run(storage.url, names)
     refuse_first_step(out)
-    there = commit.published(storage)
-    if there == wanted.save_id:
-        raise FormatError(f"{storage.url} has {wanted} already: open it, or remove it first")
-    if there is not None and not overwrite:
-        raise FormatError(f"{storage.url} already contains a checkpoint: choose another folder, or overwrite=True")
+    if commit.counting(storage) == wanted.save_id:
+        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
+    if not overwrite:
+        commit.refuse_existing(storage, names)
     files, nbytes = look.write(storage, absolute(out), executor)
     left = found.left_behind(wanted, (), step)
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))

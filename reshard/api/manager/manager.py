@@ -395,8 +395,8 @@ class CheckpointManager:
                 their number, and are removed when the next save is complete.
             strict, dtype_policy, mapping: as of `reshard.load`.
 
-        Raises the errors of `reshard.load`, and CheckpointNotFoundError if the step does not exist, no step is
-        complete, or all checkpoints of the run are from other tools.
+        Raises the errors of `reshard.load`, CorruptCheckpointError if no step is undamaged, and CheckpointNotFoundError
+        if the step does not exist, or all checkpoints of the run are from other tools.
         """
         self.wait()
         group = self._group()
@@ -454,7 +454,8 @@ class CheckpointManager:
         whole = [str(one) for one, problem in steps.items() if not problem]
         why = "; ".join(passed) or f"its complete steps are {', '.join(whole) or 'none'}"
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
-        raise CheckpointNotFoundError(f"{what} be restored: {why}{fix * bool(foreign)}")
+        kind = CorruptCheckpointError if chosen else CheckpointNotFoundError
+        raise kind(f"{what} be restored: {why}{fix * bool(foreign)}")
 
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]

@@ -17,7 +17,7 @@ import torch
 from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
-from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, how_to_install
+from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
 from reshard.formats.format import Format, Writing
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
@@ -361,12 +361,8 @@ class Items:
 
 
 def _unzstd(where: str, most_bytes: int, data: bytes) -> bytes:
-    try:
+    with framework("zstandard>=0.22", "these items are compressed with zstd: "):
         import zstandard
-    except ImportError:
-        raise FormatError(
-            f"these items are compressed with zstd. To read them: {how_to_install('zstandard>=0.22')}"
-        ) from None
     try:
         reader = zstandard.ZstdDecompressor().decompressobj()
         pieces, size = [], 0

@@ -154,11 +154,11 @@ def test_save_plans():
 
 def test_a_report_can_be_raised():
     verify(PLAN).raise_if_failed()
-    with pytest.raises(ProofError, match=": 1 finding:") as raised:
+    with pytest.raises(ProofError, match=": 1 problem:") as raised:
         verify(PLAN.with_items({1: [FIRST]})).raise_if_failed()
     assert (raised.value.fqn, raised.value.rank) == ("w", 1)
     report = Report("x", (Finding("odd", "w", 3, (1, 2)),), 1)
-    assert str(report) == "x: 1 tensor, 1 finding\n  'w', rank 3, element (1, 2): odd"
+    assert str(report) == "x: 1 tensor, 1 problem\n  'w', rank 3, element (1, 2): odd"
 
 
 def test_nothing_else_can_be_verified():

@@ -23,6 +23,7 @@ from reshard.api.manager import ledger, manager as deciding
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     FormatError,
     NormalizationError,
     OptionError,
@@ -206,7 +207,7 @@ def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -
     [file] = Path(root, "step-1").glob("data-*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert value_at(root, 2)[1] == 2.0
-    with pytest.raises(CheckpointNotFoundError, match=r"step 1 in .* cannot be restored"):
+    with pytest.raises(CorruptCheckpointError, match=r"step 1 in .* cannot be restored"):
         value_at(root, 1)
 
 
@@ -276,7 +277,11 @@ def lose_data(step: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut_manifest, garble_manifest, cut_data, lose_data])
+def lose_manifest(step: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_manifest, garble_manifest, cut_data, lose_data, lose_manifest])
 def test_a_published_step_that_does_not_open_is_damage_and_not_a_save_that_never_ended(
     damage: Any, tmp_path: Path
 ) -> None:
@@ -287,15 +292,17 @@ def test_a_published_step_that_does_not_open_is_damage_and_not_a_save_that_never
     report, value = value_at(root)
     assert (report.step, value) == (1, 1.0)
     assert [text.split(":")[0] for text in report.skipped] == ["step 2"]
-    with pytest.raises(CheckpointNotFoundError, match=r"step 2 in .* cannot be restored: step 2: .*step-2"):
+    with pytest.raises(CorruptCheckpointError, match=r"step 2 in .* cannot be restored: step 2: .*step-2"):
         value_at(root, 2)
     damage(root / "step-1")
-    with pytest.raises(CheckpointNotFoundError, match=r"no step in .* can be restored: step 2: .*; step 1: "):
+    before = {path: path.read_bytes() for path in root.rglob("*.safetensors*")}
+    with pytest.raises(CorruptCheckpointError, match=r"no step in .* can be restored: step 2: .*; step 1: ") as info:
         value_at(root)
-
-
-def lose_manifest(step: Path) -> None:
-    (step / "manifest.json").unlink()
+    assert not isinstance(info.value, FileNotFoundError)
+    with reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=1)) as manager:  # without a restore
+        manager.save(7, {"w": torch.zeros(3)})
+        manager.save(8, {"w": torch.zeros(3)})
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -44,8 +44,37 @@ def test_damage_is_named(say, checkpoint) -> None:
 def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> None:
     said = say("verify", other, "--against", checkpoint)
     assert said.code == 1
-    assert f"'model.layers.1.w': its values differ from those of {checkpoint}: the fingerprints differ\n" in said.out
+    first, second, *lines = said.out.splitlines()
+    assert first == f"undamaged, but different from {checkpoint}: 4 differences"
+    assert second == f"{other} (native): 6 tensors"
+    assert lines[0].startswith("complete and undamaged: ") and "the same" not in said.out
+    assert "'model.layers.1.w', element (2, 3): 1 of 24 elements differ" in said.out
+    assert f"'model.norm': only in {checkpoint}" in said.out
     assert "changed" not in said.out
+
+
+def test_a_failure_says_which_side_is_damaged(say, checkpoint, other) -> None:
+    """And never more than was checked: not that a damaged side differs, or that one that was not read is undamaged."""
+    shallow = say("verify", other, "--against", checkpoint, "--shallow").out.splitlines()
+    assert shallow[0] == f"complete, but different from {checkpoint}: 4 differences"
+    assert any("of values were not read" in line for line in shallow)
+
+    _flip(checkpoint)
+    first, *_ = say("verify", checkpoint).out.splitlines()
+    assert first == "damaged: 1 problem"
+    first, *_ = say("verify", checkpoint, "--against", other).out.splitlines()
+    assert first == f"damaged: 1 problem; not compared with {other}"
+
+    same = shutil.copytree(other, other.with_name("same"))
+    _flip(same)
+    first, second, *_ = say("verify", other, "--against", same).out.splitlines()
+    assert (first, second) == (f"undamaged, but {same} is damaged: 6 problems", f"{other} (native): 6 tensors")
+    assert reshard.verify(other, same).covered is not None
+
+    (same / "manifest.json").write_text("{")
+    said = say("verify", other, "--against", same)
+    assert said.code == 1
+    assert said.out.startswith(f"undamaged, but {same} is damaged: 1 problem\n")
 
 
 def test_a_missing_file(say, checkpoint) -> None:

@@ -168,7 +168,6 @@ def test_an_unknown_family_names_the_nearest() -> None:
             {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 4},
             "do not divide 3",
         ),
-        ("/nowhere/config.json", "is not a config.json"),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama", "num_attention_heads": 2, "vocab_size": 4}},
             "no ready mapping for 'llava'",
@@ -178,6 +177,17 @@ def test_an_unknown_family_names_the_nearest() -> None:
 def test_configs_that_do_not_do(config: object, message: str) -> None:
     with pytest.raises(NormalizationError, match=message):
         ready(config, "huggingface", "torchtitan")
+
+
+def test_a_config_that_is_not_there_or_is_none(tmp_path: Path) -> None:
+    for path in (tmp_path / "config.json", tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"there is no .*config.json: pass") as info:
+            ready(path, "huggingface", "torchtitan")
+        assert isinstance(info.value, reshard.ReshardError)
+    for text in ("no JSON", "[1]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(NormalizationError, match=r"is not a config.json of a model"):
+            ready(tmp_path, "huggingface", "torchtitan")
 
 
 def test_layers_of_transformer_engine(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.errors import CheckpointNotFoundError, MissingPackageError, StorageError
 from reshard.storage import Storage, open_storage
 from reshard.storage.object_store import ObjectStorage, choose_gap_bytes, open_objects
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server
@@ -233,5 +233,5 @@ def test_urls_of_other_stores_are_understood(s3: S3Server, monkeypatch: pytest.M
 
 def test_without_obstore_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(StorageError, match=r"s3://bucket/x needs obstore: pip install 'obstore>=0.6'"):
+    with pytest.raises(MissingPackageError, match=r"s3://bucket/x: .*Install obstore>=0.6: pip install 'obstore>=0.6'"):
         open_storage("s3://bucket/x")
