@@ -202,8 +202,7 @@ def _fix(verb: str, value: Any, key: str) -> str:
         calls = ["state = reshard.get_model_state_dict(model)"]
         back = "reshard.set_model_state_dict(model, state)"
     else:
-        fresh = "optimizer_destinations(model, optimizer, path)"  # which has no state yet
-        calls = [f"state = reshard.{fresh if verb == 'load' else 'get_optimizer_state_dict(model, optimizer)'}"]
+        calls = ["state = reshard.get_optimizer_state_dict(model, optimizer)"]
         back = "reshard.set_optimizer_state_dict(model, optimizer, state)"
     inner = f"{{{key!r}: state}}" if key else "state"
     return "Write: " + "; ".join([*calls, f"reshard.{verb}({inner}, path)", *([back] if verb == "load" else [])])

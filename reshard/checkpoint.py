@@ -347,14 +347,14 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
         rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
         newest = reshard.open("run")              # `.url` says which; `.warnings` lists steps that were skipped
 
-    Reads the metadata only. Nothing in the checkpoint is executed: see `reshard.formats.torch_save.pickles`.
+    Reads the metadata only, and runs no code from the checkpoint.
 
     Args:
         path: a folder, file, URL, or `Storage`.
-        step: which checkpoint of a run (folders called `step-10`, `checkpoint-10`, `10`, ...). Default: the newest
-            complete one.
-        check: compare the tensor data that is read with checksums, and raise if it changed. False skips this, to
-            recover data from a damaged checkpoint.
+        step: which checkpoint of a run, by the number in its folder's name: `step-10`, `checkpoint-10`, `10`, ...
+            Default: the newest complete one.
+        check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
+            compare, to recover data from a damaged checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.

@@ -93,10 +93,7 @@ class LoadPlan(Plan[ReadItems]):
     __slots__ = ("_groups", "_rank_bytes", "saved", "views", "wanted")
 
     kind, verb, _MADE_OF, _Listed = "load", "reads", ("saved", "wanted", "views"), ReadItems
-    covers = (
-        "every element of the target is read exactly once, from the right place; this does not say that the layout is "
-        "the one you intended"
-    )
+    covers = "every element of the target is read exactly once, from the right place"
 
     saved: StateLayout
     wanted: StateLayout

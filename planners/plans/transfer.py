@@ -97,10 +97,7 @@ class TransferPlan(Plan[TransferItems]):
 
     kind, verb, _Listed = "transfer", "receives", TransferItems
     _MADE_OF = ("before", "after", "names", "ranks_per_host")
-    covers = (
-        "every needed element is delivered exactly once, from a rank that holds it; this does not say that the layout "
-        "is the one you meant"
-    )
+    covers = "every needed element is delivered exactly once, from a rank that holds it"
 
     def __init__(
         self,

@@ -29,10 +29,10 @@ from planners.units import format_bytes, format_seconds, format_some
 __all__ = ["to_html"]
 
 
-_READS = """<h2 id="traffic">What each rank reads of what each rank saved</h2>
+_READS = """<h2 id="traffic">Bytes read, by the ranks that saved and read them</h2>
 <p>All ranks read from storage; none sends to another. If several ranks hold a copy, the lowest counts as the one that
 saved it."""
-_SENDS = """<h2 id="traffic">What each rank sends to each rank</h2>
+_SENDS = """<h2 id="traffic">Bytes sent, by the ranks that send and receive them</h2>
 <p>What a rank copies within its own memory is not counted."""
 _MAX_MATRIX = 64
 _MAX_TENSORS = 8

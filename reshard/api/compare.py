@@ -120,9 +120,9 @@ def compare(
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`.
             This takes longer.
-        process_group: the ranks that share the state; default: the default group. With one, the
-            call is collective even if no tensor is sharded, as for pipeline stages: a name counts
-            as missing if no rank has it.
+        process_group: the ranks that share the state; default: the default group. If you pass it,
+            the call is collective even if no tensor is sharded, as for pipeline stages, and a name
+            is missing only if no rank has it.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
     Returns a report. It lists every difference, with the first differing element of each tensor in

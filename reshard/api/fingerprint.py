@@ -61,7 +61,7 @@ def fingerprint(
 
     For a state dict, the result is the same on every rank. With torch.distributed initialized, the
     call is collective over the default group: each rank digests its own shards of DTensors and
-    ShardedTensors. No tensor is gathered; a rank exchanges the name and about 60 bytes of each.
+    ShardedTensors, and sends the name of each and about 60 bytes. No tensor is gathered.
     Replicas, and plain tensors with the same name on several ranks, must be equal bit for bit.
 
     For a checkpoint, given as a path, `Storage`, or open `Checkpoint`, this process reads every
@@ -70,11 +70,11 @@ def fingerprint(
     Args:
         state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a
             checkpoint; or a checkpoint.
-        layouts: layouts of plain local tensors, by dotted key. Default: the tensors say it
-            themselves.
+        layouts: layouts of plain tensors that hold only this rank's shard, by dotted key. Without
+            one, a plain tensor is a full tensor.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
-        exchange: how bytes reach the other ranks. Default: `reshard.ranks.group.Group`. `alone`
-            uses this process only.
+        exchange: how bytes reach the other ranks. Default: the default group. `alone` uses this
+            process only.
         key: see `Key`.
         executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
 

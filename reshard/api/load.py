@@ -80,9 +80,10 @@ def load(
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
-    containers. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies all
-    blocks that a rank reads for itself. Data that is read for several ranks, or from an object store, is verified as it
-    arrives. On damage, the error says whether targets were already overwritten.
+    containers. An optimizer that has no state yet gets it: load into the dict from `get_state_dict`. Before the first
+    write, reshard proves the plan, checks that every byte range exists, and verifies all blocks that a rank reads for
+    itself. Data that is read for several ranks, or from an object store, is verified as it arrives. If data is damaged,
+    the error says whether targets were overwritten.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
@@ -92,17 +93,17 @@ def load(
             first glob that matches counts; other keys are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
             this can lose values, as `Tensor.to` does. "saved": the target becomes a tensor of the saved dtype.
-        mapping: key in `state_dict` -> key in the checkpoint, for keys that differ; or a `reshard.mapping.Mapping`.
-        dry_run: only report, including missing, unexpected, and mismatched keys. The target does not change.
-        check: True or "before": compare with checksums before writing. "during": compare each block once it is written,
-            which is faster; on damage, the error names the undefined targets. False: do not compare.
+        mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
+        dry_run: change nothing, and only report, including missing, unexpected, and mismatched keys.
+        check: True or "before": compare with checksums before writing. "during": compare each block after it was
+            written, which is faster; if data is damaged, the error names the undefined targets. False: do not compare.
         read_once: True or "job": each byte is read once in the job, and sent to other ranks that need it. Not with
             dtype_policy "saved". None or "host": ranks of one host read for each other where that reads less, see
             docs/reading.md. False or "rank": each rank reads for itself.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
-        alone: this process loads by itself, even in a running job: its own shards of sharded tensors.
+        alone: only this process loads, even in a running job. Of sharded tensors, it fills its own shards.
         threads: maximum number of copy threads; default: this process's share of the host's cores, up to 8.
-        memory_budget_bytes: for staging and data that cannot be mapped; at least 128 KiB; default 32 MiB per thread.
+        memory_budget_bytes: limit for buffers, at least 128 KiB; default: 32 MiB per thread.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 

@@ -33,7 +33,9 @@ def optimizer_destinations(
     """Allocate an optimizer state dict for the state that `source` contains, without stepping or
     changing the optimizer.
 
-    Pass the result to `load`, then to `set_optimizer_state_dict`.
+    Pass the result to `load`, then to `set_optimizer_state_dict`. `load` does the same for the dict
+    from `get_state_dict`. This function is for a dict that you copy, or if you do not know whether
+    the flat form was saved.
 
     Args:
         model, optimizers: as for `get_state_dict`.

@@ -97,22 +97,22 @@ def save(
 
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
-        path: a local folder, a URL, or a `Storage`. It must be the same for all ranks, and all must see it.
+        path: a local folder, a URL, or a `Storage`, the same for all ranks and visible to all.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
-        alone: this process saves by itself, even in a running job. It needs full tensors and its own path.
-        select: globs of the keys to save, such as `"model.*"` or a list of them. Each must match a key of some rank.
-            Globs that begin with `!` exclude keys, as in `convert`. The checkpoint is
-            then a declared subset: loads require the keys that the globs match and report the others.
+        alone: only this process saves, even in a running job. It needs full tensors and its own path.
+        select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
+            with `!` excludes keys. Each glob must match a key of some rank. The checkpoint records the globs: a later
+            load requires only the keys that they match, and reports the others as `outside`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
-        memory_budget_bytes: memory for copies of tensors that are not row-major on the CPU. Fingerprints take 50 MiB
+        memory_budget_bytes: limit for copies of tensors on devices or not in row-major order. Fingerprints take 50 MiB
             more.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, and nothing is written, also if its manifest was lost. Other files are never replaced.
-        base: an earlier checkpoint, at `path` or beside it, or "auto" for the one saved last. Data that it already
-            has is not written again. The new checkpoint is still complete by itself: see docs/incremental.md.
-        ranks_per_file: this many ranks of a host write one file together: see docs/scale.md. Not with a base.
+            is an error, even one that lost its manifest, and nothing is written. Other files are never replaced.
+        base: an earlier checkpoint, at `path` or in the same folder as it, or "auto" for the one saved last. Data that
+            it has is not written again. You can still delete any of the checkpoints: see docs/incremental.md.
+        ranks_per_file: this many ranks of a host write one file: see docs/scale.md. Not with a base.
         progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 

@@ -58,10 +58,10 @@ def verify(
 
         reshard.verify("run/step-1000").raise_if_failed()
 
-    Every call checks that all files exist with the right sizes, that the chunks of each tensor cover it exactly once,
-    that the plan by which the native format finds its bytes is correct, and that an index for Hugging Face tools agrees
-    with the manifest. `deep` also reads every byte. It compares blocks with checksums, tensors with fingerprints, and
-    records of `torch.save` (also in DCP files) with the CRC-32 of their zip archives, where the format has them.
+    Every call checks that all files exist with the right sizes, and that the chunks of each tensor cover it exactly
+    once. In the native format, it also checks the plan that finds the bytes, and an index for Hugging Face tools
+    against the manifest. `deep` also reads every byte. Where the format has them, it compares blocks with checksums,
+    tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
         deep: read every byte. False: check sizes and metadata only.

@@ -194,7 +194,7 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         ),
         (
             lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
-            "optimizer_destinations.model, opti",
+            "get_optimizer_state_dict.model, opti",
         ),
         (
             lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path),
