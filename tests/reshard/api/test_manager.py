@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 from inspect import signature
@@ -337,6 +338,20 @@ def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) ->
         manager.save(2, {"w": torch.full((3,), 20.0)})
     assert value_at(root)[1] == 20.0
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
+
+
+def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record has metrics, and not what `Keep` keeps: the best step was removed without a word."""
+    run(tmp_path / "run", [1, 2, 3], lambda step: {"loss": step}, keep=Keep(last=2, best=1, metric="loss"))
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-1")
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-2")
+    reshard.prune(tmp_path / "other", keep_last=1)
+    assert reshard.prune(tmp_path / "run", keep_last=3) == []
+    assert "prune" not in caplog.text
+    assert len(reshard.prune(tmp_path / "run", keep_last=1)) == 2
+    assert re.search("keep= of a CheckpointManager, whose steps it removed: .*step-1, .*step-2", caplog.text)
 
 
 def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
