@@ -81,9 +81,8 @@ def load(
 
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
     containers. An optimizer that has no state yet gets it: load into the dict from `get_state_dict`. Before the first
-    write, reshard proves the plan, checks that every byte range exists, and verifies all blocks that a rank reads for
-    itself. Data that is read for several ranks, or from an object store, is verified as it arrives. If data is damaged,
-    the error says whether targets were overwritten.
+    write, reshard proves the plan, checks that every byte range exists, and verifies the blocks that a rank reads for
+    itself. What is read for several ranks, or from an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
