@@ -135,7 +135,10 @@ def test_axes_of_files_without_layouts_need_rules(say, gpt, tmp_path) -> None:
     said = say("plan", tmp_path / "hf", "dp=2,tp=2")
 
     assert said.code == 2
-    assert "the unknown axis 'dp': did you mean 'ddp'?" in said.err
+    assert (
+        "the unknown axis 'dp': did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.) W"
+        in said.err
+    )
 
 
 def test_axes_of_a_checkpoint_beside_others_are_named(say, gpt) -> None:
