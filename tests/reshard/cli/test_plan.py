@@ -167,6 +167,25 @@ def test_layers_over_the_stages_of_a_pipeline(say, gpt) -> None:
     assert (said.code, "pp=2 needs a checkpoint whose names number the layers" in said.err) == (2, True)
 
 
+def test_tensors_outside_the_layers_are_listed_by_stage(say, tmp_path) -> None:
+    """An embedding that has no usual name goes to the last stage, which only its owner can see."""
+    import torch
+
+    names = ("layers.0.w", "layers.1.w", "emb.weight", "norm.weight")
+    reshard.save({name: torch.ones(4) for name in names}, tmp_path / "a")
+    reshard.save({"wte.weight": torch.ones(4), **{name: torch.ones(4) for name in names[:2]}}, tmp_path / "b")
+
+    for folder, stages in (
+        ("a", ["0 tensors outside the layers", "2 tensors outside the layers: emb.weight, norm.weight"]),
+        ("b", ["1 tensor outside the layers: wte.weight"]),
+    ):
+        lines = say("plan", tmp_path / folder, "pp=2").out.splitlines()
+        assert [line for line in lines if line.startswith("stage ")] == [
+            f"stage {number}  {text}" for number, text in enumerate(stages)
+        ]
+    assert "stage " not in say("plan", tmp_path / "a", "fsdp=2").out
+
+
 def test_layers_that_several_words_number_are_not_guessed(say, tmp_path) -> None:
     """Those of a Sequential are `model.0.w` and `optim.state.0.w.exp_avg`: a layer must not part from its state."""
     import torch
