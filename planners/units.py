@@ -37,9 +37,9 @@ def _in_unit(nbytes: float, unit: int) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """How many: `"1 tensor"`, `"2 tensors"`, `"2 entries"`."""
+    """How many: `"1 tensor"`, `"2,000 tensors"`, `"2 entries"`."""
     many = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
-    return f"{number} {what if number == 1 else many}"
+    return f"{number:,} {what if number == 1 else many}"
 
 
 def format_some(names: Sequence[object], most: int = 5) -> str:

@@ -341,13 +341,14 @@ class PlanStats:
             ),
         ]
         if self.items is not None:
-            lines.append(
-                f"{format_count(int(self.items.sum()), 'item')}, {int(self.items.max(initial=0))} at most for one rank"
-            )
-        most = max(bin.ranks for bin in self.histogram())
-        for bin in self.histogram():
-            bar = "#" * round(40 * bin.ranks / most)
-            lines.append(f"  {format_bytes(bin.low):>10} to {format_bytes(bin.high):>10} {bin.ranks:>7} ranks  {bar}")
+            items = format_count(int(self.items.sum()), "item")
+            lines.append(f"{items}, {int(self.items.max(initial=0)):,} at most for one rank")
+        ends = ((format_bytes(bin.low), format_bytes(bin.high), bin.ranks) for bin in self.histogram())
+        bins = grouped((f"{low:>10} to {high:>10}" if low != high else low.rjust(24), n) for low, high, n in ends)
+        most = max(1, *map(sum, bins.values()))
+        for text, counts in bins.items():
+            ranks = sum(counts)
+            lines.append(f"  {text} {ranks:>7,} ranks  {'#' * round(40 * ranks / most)}")
         return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from planners.units import format_bytes, format_count, format_rate, format_secon
 
 def test_counts():
     assert [format_count(n, "tensor") for n in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
+    assert format_count(86393856, "item") == "86,393,856 items"
     assert format_count(2, "geometry") == "2 geometries"
 
 

@@ -131,9 +131,9 @@ def test_reports_are_one_short_line(tmp_path) -> None:
     assert repr(report).startswith("LoadReport(not ok, loaded 2000 of ")
     assert "missing 2000 ('more.0', 'more.1', 'more.2', ...)" in repr(report)
     assert repr(done).startswith("SetReport(missing 2 ('weight', 'bias'), unexpected 2000 ('x0', 'x1', 'x2', ...)")
-    assert "2000 tensors" in repr(saved)
+    assert "2,000 tensors" in repr(saved)
     assert repr(moved).startswith("TransferReport(moved 1, ")
-    assert "2000 problems, the first: 'w0'" in repr(torn)
+    assert "2,000 problems, the first: 'w0'" in repr(torn)
     assert "homes" in repr(topology)
     assert repr(planners.fsdp(2)).count("1 rule {") == 1
     assert Topology.parse(str(topology)) == topology
@@ -631,8 +631,8 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
         (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
         (
-            lambda: reshard.convert("run/step-7", "x", dtype="bf61"),
-            r"^unknown dtype 'bf61': did you mean 'bf16'\?$",
+            lambda: reshard.convert("run/step-7", "x", dtype="bflot16"),
+            r"^unknown dtype 'bflot16': did you mean 'bfloat16'\?$",
         ),
         (
             lambda: reshard.convert("run/step-7", "x", dtype="whole"),

@@ -17,6 +17,7 @@ from planners import (
     plan_writes,
     summarize,
 )
+from planners.reports.text import PlanStats
 from tests.planners.states import alike
 
 state = alike((8, 16))
@@ -192,3 +193,18 @@ def test_a_large_plan_is_estimated_without_listing_it():
 
     assert cost.rank_bytes.sum() == (1 << 20) * 64 * 4
     assert np.array_equal(cost.rank_bytes, cost.rank_needed_bytes)
+
+
+def test_bins_that_read_the_same_are_one() -> None:
+    """Ranks whose bytes differ by less than what is printed; a bin with one size has one."""
+
+    def bins(*nbytes: int) -> list[str]:
+        text = str(PlanStats("load", 1, 1, len(nbytes), np.array(nbytes), np.array([1000] * len(nbytes))))
+        assert f"{len(nbytes) * 1000:,} items, 1,000 at most for one rank" in text
+        return [" ".join(line.split("ranks")[0].split()) for line in text.splitlines() if "ranks  " in line]
+
+    even = 1_900_000_000
+    assert bins(*[even + 100 * rank for rank in range(2000)]) == ["1.8 GiB 2,000"]
+    assert bins(7, 7) == ["7 B 2"]
+    assert bins(0, 1 << 20)[0] == "0 B to 102.4 KiB 1"
+    assert len(bins(0, 1 << 20)) == 10

@@ -138,7 +138,7 @@ def test_a_folder_of_thousands_of_others_is_not_walked(tmp_path: Path, monkeypat
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or real(path))
 
-    with pytest.raises(FormatError, match="none of its 2000 entries"):
+    with pytest.raises(FormatError, match="none of its 2,000 entries"):
         reshard.open(tmp_path)
 
     assert len(looked) < 300
