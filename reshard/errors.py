@@ -20,7 +20,7 @@ __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError", "NormalizationError",
     "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "format_names", "format_ranks", "framework", "how_to_install", "option_error", "renamed_in",
+    "UnsafeDataError", "format_names", "format_ranks", "framework", "option_error", "renamed_in",
     "warn_renamed",
 ]  # fmt: skip
 
@@ -37,16 +37,6 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class FormatError(CheckpointError, ValueError):
     """The files have an unknown format or version, or contradict their format."""
-
-
-class CheckpointExistsError(FormatError, FileExistsError):
-    """There is a checkpoint at the path, and the call may not replace it."""
-
-    __str__ = Exception.__str__
-
-
-class MissingPackageError(CheckpointError, ModuleNotFoundError):
-    """An optional package is not installed. The message has the command that installs it."""
 
 
 class NewerVersionError(FormatError):
@@ -145,6 +135,14 @@ class UndefinedTargetsError(RankFailedError):
         self.targets = targets
 
 
+class CheckpointExistsError(StorageError, FileExistsError, FormatError, RuntimeError):
+    """There is a checkpoint at the path, and `overwrite` is off."""
+
+
+class MissingPackageError(CheckpointError, ModuleNotFoundError):
+    """An optional package is not installed. The message has the command that installs it."""
+
+
 class DeadlineError(ReshardError, TimeoutError):
     """A rank did not answer before the timeout."""
 
@@ -177,18 +175,13 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
 # Old names of the public API: each still works, and warns. docs/decisions.md has the table of them.
 
 
-def how_to_install(requirement: str) -> str:
-    """The command that installs an optional package. It does not need reshard to be on a package index."""
-    return f"pip install '{requirement}'"
-
-
 @contextmanager
 def framework(requirement: str, where: str = "") -> Iterator[None]:
     """Let imports of an optional package say, where it is missing, how to install it, and what needs it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingPackageError(f"{where}{error}. Install {requirement}: {how_to_install(requirement)}") from error
+        raise MissingPackageError(f"{where}{error}. Install {requirement}: pip install '{requirement}'") from error
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

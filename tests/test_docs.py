@@ -29,7 +29,7 @@ TEXTS = {
 }
 TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
 """Which has names below `reshard` that are no Python."""
-_INSTALLING = re.compile(r"(?:how_to_install|framework)\(\s*[\"'](.*?)[\"']")
+_INSTALLING = re.compile(r"framework\(\s*[\"'](.*?)[\"']")
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 

@@ -293,12 +293,11 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     refuse_first_step(path)
     if storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
-    if not options.overwrite:
-        commit.refuse_existing(storage, there)
+    replaces = commit.replaced_by_save(storage, there, options.overwrite)
     chosen = Choice()
     if options.base:
         chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
-    return commit.new_save_id(), chosen, commit.replaceable(storage, there)
+    return commit.new_save_id(), chosen, replaces
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:

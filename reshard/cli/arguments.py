@@ -22,10 +22,9 @@ from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     KeyMismatchError,
-    MissingPackageError,
     ReshardError,
     did_you_mean,
-    how_to_install,
+    framework,
     sentence,
 )
 
@@ -116,7 +115,7 @@ def newest(path: str, step: int | None = None) -> str:
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
     """Return what does tasks on an engine: `with executor_on("dask://scheduler:8786") as executor`.
 
-    Raises UsageError for an engine that is not known, CheckpointError where its package is not installed.
+    Raises UsageError for an engine that is not known, MissingPackageError where its package is not installed.
     """
     if engine is None:
         return nullcontext()
@@ -130,9 +129,6 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
         raise UsageError(f"cannot read --on {engine}: write processes:16, dask://HOST:PORT or ray://HOST:PORT")
     try:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
-    except ImportError as error:
-        needed = how_to_install("distributed>=2024.1" if kind == "dask" else "ray>=2.30")
-        raise MissingPackageError(f"--on {engine}: {error}: {needed}") from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"--on {engine}: no answer: {error}") from error
 
@@ -144,7 +140,8 @@ def _dask_executor(client: Any) -> Iterator[Executor]:
 
 
 def _on_dask(address: str) -> AbstractContextManager[Executor]:
-    from distributed import Client
+    with framework("distributed>=2024.1"):
+        from distributed import Client
 
     return _dask_executor(Client(f"tcp://{address}", timeout=30))
 

@@ -40,6 +40,7 @@ from reshard.api.load_keys import needs_code
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
@@ -67,10 +68,6 @@ _METADATA = ".metadata"
 _PIECE_BYTES = 16 << 20
 """Size of the buffer for copies to devices and other dtypes, in bytes. There are two."""
 __getattr__ = partial(getattr, _torch)
-
-
-class CheckpointExistsError(StorageError, FileExistsError, RuntimeError):
-    """A checkpoint already exists, and `overwrite` is off."""
 
 
 class FileSystemWriter(StorageWriter):

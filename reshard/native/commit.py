@@ -47,7 +47,7 @@ from reshard.stored.contents import has_dcp
 __all__ = [
     "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting",
     "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
-    "refuse_existing", "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "replaceable",
+    "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "replaced_by_save",
     "save_id_of", "unpublish",
 ]  # fmt: skip
 
@@ -362,20 +362,16 @@ def counting(storage: Storage) -> str | None:
         return None
 
 
-def replaceable(storage: Storage, names: Collection[str]) -> str | None:
+def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) -> str | None:
     """Return the id of what a save replaces where these files are: the save that counts, or one whose manifest is
-    damaged or lost."""
-    left = without_claim(names)
-    return counting(storage) or (left[-1].removeprefix("data-") if left else None)
-
-
-def refuse_existing(storage: Storage, names: Collection[str]) -> None:
-    """Raise CheckpointExistsError if a save would replace a checkpoint. Arguments as of `replaceable`."""
-    if (there := replaceable(storage, names)) is not None:
+    damaged or lost. Raises CheckpointExistsError if it may not."""
+    found = counting(storage) or max(without_claim(names), default="").removeprefix("data-") or None
+    if found is not None and not overwrite:
         raise CheckpointExistsError(
-            f"{storage.url} already contains a checkpoint ({folder_of(there)}): choose another folder, or "
+            f"{storage.url} already contains a checkpoint ({folder_of(found)}): choose another folder, or "
             "overwrite=True. Nothing was written"
         )
+    return found
 
 
 def unpublish(storage: Storage, save_ids: Collection[str]) -> None:

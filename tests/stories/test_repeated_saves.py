@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
 from reshard.api import save as repeated, save as saving, save_job
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
+from reshard.errors import CheckpointExistsError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
 from reshard.live import copy_streams
 from reshard.ranks.group import Group
 from tests import gloo
@@ -179,7 +179,7 @@ def refused(folder: str, how: str) -> tuple[type, str, bool]:
         ("replicas", [KeyMismatchError] * 3, "'all'"),
         ("objects", [KeyMismatchError] * 3, "'step'"),
         ("options", [LayoutError] * 3, "fingerprints: True on ranks 0-1, False on rank 2"),
-        ("there already", [FormatError, RankFailedError, RankFailedError], "already contains a checkpoint"),
+        ("there already", [CheckpointExistsError, RankFailedError, RankFailedError], "already contains a checkpoint"),
         ("staging", [RankFailedError, RankFailedError, MemoryError], "no room"),
     ],
 )

@@ -458,8 +458,7 @@ def gather(
     refuse_first_step(out)
     if commit.counting(storage) == wanted.save_id:
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
-    if not overwrite:
-        commit.refuse_existing(storage, names)
+    commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
     left = found.left_behind(wanted, (), step)
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))

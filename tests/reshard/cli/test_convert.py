@@ -189,7 +189,7 @@ def test_an_optimizer_in_files_for_hugging_face_is_told(say, tmp_path: Path) -> 
     told = (
         "2 tensors of an optimizer, such as 'optim.state.w.exp_avg', were written too, which Hugging Face tools do not"
     )
-    assert f"{told} not expect: pass --model to write only the weights\n" in said
+    assert f"{told} expect: pass --model to write only the weights\n" in said
     [warning] = reshard.convert(tmp_path / "b", tmp_path / "hf_b", format="huggingface").warnings
     assert warning.startswith("2 tensors of an optimizer, such as 'optimizer.state.0.exp_avg', were")
     assert "model_only=True" in warning
