@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +26,9 @@ from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
+from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
+from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.mapping import Mapping as StateMapping
 from reshard.native.commit import generations_in
@@ -40,6 +42,7 @@ from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
+from reshard.stored.contents import Contents
 from reshard.stored.streaming import FormatWriter
 
 __all__ = ["ConvertReport", "convert"]
@@ -124,7 +127,8 @@ def convert(
         onto: write the files that the ranks of this layout or topology would have written (native
             and dcp). A topology can be in words, such as "fsdp=8".
         select: globs of the new names to write. Globs that begin with `!` exclude names.
-        dtype: convert floating-point tensors of at least one dim to this dtype.
+        dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
+            "bf16".
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
             are listed in `left_out`.
@@ -158,7 +162,7 @@ def convert(
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):
         globs = globs_of(select or None) or ()
-        wanted = None if dtype is None else str(dtype).removeprefix("torch.")
+        wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
         onto = topology_of(onto) if isinstance(onto, str) else onto
         job = ConvertJob(
@@ -192,11 +196,24 @@ def _report(
         aliases=dict(state.aliases),
         left_out=writer.left_out,
         retyped=writer.retyped,
-        warnings=writer.contents.warnings,
+        warnings=(*writer.contents.warnings, *_unexpected(job, writer.contents)),
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
         phases=phases,
     )
+
+
+def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
+    """Say that files for Hugging Face tools have more tensors than the weights."""
+    if job.format != ALSO_CALLED["huggingface"]:
+        return
+    sections = find_sections(written)
+    keys = [leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree) if leaf.is_tensor]
+    if keys and sections.model:
+        yield (
+            f"{format_count(len(keys), 'tensor')} of an optimizer, such as {keys[0]!r}, were written too, which "
+            "Hugging Face tools do not expect: pass model_only=True to write only the weights"
+        )
 
 
 @gc_paused()

@@ -401,27 +401,6 @@ def _options(given: list[str], ready: Any) -> dict[str, Any]:
 # the words of the command line.
 
 
-_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "f32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-    "f64": "float64",
-    "double": "float64",
-    "fp8": "float8_e4m3fn",
-    "f8": "float8_e4m3fn",
-    "float8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
-"""Common short names of dtypes; fp8 alone is the one that weights are stored in."""
-
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -439,12 +418,11 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
 
 def dtype_name(word: str) -> str:
     """torch's name of a dtype, also for `bf16`, `fp8` and the like. Raises UsageError for one that is not known."""
-    from planners.geometry.layout import ITEM_SIZES
+    from reshard.live.dtypes import ITEM_SIZES, SHORT_NAMES, full_name
 
-    name = word.lower().removeprefix("torch.")
-    if (name := _DTYPES.get(name, name)) not in ITEM_SIZES:
+    if (name := full_name(word)) not in ITEM_SIZES:
         raise UsageError(
-            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *_DTYPES]) or '.'} Known: "
+            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *SHORT_NAMES]) or '.'} Known: "
             f"{', '.join(ITEM_SIZES)}"
         )
     return name
@@ -452,6 +430,7 @@ def dtype_name(word: str) -> str:
 
 _SAID: list[tuple[str, Any]] = [
     (r"overwrite=True", "--overwrite"),
+    (r"model_only=True", "--model"),
     (r" \(check=False reads it as it is\)", ""),
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),

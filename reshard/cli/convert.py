@@ -186,4 +186,4 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         ("note", list(report.warnings)),
     ):
         if keys:
-            print_text(screen, some(keys), text, "yellow")
+            print_text(screen, arguments.in_words_of_the_command_line(some(keys)), text, "yellow")

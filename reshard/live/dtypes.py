@@ -12,12 +12,39 @@ from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
-    "as_array", "dtype_from_name", "dtype_name", "item_dtype", "raw_elements", "row_major_bytes",
+    "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "raw_elements",
+    "row_major_bytes",
 ]  # fmt: skip
 
 
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
+
+SHORT_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "f8": "float8_e4m3fn",
+    "float8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Common short names of dtypes; fp8 alone is the one that weights are stored in."""
+
+
+def full_name(dtype: str | torch.dtype) -> str:
+    """torch's name of a dtype, also for `bf16`, `fp8` and the like. A name that is not known stays as it is."""
+    name = str(dtype).lower().removeprefix("torch.")
+    return SHORT_NAMES.get(name, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

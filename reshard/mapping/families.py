@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from planners.geometry.views import View
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, did_you_mean
 from reshard.mapping import vision
 from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder, undone
 from reshard.mapping.mapping import Mapping, between
@@ -647,7 +647,9 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
     known = model.architecture.namings
     for naming in (source, target):
         if naming not in NAMINGS:
-            raise NormalizationError(f"unknown naming {naming!r}: known are {', '.join(NAMINGS)}")
+            raise NormalizationError(
+                f"unknown naming {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
+            )
         if naming not in (*_ON_HUB, *known):
             raise NormalizationError(
                 f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"

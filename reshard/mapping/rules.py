@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View, concat, stack
 from reshard.errors import NormalizationError
+from reshard.live.dtypes import full_name
 from reshard.mapping.tensors import cast, dequantized, is_floating, mxfp4, offset
 from reshard.stored.tensor import StoredTensor
 
@@ -428,7 +429,7 @@ class Cast(Computing):
     old: str | None
 
     def __init__(self, source: str, dtype: str, old: str | None = None) -> None:
-        self._set(source, source, dtype=dtype, old=old)
+        self._set(source, source, dtype=full_name(dtype), old=old and full_name(old))
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         (source,) = sources
@@ -488,7 +489,7 @@ class Dequantize(Computing):
         block: Sequence[int] = (128, 128),
         dtype: str = "bfloat16",
     ) -> None:
-        self._set((weight, scale), target, block=tuple(block), dtype=dtype)
+        self._set((weight, scale), target, block=tuple(block), dtype=full_name(dtype))
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         weight, scale = sources
@@ -516,7 +517,7 @@ class Mxfp4(Computing):
         target: str = "{name+}",
         dtype: str = "bfloat16",
     ) -> None:
-        self._set((blocks, scales), target, dtype=dtype)
+        self._set((blocks, scales), target, dtype=full_name(dtype))
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         blocks, scales = sources

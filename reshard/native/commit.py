@@ -381,7 +381,7 @@ def refuse_existing(storage: Storage, names: Collection[str]) -> None:
 def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
     """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
     for save_id in save_ids:
-        storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # nobody's
+        storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
     storage.retract(HF_INDEX)
     storage.retract(MANIFEST)
 

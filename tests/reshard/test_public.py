@@ -612,12 +612,12 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
         (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
         (
-            lambda: reshard.convert("run/step-7", "x", dtype="bf16"),
-            r"^unknown dtype 'bf16': did you mean 'bfloat16'\?$",
+            lambda: reshard.convert("run/step-7", "x", dtype="bf61"),
+            r"^unknown dtype 'bf61': did you mean 'bfloat16'\?$",
         ),
         (
-            lambda: reshard.convert("run/step-7", "x", dtype="half"),
-            r"'half': write a torch dtype by name, such as 'bfl",
+            lambda: reshard.convert("run/step-7", "x", dtype="whole"),
+            r"'whole': write a torch dtype by name, such as 'bfl",
         ),
         (
             lambda: reshard.layout_of("run/step-7"),

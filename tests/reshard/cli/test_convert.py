@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 
 import reshard
 from reshard.cli.arguments import NAMING_KEYS
+from reshard.mapping import Cast, Mapping
 from reshard.mapping.families import ready
 
 
@@ -173,6 +175,42 @@ def test_short_names_of_dtypes(say, checkpoint: Path, tmp_path: Path, word: str,
     assert say("convert", checkpoint, tmp_path / "c", "--dtype", word).code == 0
 
     assert reshard.open(tmp_path / "c").layout["model.layers.0.w"].spec.dtype == dtype
+
+
+def test_an_optimizer_in_files_for_hugging_face_is_told(say, tmp_path: Path) -> None:
+    """In any nesting; without one, and for other formats, there is nothing to say."""
+    w = torch.ones(2, 2)
+    moments = {"exp_avg": w, "exp_avg_sq": w}
+    reshard.save({"model": {"w": w}, "optim": {"state": {"w": moments}, "param_groups": []}}, tmp_path / "a")
+    reshard.save({"w": w, "optimizer": {"state": {0: moments}}}, tmp_path / "b")
+    reshard.save({"model": {"optim.w": w}, "step": 3}, tmp_path / "c")
+
+    said = say("convert", tmp_path / "a", tmp_path / "hf", "-f", "huggingface").out
+    told = (
+        "2 tensors of an optimizer, such as 'optim.state.w.exp_avg', were written too, which Hugging Face tools do not"
+    )
+    assert f"{told} not expect: pass --model to write only the weights\n" in said
+    [warning] = reshard.convert(tmp_path / "b", tmp_path / "hf_b", format="huggingface").warnings
+    assert warning.startswith("2 tensors of an optimizer, such as 'optimizer.state.0.exp_avg', were")
+    assert "model_only=True" in warning
+    for source, format, options in (
+        ("a", "huggingface", {"model_only": True}),
+        ("a", "huggingface", {"select": ["model.*"]}),
+        ("a", "dcp", {}),
+        ("c", "huggingface", {}),
+    ):
+        report = reshard.convert(tmp_path / source, tmp_path / "other", format=format, overwrite=True, **options)
+        assert not [text for text in report.warnings if "optimizer" in text]
+        shutil.rmtree(tmp_path / "other")
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", torch.bfloat16, "torch.bfloat16"])
+def test_python_takes_the_names_of_dtypes_that_the_command_line_takes(checkpoint: Path, tmp_path: Path, word) -> None:
+    reshard.convert(checkpoint, tmp_path / "c", dtype=word, select=["model.layers.*"])
+    reshard.convert(checkpoint, tmp_path / "d", mapping=Mapping([Cast("{x+}", word)]), select=["model.layers.*"])
+
+    for folder in ("c", "d"):
+        assert {spec.dtype for spec in reshard.open(tmp_path / folder).layout.specs.values()} == {"bfloat16"}
 
 
 def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None:

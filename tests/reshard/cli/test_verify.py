@@ -47,7 +47,8 @@ def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> Non
     first, second, *lines = said.out.splitlines()
     assert first == f"undamaged, but different from {checkpoint}: 4 differences"
     assert second == f"{other} (native): 6 tensors"
-    assert lines[0].startswith("complete and undamaged: ") and "the same" not in said.out
+    assert lines[0].startswith("complete and undamaged: ")
+    assert "the same" not in said.out
     assert "'model.layers.1.w', element (2, 3): 1 of 24 elements differ" in said.out
     assert f"'model.norm': only in {checkpoint}" in said.out
     assert "changed" not in said.out

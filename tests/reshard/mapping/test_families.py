@@ -144,6 +144,15 @@ def test_every_pair_can_be_made(family: str) -> None:
             assert made.inverse() == ready(model, target, source, **options)
 
 
+def test_a_naming_that_is_nearly_right_is_suggested() -> None:
+    """As the command line does."""
+    model = Decoder("llama", 4, 2, 8, 53)
+    with pytest.raises(NormalizationError, match=r"unknown naming 'tranformers': did you mean 'transformers'\? Known"):
+        ready(model, "huggingface", "tranformers")
+    with pytest.raises(NormalizationError, match=r"unknown naming 'qqq'\. Known: huggingface, "):
+        ready(model, "qqq", "huggingface")
+
+
 def test_kimi_k2_has_deepseek_s_names() -> None:
     config = {"num_attention_heads": 4, "vocab_size": 53, "num_hidden_layers": 3, "first_k_dense_replace": 1}
     kimi, deepseek = ({**config, "model_type": name} for name in ("kimi_k2", "deepseek_v3"))
