@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
 from planners.units import format_count
 
-__all__ = ["Coverage", "Finding", "Report"]
+__all__ = ["Coverage", "Finding", "Report", "in_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,31 @@ class Finding:
         where += [f"rank {self.rank}"] if self.rank is not None else []
         where += [f"element {self.element}"] if self.element is not None else []
         return f"{', '.join(where)}: {self.message}" if where else self.message
+
+
+_MOST_LISTED = 3
+"""Names with one beginning that `in_groups` lists one by one."""
+
+
+def in_groups(findings: Iterable[Finding]) -> list[str]:
+    """The findings as text, those of many names that only one side has as one: `"optim.state.*: 52 only in a"`."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        is_one_sided = finding.fqn is not None and finding.message.startswith("only in ")
+        groups.setdefault((_front(finding.fqn), finding.message) if is_one_sided else number, []).append(finding)
+    texts: list[str] = []
+    for its in groups.values():
+        if len(its) <= _MOST_LISTED:
+            texts += map(str, its)
+        else:
+            texts.append(f"{_front(its[0].fqn)}: {len(its)} {its[0].message}, such as {its[0].fqn!r}")
+    return texts
+
+
+def _front(name: str | None) -> str:
+    """The beginning of a name as a glob: at most two segments, and no numbers."""
+    segments = takewhile(lambda segment: not segment.isdecimal(), (name or "").split(".")[:-1])
+    return ".".join([*islice(segments, 2), "*"])
 
 
 @dataclass(frozen=True, slots=True)

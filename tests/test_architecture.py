@@ -33,8 +33,8 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 471_400,
-    "header %": 7.96,
+    "tokens": 471_700,
+    "header %": 7.97,
     "mean line": 52.97,
     "lines over 100 %": 9.65,
     "names of several classes": 4,

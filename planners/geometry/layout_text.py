@@ -22,7 +22,10 @@ def short_form(layout: TensorLayout | ProductForm) -> str:
     Equal layouts have equal forms. Axes are listed in the order of the ranks. If the axes of a dim shard it in another
     order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
     """
-    form = _plain(layout)
+    return _short_form(_plain(layout))
+
+
+def _short_form(form: Form) -> str:
     if not isinstance(form, ProductForm) or form.mesh.size < 2:
         return ""
     mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
@@ -91,8 +94,15 @@ def one_in_words(placement: Placement, axis: str) -> str:
 
 
 def in_both_forms(layout: TensorLayout) -> str:
-    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed."""
-    short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", short_form(layout))
+    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed, axes
+    of one rank are not."""
+    form = _plain(layout)
+    if isinstance(form, ProductForm):
+        axes = [(axis, placement) for axis, placement in zip(form.mesh.axes, form.placements) if axis[1] > 1]
+        if axes:
+            mesh = Mesh([axis for axis, _ in axes], form.mesh.ranks.tolist())
+            form = ProductForm.make(mesh, [placement for _, placement in axes])
+    short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", _short_form(form))
     return f"{in_words(layout)} ({short})" if short else in_words(layout)
 
 

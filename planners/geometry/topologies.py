@@ -496,6 +496,7 @@ _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
     (): partial(ddp, 1),
 }
 _NAMES = ("fsdp", "tp", "hsdp", "ddp", "pp")
+_DATA_PARALLEL = ": did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)"
 _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
 
 
@@ -524,7 +525,10 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
         of_checkpoint = f", or only axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
-        problem = f"has the unknown axis {name!r}{did_you_mean(name, [*_NAMES, *recorded]) or '.'}"
+        meant = (
+            _DATA_PARALLEL if name in ("dp", "dp_shard", "data") else did_you_mean(name, [*_NAMES, *recorded]) or "."
+        )
+        problem = f"has the unknown axis {name!r}{meant}"
         if name in recorded:
             others = ", ".join(sorted(sizes.keys() - {*recorded}))
             problem = f"has the checkpoint's axis {name!r} beside {others}, which the checkpoint does not record."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
+from planners.findings import Finding, in_groups
 from planners.geometry.layout import StateLayout
 from planners.geometry.layout_text import in_both_forms
 from planners.geometry.mesh import grouped
@@ -123,14 +124,14 @@ def checkpoint_page(shown: Shown) -> str:
 
 
 def difference_page(
-    title: str, labels: tuple[str, str], measures: Mapping[str, Measure], findings: Sequence[tuple[str, str]], read: str
+    title: str, labels: tuple[str, str], measures: Mapping[str, Measure], findings: Sequence[Finding], read: str
 ) -> str:
     """Return what differs between two checkpoints, as an HTML page: a map over layers, and a table.
 
     Args:
         measures: of the tensors that both have with one shape. Equal tensors have no elements
             that differ.
-        findings: what else differs, or cannot be compared: name, and in words.
+        findings: what else differs, or cannot be compared.
         read: what was compared, in words.
     """
     other = [name for name, measure in measures.items() if measure.differing]
@@ -159,7 +160,7 @@ def difference_page(
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
         figures=figures_of(figures),
-        findings=listed("Other differences", [f"{name}: {text}" if name else text for name, text in findings]),
+        findings=listed("Other differences", in_groups(findings)),
     )
 
 

@@ -236,7 +236,7 @@ class CompareReport(Report):
         from planners.reports.checkpoint_pages import difference_page
 
         other = {name for name, measure in measures.items() if measure.differing}
-        told = [(f.fqn or "", f.message) for f in self.findings if f.fqn not in other]
+        told = [finding for finding in self.findings if finding.fqn not in other]
         return difference_page("Differences", self.labels, measures, told, self.covers)
 
     def _repr_html_(self) -> str:

@@ -48,7 +48,10 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
     """A level more or less at one place of a key, and of all keys that begin as it does."""
     front, rest = key[:at], key[at:]
     more = {name[at : -len(rest)] for name in names if name.startswith(front) and name.endswith(f".{rest}")}
-    for level in sorted(more - {""}, key=len):
+    numbers = {level for level in more if level[:-1].isdigit()}
+    if len(numbers) > 1:  # the key may be a stack of these
+        more -= numbers
+    for level in sorted(more - {""}, key=lambda level: (len(level), level)):
         found = {k: name for k in keys if k.startswith(front) and (name := front + level + k[at:]) in names}
         if _are_most(found, keys):
             return PrefixDifference(found, *_told(found, front, level, "the checkpoint", _nested(level)))
@@ -62,7 +65,7 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
     """Names that are equal without the segments of wrappers, wherever these are."""
-    plain = {_unwrapped(name): name for name in names}
+    plain = {_unwrapped(name): name for name in sorted(names)}
     # a key that exists under its own name is missing as a tensor, or as a value: another error says so
     found = {key: name for key in keys if (name := plain.get(_unwrapped(key), key)) != key}
     if not _are_most(found, keys):
@@ -100,7 +103,7 @@ def _differing(found: Mapping[str, str]) -> str:
 
 def _first(found: Mapping[str, str]) -> str:
     key, name = next(iter(found.items()))
-    return f"{key!r} is saved as {name!r}"
+    return f"{key!r} may be saved as {name!r}"
 
 
 _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")

@@ -80,9 +80,9 @@ def load(
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
-    containers. The dict of a new optimizer from `get_state_dict` gets its state. Before the first write, reshard proves
-    the plan, checks that every byte range exists, and verifies all blocks that a rank reads for itself. Data read for
-    several ranks, or from an object store, is verified as it arrives. An error says if targets were overwritten.
+    containers. An optimizer that has no state yet gets it: load into the dict from `get_state_dict`. Before the first
+    write, reshard proves the plan, checks that every byte range exists, and verifies the blocks that a rank reads for
+    itself. What is read for several ranks, or from an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.

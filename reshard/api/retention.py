@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable
@@ -23,13 +24,15 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats.opening import RunStep, discarded_in, path_below, run_in, step_of, steps_at
+from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_manifest, refuse_newer, without_claim
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
 __all__ = ["Step", "complete", "latest_complete", "prune", "published", "remove_checkpoints", "steps"]
+
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
 
     The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints whose
     saves began last stay, too: after a return to an earlier step, these are what the run continues from.
-    If some names have step numbers, those without, such as `best`, stay and do not count.
+    If some names have step numbers, those without, such as `best`, stay and do not count. What a
+    `CheckpointManager` keeps besides, such as its best steps, is not known here: a warning names removed steps.
 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
@@ -124,7 +128,10 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     check_executor(executor, 1, folder)
     found = [one for one in complete(folder) if one.is_below]
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    return remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)
+    gone = remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)
+    if gone and open_storage(folder).names(LEDGER):
+        _log.warning("prune does not know keep= of a CheckpointManager, whose steps it removed: %s", ", ".join(gone))
+    return gone
 
 
 @dataclass(frozen=True)

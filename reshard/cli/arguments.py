@@ -418,7 +418,8 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
 
 def dtype_name(word: str) -> str:
     """torch's name of a dtype, also for `bf16`, `fp8` and the like. Raises UsageError for one that is not known."""
-    from reshard.live.dtypes import ITEM_SIZES, SHORT_NAMES, full_name
+    from planners.geometry.layout import ITEM_SIZES
+    from reshard.live.dtypes import SHORT_NAMES, full_name
 
     if (name := full_name(word)) not in ITEM_SIZES:
         raise UsageError(

@@ -161,7 +161,7 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
     if different or report.ok:
         shown = dataclasses.replace(report, findings=tuple(different))
         right = _verdict(covered, is_within) if report.ok else ""
-        print_report(shown, right=right, limit=limit, more="--limit or --json")
+        print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

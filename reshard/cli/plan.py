@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from reshard.cli.show import (
     print_text,
     print_totals,
     size,
+    some,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ def plan(
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, (limit, items, legend), cluster, [file for file in (out, html) if file is not None])
+        _print_outside(sides)
         _print_unsharded(sides, source, onto, [] if useless else texts)
     if useless or not report.ok:
         raise typer.Exit(1)
@@ -142,6 +145,24 @@ def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Clus
         "covers": report.covers,
         "findings": [*map(str, report.findings), *unsharded],
     }
+
+
+def _print_outside(sides: Sides) -> None:
+    """Which stages of a pipeline have the tensors outside its layers. Only their names say which are embeddings."""
+    from planners.geometry.mesh import grouped
+    from planners.geometry.topologies import Globs
+
+    if sides.topology is None or "pp" not in sides.topology.mesh.names:
+        return
+    homes = sides.topology.homes
+    globs = Globs([home.pattern for home in homes])
+    found = [(name, globs.first(name)) for name in (sides.wanted if sides.is_onto else sides.saved)]
+    rest = [(name, homes[number]) for name, number in found if number is not None]
+    rest = [(name, home) for name, home in rest if not re.search(r"\.\d+\.", home.pattern)]
+    stages = grouped((stage, name) for name, home in rest for axis, stage in home.at if axis == "pp")
+    for stage, names in sorted({0: [], **stages}.items()):
+        listed = f": {some(names, 3)}" if names else ""
+        print_text(console(), f"{counted(len(names), 'tensor')} outside the layers{listed}", f"stage {stage}")
 
 
 def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:

@@ -151,16 +151,21 @@ def short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def print_report(report: Report, *, right: str, path: str = "", limit: int = 20, more: str = "--json") -> None:
+def print_report(
+    report: Report, *, right: str, path: str = "", of: str = "", limit: int = 20, more: str = "--json"
+) -> None:
     """What was found right, and at most `limit` problems, with `path` as it was given."""
+    from planners.findings import in_groups
+
     screen = console()
-    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}")
+    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
     if right:
         print_text(screen, right, style="green")
-    for finding in report.findings[:limit]:
-        print_text(screen, as_given(str(finding), path), "·", "red")
-    if len(report.findings) > limit:
-        print_text(screen, f"and {len(report.findings) - limit} more: see {more}", "·", "red")
+    texts = in_groups(report.findings)
+    for text in texts[:limit]:
+        print_text(screen, as_given(text, path), "·", "red")
+    if len(texts) > limit:
+        print_text(screen, f"and {len(texts) - limit} more: see {more}", "·", "red")
 
 
 def report_as_json(report: Report) -> dict[str, Any]:

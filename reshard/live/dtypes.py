@@ -65,7 +65,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     try:
         return BY_NAME[name]
     except (KeyError, TypeError):
-        near = did_you_mean(str(name), BY_NAME) or ": write a torch dtype by name, such as 'bfloat16'"
+        near = did_you_mean(str(name), [*BY_NAME, *SHORT_NAMES]) or ": write a torch dtype by name, such as 'bfloat16'"
         why = f": torch {torch.__version__} does not have it" if name in ITEM_SIZES else near
         raise FormatError(f"unknown dtype {name!r}{why}") from None
 

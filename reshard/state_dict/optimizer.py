@@ -357,7 +357,10 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
     if strict and (match.missing or match.lost or match.strangers or match.unused):
-        lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
+        lines.append(
+            "pass StateDictOptions(strict=False), or strict=False to a manager's restore, to set only the entries that "
+            "match and report the rest"
+        )
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from reshard.api.options import LoadOptions
 from reshard.errors import FormatError, NormalizationError
 from reshard.live.state import PerRank
 from reshard.state_dict.api import (
@@ -19,6 +20,7 @@ from reshard.state_dict.api import (
     set_optimizer_state_dict,
 )
 from reshard.state_dict.names import Stage
+from reshard.state_dict.options import StateDictOptions
 
 __all__ = ["LiveObjects"]
 
@@ -45,15 +47,19 @@ class LiveObjects:
 
     Args:
         to_fill: for a load, and not to be saved.
+        strict: as of `load`.
     """
 
-    def __init__(self, user: Any, *, to_fill: bool = False) -> None:
+    missing: tuple[str, ...] = ()
+    """After `put_back`, keys of parameters that an optimizer has and the checkpoint lacks."""
+
+    def __init__(self, user: Any, *, to_fill: bool = False, strict: Any = True) -> None:
         if not isinstance(user, MutableMapping):
             raise FormatError(
                 f"the state of a run is a dict, such as {{'model': model, 'optim': optimizer, 'step': 0}}, got "
                 f"{type(user).__name__}"
             )
-        self._user, self._to_fill = user, to_fill
+        self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
         self.state: Any = self._take(user, "")
@@ -87,8 +93,13 @@ class LiveObjects:
             return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
         if optimizers := _all(Optimizer, value):
             owners = self._models_of(optimizers, key)
-            state = get_optimizer_state_dict(owners, optimizers)
-            return _Taken(state, lambda got: set_optimizer_state_dict(owners, optimizers, got))
+            options = StateDictOptions(strict=self._options.mode_of(f"{key}.state") != "partial")
+
+            def put(got: Any) -> None:
+                report = set_optimizer_state_dict(owners, optimizers, got, options=options)
+                self.missing += tuple(f"{key}.state.{name}" for name in report.missing)
+
+            return _Taken(get_optimizer_state_dict(owners, optimizers), put)
         if _is_stateful(value):
             return _Taken(value.state_dict(), value.load_state_dict)
         return None

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
@@ -408,7 +408,7 @@ class CheckpointManager:
             ledger = self._read() if group.rank == 0 else None
             known = (ledger.published(), ledger.foreign()) if ledger is not None else None
             found, foreign = group.share(known, kind=tuple[dict[int, str], dict[str, int]])
-            taken = LiveObjects(state, to_fill=True)
+            taken = LiveObjects(state, to_fill=True, strict=strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report = self._newest_whole(found, foreign, wanted, taken.state, options)
         if report is None:
@@ -420,6 +420,8 @@ class CheckpointManager:
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back()
+            missing = (*report.load.missing, *taken.missing)
+            report = replace(report, load=replace(report.load, missing=missing))
             if goes_on and self._claim is not None:
                 self._ledger.set_aside(newer)
         if discard_newer and not report.from_memory and self._memory is not None:

@@ -138,3 +138,25 @@ def test_the_legend_has_what_occurs() -> None:
 def test_what_is_no_short_form_is_refused(text: str) -> None:
     with pytest.raises(PlanError):
         parse_layout(text)
+
+
+def test_axes_of_one_rank_are_not_shown() -> None:
+    """They say nothing; the short form by itself has them, since it is read back."""
+    shown = {}
+    for text in (
+        "S(0),S(0) on fsdp=3,tp=1",
+        "S(0),S(1) on fsdp=3,tp=1",
+        "R,S(0),R on dp=1,fsdp=3,tp=1",
+        "tp,fsdp: S(0),S(0) on fsdp=3,tp=1",
+    ):
+        layout = TensorLayout.of(TensorSpec("w", (6, 6), "float32"), parse_layout(text))
+        shown[in_both_forms(layout)] = text
+        assert parse_layout(short_form(layout)).mesh == parse_layout(text).mesh.in_rank_order()
+    assert list(shown) == ["dim 0 sharded over fsdp (S(0) on fsdp=3)"]
+
+    for text, told in (
+        ("S(0),R on fsdp=2,tp=1@4,5", "dim 0 sharded over fsdp; on ranks 4, 5 (S(0) on fsdp=2@4,5)"),
+        ("R,R on dp=1,tp=1", "unsharded"),
+        ("_S(0, 2),R,S(0) on dp=2,x=1,tp=2", "dim 0 sharded over tp, then dp (tp,dp: S(0),S(0) on dp=2,tp=2)"),
+    ):
+        assert in_both_forms(TensorLayout.of(TensorSpec("w", (8, 6), "float32"), parse_layout(text))) == told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 from inspect import signature
@@ -25,6 +26,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    KeyMismatchError,
     NormalizationError,
     OptionError,
     StorageError,
@@ -161,6 +163,33 @@ def test_all_that_a_run_has_goes_on_as_if_never_interrupted(tmp_path: Path) -> N
     assert [trained_on(again), trained_on(again)] == expected
     assert torch.equal(again["ema"], state["ema"])
     assert reshard.open(tmp_path / "run" / "step-3").nested()["log"]["best"] == min(again["log"]["losses"][:3])
+
+
+@pytest.mark.parametrize("strict", [True, "subset", {"model.*": "partial"}, False, {"optim.*": "partial"}])
+def test_parameters_that_were_frozen_train_on_only_when_told_so(strict: Any, tmp_path: Path) -> None:
+    """A fresh optimizer has them, and the checkpoint does not: they begin without state, and the report names them."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    head = torch.optim.AdamW(model[1].parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    head.step()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        manager.save(1, {"model": model, "optim": head})
+        if strict not in (False, {"optim.*": "partial"}):
+            with pytest.raises(
+                KeyMismatchError, match=r"(?s)Missing key: 0.weight.*strict=False to a manager's restore"
+            ):
+                manager.restore({"model": model, "optim": optimizer}, strict=strict)
+            return
+        report = manager.restore({"model": model, "optim": optimizer}, strict=strict)
+
+    assert report is not None
+    assert not report.load.ok
+    assert report.load.missing == ("optim.state.0.weight", "optim.state.0.bias")
+    assert [p in optimizer.state for p in model.parameters()] == [False, False, True, True]
+    own, saved = (it.state[model[1].weight]["exp_avg"] for it in (optimizer, head))
+    assert torch.equal(own, saved)
 
 
 def test_what_is_no_state_of_a_run_is_told(tmp_path: Path) -> None:
@@ -337,6 +366,20 @@ def test_a_run_goes_on_from_an_earlier_step_only_when_told_so(tmp_path: Path) ->
         manager.save(2, {"w": torch.full((3,), 20.0)})
     assert value_at(root)[1] == 20.0
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
+
+
+def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record has metrics, and not what `Keep` keeps: the best step was removed without a word."""
+    run(tmp_path / "run", [1, 2, 3], lambda step: {"loss": step}, keep=Keep(last=2, best=1, metric="loss"))
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-1")
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-2")
+    reshard.prune(tmp_path / "other", keep_last=1)
+    assert reshard.prune(tmp_path / "run", keep_last=3) == []
+    assert "prune" not in caplog.text
+    assert len(reshard.prune(tmp_path / "run", keep_last=1)) == 2
+    assert re.search("keep= of a CheckpointManager, whose steps it removed: .*step-1, .*step-2", caplog.text)
 
 
 def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import reshard
 from planners import StateLayout, TensorLayout, TensorSpec
+from planners.findings import Finding
 from planners.reports.checkpoint_pages import Measure, Shown, checkpoint_page, difference_page
 from planners.units import format_bytes
 from reshard.errors import CheckpointError
@@ -95,7 +96,7 @@ def test_names_of_checkpoints_stay_names() -> None:
     assert isinstance(texts, list)
     assert {HOSTILE.split(".")[0], "{{data}}", "x" * 3000} <= set(texts)
     other = difference_page(
-        "t", (HOSTILE, "b"), {name: Measure(4, 1, 1.0, 1.0, 0) for name in NAMES}, [(HOSTILE, HOSTILE)], HOSTILE
+        "t", (HOSTILE, "b"), {name: Measure(4, 1, 1.0, 1.0, 0) for name in NAMES}, [Finding(HOSTILE, HOSTILE)], HOSTILE
     )
     assert "<img" not in other
 

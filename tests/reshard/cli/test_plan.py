@@ -134,7 +134,10 @@ def test_axes_of_files_without_layouts_need_rules(say, gpt, tmp_path) -> None:
     said = say("plan", tmp_path / "hf", "dp=2,tp=2")
 
     assert said.code == 2
-    assert "the unknown axis 'dp': did you mean 'ddp'?" in said.err
+    assert (
+        "the unknown axis 'dp': did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.) W"
+        in said.err
+    )
 
 
 def test_axes_of_a_checkpoint_beside_others_are_named(say, gpt) -> None:
@@ -161,6 +164,25 @@ def test_layers_over_the_stages_of_a_pipeline(say, gpt) -> None:
     reshard.save({"w": torch.ones(4)}, gpt.parent / "plain")
     said = say("plan", gpt.parent / "plain", "pp=2")
     assert (said.code, "pp=2 needs a checkpoint whose names number the layers" in said.err) == (2, True)
+
+
+def test_tensors_outside_the_layers_are_listed_by_stage(say, tmp_path) -> None:
+    """An embedding that has no usual name goes to the last stage, which only its owner can see."""
+    import torch
+
+    names = ("layers.0.w", "layers.1.w", "emb.weight", "norm.weight")
+    reshard.save({name: torch.ones(4) for name in names}, tmp_path / "a")
+    reshard.save({"wte.weight": torch.ones(4), **{name: torch.ones(4) for name in names[:2]}}, tmp_path / "b")
+
+    for folder, stages in (
+        ("a", ["0 tensors outside the layers", "2 tensors outside the layers: emb.weight, norm.weight"]),
+        ("b", ["1 tensor outside the layers: wte.weight"]),
+    ):
+        lines = say("plan", tmp_path / folder, "pp=2").out.splitlines()
+        assert [line for line in lines if line.startswith("stage ")] == [
+            f"stage {number}  {text}" for number, text in enumerate(stages)
+        ]
+    assert "stage " not in say("plan", tmp_path / "a", "fsdp=2").out
 
 
 def test_layers_that_several_words_number_are_not_guessed(say, tmp_path) -> None:

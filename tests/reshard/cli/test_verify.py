@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -159,6 +160,37 @@ def test_diff_says_so_where_one_side_has_an_optimizer_as_well(say, tmp_path) -> 
         assert f"the names of all tensors in {tmp_path / 'b'} and of 'model' in {tmp_path / 'a'} are the same" in said
         assert f"'model.' in {tmp_path / 'a'}" in said
     assert say("diff", tmp_path / "a", tmp_path / "b", "--model").code == 0
+
+
+def test_many_names_of_one_side_are_one_line(say, tmp_path) -> None:
+    """In diff, in verify, and on the page; a few names are listed."""
+    one = torch.ones(2)
+    model = {f"layers.{i}.w": one for i in range(2)}
+    moments = {f"layers.{i}.w": {"exp_avg": one, "exp_avg_sq": one} for i in range(2)}
+    reshard.save({"model": model, "optim": {"state": moments}}, tmp_path / "a")
+    reshard.save({"model": model, "head": {"w": one, "b": one}}, tmp_path / "b")
+    reshard.save({str(i): {"w": one} for i in range(5)}, tmp_path / "c")
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+
+    lines = say("diff", a, b, "--html", tmp_path / "page.html").out.splitlines()
+    grouped = f"optim.state.*: 4 only in {a}, such as 'optim.state.layers.0.w.exp_avg'"
+    assert lines[1:] == [
+        "different: 6 names only on one side",
+        f"{a} and {b}: 2 tensors in common",
+        f"·  {grouped}",
+        f"·  'head.w': only in {b}",
+        f"·  'head.b': only in {b}",
+    ]
+    assert f"·  {grouped}" in say("verify", a, "--against", b).out.splitlines()
+    page = (tmp_path / "page.html").read_text()
+    assert f"<li>{html.escape(grouped)}</li>" in page
+    assert page.count("<li>") == 3
+    lines = say("diff", c, b).out.splitlines()
+    assert lines[:3] == [
+        "different: 9 names only on one side",
+        f"{c} and {b}: 0 tensors in common",
+        f"·  *: 5 only in {c}, such as '0.w'",
+    ]
 
 
 def test_diff_does_not_take_other_names_for_a_prefix(say, tmp_path) -> None:
