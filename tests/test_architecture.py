@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 471_700,
+    "tokens": 472_300,
     "header %": 7.97,
     "mean line": 52.97,
     "lines over 100 %": 9.65,
