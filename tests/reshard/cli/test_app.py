@@ -85,7 +85,11 @@ def test_version(say) -> None:
         (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
         (["plan", "ddp=2,tp=2", "."], 2, "no predefined topology has ddp with tp: write fsdp=3, "),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
-        (["plan", "dp=2", "."], 2, "the unknown axis 'dp': did you mean 'fsdp', which shards"),
+        (
+            ["plan", "dp=2", "."],
+            2,
+            "the unknown axis 'dp': did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)",
+        ),
         (["plan", "ep=2", "."], 2, "or only axes that the checkpoint records: world. Axes of your own"),
         (["plan", "pp=4", "."], 2, "3 layers do not fill the 4 stages of 4 ranks"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
