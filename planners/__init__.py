@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     )
     from planners.geometry.views import View, concat, inverse, stack, viewed
     from planners.plans.codec import dumps, loads
+    from planners.plans.copy_peers import CopyPlan, plan_copies
     from planners.plans.cost import Cluster, Comparison, Estimate, compare_topologies, estimate
-    from planners.plans.host_copies import CopyPlan, plan_copies
     from planners.plans.load import FillItem, LoadPlan, ReadItem, ReadItems, plan_reads
     from planners.plans.plan import verify
     from planners.plans.relay import plan_relay
@@ -59,7 +59,7 @@ _PUBLIC = {
     ),
     "geometry.views": "View concat inverse stack viewed",
     "plans.codec": "dumps loads",
-    "plans.host_copies": "CopyPlan plan_copies",
+    "plans.copy_peers": "CopyPlan plan_copies",
     "plans.cost": "Cluster Comparison Estimate compare_topologies estimate",
     "plans.load": "FillItem LoadPlan ReadItem ReadItems plan_reads",
     "plans.plan": "verify",
@@ -105,7 +105,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
 
 
 def _page_of(plan: Any, **options: Any) -> str:
-    from planners.reports.pages import to_html
+    from planners.reports.plan_pages import to_html
 
     return to_html(plan, **options)
 

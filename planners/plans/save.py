@@ -385,9 +385,13 @@ def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_abo
     if product is None:  # its ranks may hold several chunks, so that each must see what those before it cost
         loads, single = loads.copy(), counts == 1
         np.add.at(loads, chunks.ranks[chunks.indptr[:-1][single]], nbytes[single] * len(names))
-    for rows in _batches(counts, shared=product is None):
-        entries = chunks.indptr[rows][:, None] + np.arange(counts[rows[0]])
-        order = _order(loads[ranks[entries]], rows)
+    several = np.flatnonzero(counts > 1)
+    # all chunks of several holders at once, or one by one if holders are shared
+    for rows in several[:, None] if product is None else several[None][: len(several)]:
+        holders = np.arange(counts[rows[0]])
+        entries = chunks.indptr[rows][:, None] + holders
+        # from the least to the most loaded; those that are equal begin elsewhere for each chunk
+        order = np.lexsort(((holders - rows[:, None]) % len(holders), loads[ranks[entries]]), axis=1)
         entries_in_order = np.take_along_axis(entries, order, axis=1)
         ranks[entries], indices[entries] = chunks.ranks[entries_in_order], chunks.indices[entries_in_order]
         unit_bytes = nbytes[rows] // units[rows]
@@ -396,22 +400,6 @@ def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_abo
             begins = np.concatenate((np.zeros((len(rows), 1), dtype=np.int64), ends[entries][:, :-1]), axis=1)
             loads[ranks[entries]] += (ends[entries] - begins) * unit_bytes[:, None]
     return Assignment(names, layout.spec.itemsize, chunks, units, dims, ranks, indices, ends)
-
-
-def _batches(counts: Ints, *, shared: bool) -> Iterator[Ints]:
-    """Chunks of several holders that can be assigned at once: all of them, or one by one if holders are shared."""
-    several = np.flatnonzero(counts > 1)
-    if not shared and len(several):
-        yield several
-    elif shared:
-        yield from several[:, None]
-
-
-def _order(loads: Ints, chunks: Ints) -> Ints:
-    """Per chunk, its holders from the least to the most loaded; those that are equal begin elsewhere for each chunk."""
-    holders = np.arange(loads.shape[1], dtype=np.int64)
-    turned = (holders[None, :] - chunks[:, None]) % loads.shape[1]
-    return np.asarray(np.lexsort((turned, loads), axis=1), dtype=np.int64)
 
 
 def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:

@@ -19,22 +19,19 @@ from planners.geometry.layout import (
     ProductGeometry,
     Shape,
     StateLayout,
-    TensorLayout,
     check_rank,
     local_boxes,
 )
-from planners.geometry.mesh import Ints, grouped
+from planners.geometry.mesh import Ints
 from planners.geometry.overlap import Sweep
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
-from planners.plans.save import SavePlan, plan_writes
 
 if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "HeldPlace", "ReadOncePlan", "Repeat", "TransferItem", "TransferItems", "TransferPlan", "plan_read_once",
-    "plan_transfers", "want_once",
+    "HeldPlace", "Repeat", "TransferItem", "TransferItems", "TransferPlan", "plan_transfers", "want_once",
 ]  # fmt: skip
 
 
@@ -555,77 +552,3 @@ def _hull(form: Form, shape: Shape) -> Box | None:
     low = tuple(map(min, zip(*(box.offsets for box in boxes))))
     high = tuple(map(max, zip(*(box.stops for box in boxes))))
     return Box.of(low, tuple(b - a for a, b in zip(low, high)))
-
-
-# Reading every needed byte once: which of the ranks that want an element reads it, and how it gets
-# to the others.
-#
-# wanted by 4 ranks, in two replicas:    0 0 1 1      read by     0 2 1 3       then 0 <-> 2 and 1
-# <-> 3
-#                                        2 2 3 3
-
-
-class OwnBox(NamedTuple):
-    """A box that a rank reads for others, too, in its own local tensors."""
-
-    part: int
-    """Which of the local tensors."""
-    box: Box
-    """In its coordinates."""
-
-
-@dataclass(frozen=True)
-class ReadOncePlan:
-    """Which rank reads what, and which rank passes it on to which."""
-
-    wanted: StateLayout
-    """Of the tensors that several ranks want the same elements of. All others are read as they are wanted."""
-    readers: StateLayout
-    """Where each of their elements is read: at exactly one of the ranks that want it, which holds it then."""
-    transfers: TransferPlan
-    """From there to all others."""
-    shares: SavePlan
-
-    def own_boxes(self, rank: int) -> Mapping[str, tuple[OwnBox, ...]]:
-        """Return where in the local tensors of `rank` its parts of `readers` are."""
-        items = self.shares.items(rank) if rank < self.shares.world_size else ()
-        found = grouped((item.fqn, OwnBox(item.part, item.source)) for item in items)
-        return {fqn: tuple(boxes) for fqn, boxes in found.items()}
-
-
-def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) -> ReadOncePlan:
-    """Share the reading of what several ranks want evenly among them, each element once.
-
-    A tensor of which ranks want regions that overlap without being equal is omitted: each rank reads its own.
-    Lists the regions of all ranks: meant for some thousands of ranks times tensors with replicas.
-    """
-    common: dict[str, TensorLayout] = {}
-    judged: dict[tuple[object, ...], bool] = {}
-    for fqn, layout in wanted.items():
-        if layout.geometry_key not in judged:
-            judged[layout.geometry_key] = _is_shared(layout)
-        if judged[layout.geometry_key]:
-            common[fqn] = layout
-    state = StateLayout(common, wanted.world_size)
-    shares = plan_writes(state, ranks_per_host=ranks_per_host)
-    boxes: dict[str, dict[int, list[Box]]] = {fqn: {} for fqn in common}
-    for rank in range(shares.world_size):
-        for item in shares.items(rank):
-            boxes[item.fqn].setdefault(rank, []).append(item.box)
-    readers = StateLayout(
-        {fqn: TensorLayout.from_boxes(common[fqn].spec, its) for fqn, its in boxes.items()}, wanted.world_size
-    )
-    transfers = plan_transfers(readers, state, ranks_per_host=ranks_per_host)
-    return ReadOncePlan(state, readers, transfers, shares)
-
-
-def _is_shared(layout: TensorLayout) -> bool:
-    """Return True if elements are wanted by several ranks, in regions that are equal wherever they overlap."""
-    chunks = sum(box.numel for _, box in layout.chunks())
-    if int(layout.numels().sum()) <= chunks:
-        return False
-    try:
-        plan_writes(StateLayout({layout.fqn: layout}))
-    except PlanError:
-        return False
-    return True

@@ -15,7 +15,7 @@ from planners.findings import Finding, in_groups
 from planners.geometry.layout import StateLayout
 from planners.geometry.layout_text import in_both_forms
 from planners.geometry.mesh import grouped
-from planners.reports.pages import cuts, figures_of, listed, notation, page_of, weights_first
+from planners.reports.plan_pages import cuts, figures_of, listed, notation, page_of, weights_first
 from planners.units import format_bytes, format_count
 
 __all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]

@@ -131,8 +131,7 @@ class KeyMatch:
         return self.mapping.get(key, key)
 
     def _use(self, name: str) -> None:
-        self.used.add(name)
-        self.used.add(self.checkpoint.aliases.get(name, name))
+        self.used |= {name, self.checkpoint.aliases.get(name, name)}
 
     def _fits(self, key: str, name: str, tensor: LiveTensor) -> bool:
         spec = self.checkpoint[name].stored.spec

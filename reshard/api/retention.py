@@ -1,4 +1,4 @@
-"""The checkpoints of a run: list them, find the newest complete one, and remove old ones."""
+"""The checkpoints of a run: which steps are kept; list them, find the newest complete one, and remove old ones."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
-from reshard.arguments import renamed
+from reshard.arguments import named_arguments, renamed
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
@@ -30,7 +31,64 @@ from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_ma
 from reshard.native.reader import detect
 from reshard.storage import Storage, open_storage
 
-__all__ = ["Step", "complete", "latest_complete", "prune", "published", "remove_checkpoints", "steps"]
+__all__ = [
+    "Keep", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints", "steps",
+]  # fmt: skip
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
+@named_arguments
+@dataclass(frozen=True)
+class Keep:
+    """Which steps to retain: a step stays if any of the rules keeps it. The newest step always stays. `Keep()` retains
+    all steps.
+
+        reshard.Keep(last=3, every=10_000, best=2, metric="loss")
+
+    Raises OptionError for invalid rules.
+    """
+
+    last: int | None = None
+    """Keep this number of the newest steps. None: one beside `every` or `best`; all without these."""
+    every: int | None = None
+    """Keep multiples of this number permanently."""
+    best: int = 0
+    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved without
+    metrics do not count."""
+    metric: str = ""
+    """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower values are better, or higher ones."""
+
+    def __post_init__(self) -> None:
+        if self.last is not None and not is_count(self.last):
+            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
+        if self.every is not None and not is_count(self.every):
+            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
+        if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
+            raise OptionError(
+                f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
+                f"best={self.best!r}, metric={self.metric!r}"
+            )
+        if self.mode not in ("min", "max"):
+            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        rows = [(sign * its[self.metric], -step) for step, its in metrics.items() if self.metric in its]
+        return [-step for _, step in sorted(rows)]
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Return the steps that stay, given all steps and their metrics."""
+        steps = sorted(metrics)
+        if self.last is None and not (self.every or self.best):
+            return set(steps)
+        for_ever = [step for step in steps if self.every is not None and step % self.every == 0]
+        return {*steps[-(self.last or 1) :], *for_ever, *self.ranked(metrics)[: self.best]}
 
 _log = logging.getLogger("reshard")
 

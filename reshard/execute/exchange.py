@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from planners.geometry.layout import Form
 from planners.plans.plan import verify
+from planners.plans.read_once import ReadOncePlan, plan_read_once
 from planners.plans.schedule import Message, Schedule, schedule
-from planners.plans.transfer import ReadOncePlan, TransferItem, TransferItems, plan_read_once
+from planners.plans.transfer import TransferItem, TransferItems
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
 from reshard.live.dtypes import raw_elements

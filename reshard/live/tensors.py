@@ -331,13 +331,6 @@ def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
     return *at, local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
 
 
-def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The planners' mesh of a device mesh; axes without a name are called `axis0`, `axis1`, ..."""
-    ranks = _mesh_ranks(device_mesh)
-    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(ranks.ndim))
-    return Mesh(list(zip(names, ranks.shape)), ranks.reshape(-1).tolist())
-
-
 def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
     """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this
     process's rank."""
@@ -415,7 +408,10 @@ def _readings(
             raise LayoutError(
                 f"is on a mesh with the ranks {line} along axis {axis}, but its group has them as {group}"
             )
-    return candidate_layouts(mesh_of(device_mesh), tuple(_placement(p, ndim) for p in placements), frozenset(kept))
+    ranks = _mesh_ranks(device_mesh)
+    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(ranks.ndim))
+    mesh = Mesh(list(zip(names, ranks.shape)), ranks.reshape(-1).tolist())
+    return candidate_layouts(mesh, tuple(_placement(p, ndim) for p in placements), frozenset(kept))
 
 
 def _placement(placement: Any, ndim: int) -> Placement:

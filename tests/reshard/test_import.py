@@ -22,7 +22,7 @@ from reshard.stored.streaming import FormatWriter
 UNUSED = (
     *(
         "planners.plans.cost",
-        "planners.reports.pages",
+        "planners.reports.plan_pages",
         "planners.plans.plan_codec",
         "planners.geometry.topologies",
         "planners.plans.schedule",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from planners.errors import PlanError
-from planners.plans.host_copies import CopyPlan, plan_copies
+from planners.plans.copy_peers import CopyPlan, plan_copies
 from planners.plans.plan import verify
 from planners.units import format_bytes
 from reshard.api.elastic.generation import (

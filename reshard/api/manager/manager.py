@@ -22,8 +22,9 @@ from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.live_objects import LiveObjects
-from reshard.api.manager.policies import Every, Keep, Preemption, checked_metrics, checked_step
+from reshard.api.manager.policies import Every, Preemption, checked_metrics, checked_step
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
+from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
 from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError

@@ -1,4 +1,4 @@
-"""Policies of a checkpoint manager: when to save, which steps to retain, and what may request a save."""
+"""Policies of a checkpoint manager: when to save, and what may request a save."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
 from reshard.errors import OptionError, did_you_mean, format_names
 
-__all__ = ["Every", "Keep", "Preemption", "checked_metrics", "checked_step"]
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return type(value) is int and value >= least
+__all__ = ["Every", "Preemption", "checked_metrics", "checked_step"]
 
 
 @named_arguments
@@ -41,7 +38,7 @@ class Every:
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
             raise OptionError("Every needs steps=, seconds= or both")
-        if self.steps is not None and not _is_count(self.steps):
+        if self.steps is not None and not is_count(self.steps):
             raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
             raise OptionError(f"Every: seconds must be a positive number, got {self.seconds!r}")
@@ -61,57 +58,6 @@ class Every:
         if self.is_multiple(step, before):
             return "every step" if self.steps == 1 else f"every {self.steps} steps"
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
-
-
-@named_arguments
-@dataclass(frozen=True)
-class Keep:
-    """Which steps to retain: a step stays if any of the rules keeps it. The newest step always stays. `Keep()` retains
-    all steps.
-
-        reshard.Keep(last=3, every=10_000, best=2, metric="loss")
-
-    Raises OptionError for invalid rules.
-    """
-
-    last: int | None = None
-    """Keep this number of the newest steps. None: one beside `every` or `best`; all without these."""
-    every: int | None = None
-    """Keep multiples of this number permanently."""
-    best: int = 0
-    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved without
-    metrics do not count."""
-    metric: str = ""
-    """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower values are better, or higher ones."""
-
-    def __post_init__(self) -> None:
-        if self.last is not None and not _is_count(self.last):
-            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
-        if self.every is not None and not _is_count(self.every):
-            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
-        if not _is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
-            raise OptionError(
-                f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
-                f"best={self.best!r}, metric={self.metric!r}"
-            )
-        if self.mode not in ("min", "max"):
-            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
-
-    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Return the steps that have the metric, the best first."""
-        sign = 1 if self.mode == "min" else -1
-        rows = [(sign * its[self.metric], -step) for step, its in metrics.items() if self.metric in its]
-        return [-step for _, step in sorted(rows)]
-
-    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Return the steps that stay, given all steps and their metrics."""
-        steps = sorted(metrics)
-        if self.last is None and not (self.every or self.best):
-            return set(steps)
-        for_ever = [step for step in steps if self.every is not None and step % self.every == 0]
-        return {*steps[-(self.last or 1) :], *for_ever, *self.ranked(metrics)[: self.best]}
 
 
 @named_arguments

@@ -29,7 +29,7 @@ from planners import (
     schedule,
 )
 from planners.geometry.layout_text import parse_layout
-from planners.reports.pages import _round_sizes, cuts, matrix, rank_color, to_html
+from planners.reports.plan_pages import _round_sizes, cuts, matrix, rank_color, to_html
 from planners.units import format_bytes
 from tests.planners.states import alike
 

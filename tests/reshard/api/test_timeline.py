@@ -13,7 +13,7 @@ import torch
 
 import reshard
 from reshard.api import reports
-from reshard.api.reports import trace_of
+from reshard.api.perfetto import trace_of
 from reshard.elastic import Tier
 from reshard.errors import LayoutError, RankFailedError, ReshardError, StorageError
 from reshard.ranks import progress

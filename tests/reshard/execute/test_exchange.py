@@ -25,7 +25,7 @@ from planners import (
     schedule,
     verify,
 )
-from planners.plans.transfer import plan_read_once
+from planners.plans.read_once import plan_read_once
 from reshard.errors import ReshardError
 from reshard.execute.exchange import LARGE_BYTES, Exchange, RankWork, round_bytes
 from tests import gloo
