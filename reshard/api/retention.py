@@ -90,6 +90,7 @@ class Keep:
         for_ever = [step for step in steps if self.every is not None and step % self.every == 0]
         return {*steps[-(self.last or 1) :], *for_ever, *self.ranked(metrics)[: self.best]}
 
+
 _log = logging.getLogger("reshard")
 
 
