@@ -18,10 +18,10 @@ from planners.errors import (
 
 __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
-    "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError", "NormalizationError",
-    "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError", "UndefinedTargetsError",
-    "UnsafeDataError", "format_names", "format_ranks", "framework", "option_error", "renamed_in",
-    "warn_renamed",
+    "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError",
+    "NormalizationError", "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
+    "UndefinedTargetsError", "UnsafeDataError", "format_names", "format_ranks", "framework", "option_error",
+    "renamed_in", "warn_renamed",
 ]  # fmt: skip
 
 

@@ -28,3 +28,8 @@ from reshard.mapping.rules import (
     Transpose as Transpose,
     Unstack as Unstack,
 )
+
+__all__ = [
+    "Cast", "Concat", "Dequantize", "Drop", "Mapping", "Mxfp4", "Offset", "Rename", "Reshape", "Resize", "Rope",
+    "Rule", "Split", "Stack", "Transpose", "Unstack", "apply_dict", "ready",
+]  # fmt: skip

@@ -45,10 +45,9 @@ from reshard.storage.base import NOTHING, Storage, is_temporary
 from reshard.stored.contents import has_dcp
 
 __all__ = [
-    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting",
-    "folder_of", "generations_in", "index_problem", "is_alive", "new_save_id", "published",
-    "refuse_foreign", "release", "remove", "remove_dead", "remove_empty", "replaced_by_save",
-    "save_id_of", "unpublish",
+    "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "folder_of",
+    "generations_in", "index_problem", "is_alive", "new_save_id", "published", "refuse_foreign", "release", "remove",
+    "remove_dead", "remove_empty", "replaced_by_save", "save_id_of", "unpublish",
 ]  # fmt: skip
 
 
