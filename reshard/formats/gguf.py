@@ -25,17 +25,8 @@ from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
 __all__ = [
-    "BLOCKS",
-    "FORMAT",
-    "PLAIN",
-    "Block",
-    "DequantizedSource",
-    "GgufFacts",
-    "GgufHeader",
-    "GgufTensor",
-    "detect",
-    "open",
-    "read_header",
+    "BLOCKS", "FORMAT", "PLAIN", "Block", "DequantizedSource", "GgufFacts", "GgufHeader",
+    "GgufTensor", "detect", "open", "read_header",
 ]  # fmt: skip
 
 

@@ -20,25 +20,9 @@ from reshard.native.version import __version__
 from reshard.storage.base import Storage
 
 __all__ = [
-    "BLOCK_BYTES",
-    "FEW_FILES",
-    "HF_INDEX",
-    "MANIFEST",
-    "STAGE_BYTES",
-    "VERSION",
-    "FileRecord",
-    "FileTable",
-    "LinkedRecord",
-    "Manifest",
-    "PartsRecord",
-    "TableRecord",
-    "encode_manifest",
-    "encode_table",
-    "entry_key",
-    "has_digest",
-    "is_generation",
-    "read_manifest",
-    "refuse_newer",
+    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "STAGE_BYTES", "VERSION", "FileRecord",
+    "FileTable", "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest",
+    "encode_table", "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
 ]  # fmt: skip
 
 
