@@ -35,7 +35,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 MOST = {
     "tokens": 472_300,
     "header %": 8.0,
-    "mean line": 52.97,
+    "mean line": 53.0,
     "lines over 100 %": 9.65,
     "names of several classes": 4,
     "pairs of like classes": 13,
