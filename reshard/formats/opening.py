@@ -159,8 +159,8 @@ def _run_at(
         folders, files = look("")
         raise FormatError(
             f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: none of its "
-            f"{len(folders) + len(files):,} entries, or of the names directly below them, is a file of a checkpoint. It "
-            f"contains {', '.join(sorted((*folders, *files))[:5])}"
+            f"{len(folders) + len(files):,} entries, or of the names directly below them, is a file of a checkpoint. "
+            f"It contains {', '.join(sorted((*folders, *files))[:5])}"
         )
     if is_sure or not marks:
         return none if isinstance(path, Storage) and not is_sure else _Run(steps, [])
