@@ -271,7 +271,8 @@ class Uploads:
 
 def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> StreamEvent:
     as_is = target.dtype == elements.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    with torch.no_grad(), lane.use():
+    # torch writes to an inference tensor only within this mode; outside it, a write counts as a change for autograd
+    with torch.inference_mode() if target.is_inference() else torch.no_grad(), lane.use():
         if as_is:
             target.copy_(elements, non_blocking=True)
         else:
@@ -529,5 +530,6 @@ def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> 
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    lazily = tensor.is_conj() or tensor.is_neg()
-    return type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.numel() > 0 and not lazily
+    if type(tensor) is not torch.Tensor:  # first: ShardedTensors of some releases answer nothing else
+        return False
+    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
-from reshard.live.tensors import LiveTensor, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
+from reshard.live.tensors import LiveTensor, dtensor_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
 from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
@@ -411,10 +411,8 @@ def _place_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         return torch.empty(shape, dtype=dtype, device="cpu")
     if shape == global_shape(like):
         return remade_like(like, dtype)
-    from torch.distributed.tensor import DTensor  # the parameter is one
-
     device = "cpu" if like.device.type == "meta" else like.device
-    return DTensor.from_local(torch.empty(shape, dtype=dtype, device=device), like.device_mesh, run_check=False)
+    return dtensor_of(torch.empty(shape, dtype=dtype, device=device), like.device_mesh)
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

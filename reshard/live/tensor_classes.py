@@ -11,7 +11,17 @@ import torch
 
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.tensors import dtensor_like, holder, inner_names, is_dtensor, is_tensor, settled, with_local, wrappers
+from reshard.live.tensors import (
+    dtensor_like,
+    dtensor_of,
+    holder,
+    inner_names,
+    is_dtensor,
+    is_tensor,
+    settled,
+    with_local,
+    wrappers,
+)
 from reshard.live.tree import class_name, map_leaves
 from reshard.state import KeyPath, key_of
 
@@ -214,13 +224,11 @@ def _placed(
     seen = part.detach().view(tuple(shape))
     if not is_dtensor(outer):
         return seen
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if getattr(p, "dim", None) in uncut else p for p in outer.placements]
     stride = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    return DTensor.from_local(
-        seen, outer.device_mesh, placements, run_check=False, shape=torch.Size(whole), stride=tuple(stride)
-    )
+    return dtensor_of(seen, outer.device_mesh, placements, shape=torch.Size(whole), stride=tuple(stride))
 
 
 def dequantized(state: Any) -> Any:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OVERWRITTEN_BY", "UNSHARDED", "LiveTensor", "agreed_form", "candidate_layouts", "class_kinds", "dtensor_like",
-    "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of", "inner_names", "is_dtensor",
-    "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard", "is_tensor", "layout_of",
-    "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes", "settled", "several_ways",
-    "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local", "world_size", "wrapped_like",
-    "wrappers",
+    "dtensor_of", "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of",
+    "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard",
+    "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes",
+    "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local",
+    "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -541,14 +541,21 @@ is_pending = _Named("Partial")
 """Whether a placement of a DTensor is a reduction that was not done yet."""
 
 
+def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None = None, **whole: Any) -> DTensor:
+    """A DTensor of this local tensor, which stays on its device: `DTensor.from_local` would move it to that of the
+    mesh. FSDP2 with CPU offload has parameters on the host, on a mesh of devices. `whole`: shape and stride."""
+    from torch.distributed.tensor import DTensor
+
+    stays = local.device.type in (mesh.device_type, "meta")
+    outline = local if stays else torch.empty(local.shape, dtype=local.dtype, device="meta")
+    made = DTensor.from_local(outline, mesh, placements, run_check=False, **whole)
+    return made if stays else with_local(made, local)
+
+
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     """A DTensor of this local tensor, of the shape of `model`, on its mesh and placed as it is
     there."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
+    return dtensor_of(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())
 
 
 # What DTensor's placements on a mesh can mean: which elements each rank holds. The metadata alone

@@ -20,6 +20,7 @@ from reshard.live.state import same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
     dtensor_like,
+    dtensor_of,
     dtype_of,
     forget_derived,
     global_shape,
@@ -494,9 +495,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
             new = dtensor_like(torch.empty_like(model.to_local(), dtype=value.dtype, device=device), model)
             scatter(whole, LiveTensor("", new))
             return new
-        from torch.distributed.tensor import DTensor  # the model is one
-
-        return DTensor.from_local(_clone(whole, device), model.device_mesh, run_check=False)
+        return dtensor_of(_clone(whole, device), model.device_mesh)
     whole = gather(LiveTensor("", value))
     return _clone(whole, device if value.dim() else whole.device)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
@@ -19,7 +20,8 @@ from reshard.dcp.engine.states import on_the_cpu
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import KeyMismatchError
 from reshard.live.copy_streams import to_host
-from reshard.state_dict import StateDictOptions, get_model_state_dict
+from reshard.live.tensors import with_local
+from reshard.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from tests import gloo, simulated
 from tests.same import assert_same
 from tests.simulated import DEVICE, IS_REAL
@@ -348,6 +350,53 @@ def test_every_wait_is_needed() -> None:
 def _installed(job: Callable[..., Any], *args: Any) -> Any:
     simulated.install()
     return job(*args)
+
+
+def _of_host(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A shard of rows in host memory on a mesh of devices: what FSDP2 with CPU offload makes of parameters."""
+    outline = torch.empty_like(local, device="meta")
+    return with_local(DTensor.from_local(outline, mesh, [Shard(0)], run_check=False), local)
+
+
+def _offloaded(folder: str) -> list[str]:
+    """Where the state lies of a model whose parameters are offloaded, after each way of setting it."""
+    mesh, rank = init_device_mesh(DEVICE, (2,)), dist.get_rank()
+    whole = torch.arange(24.0, device="cpu").view(6, 4)
+
+    def made(weight: torch.Tensor) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(_of_host(weight.chunk(2)[rank].clone(), mesh))
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    model, optimizer = made(whole)
+    model.weight.grad = _of_host(whole.chunk(2)[rank].clone(), mesh)
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    reshard.save({"model": weights, "optim": moments}, folder)
+    everything = StateDictOptions(full_state_dict=True)
+    full = get_state_dict(model, optimizer, options=everything)
+    found = []
+    for state, options in ((None, None), (full, everything)):
+        fresh, its = made(torch.zeros_like(whole))
+        if state is None:
+            loaded, its_moments = get_state_dict(fresh, its)
+            reshard.load({"model": loaded, "optim": its_moments}, folder)
+            state = loaded, its_moments
+        set_state_dict(fresh, its, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+        for value in (fresh.weight, *its.state[fresh.weight].values()):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found.append(f"{value.device.type}, {local.device.type}")
+        assert_same(fresh.weight.to_local(), model.weight.to_local())
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same(its.state[fresh.weight][name].to_local(), optimizer.state[model.weight][name].to_local())
+        fresh.weight.grad = _of_host(whole.chunk(2)[rank].clone(), mesh)
+        its.step()  # fails where the moments lie on another device than the gradients
+    return found
+
+
+def test_offloaded_parameters_and_their_moments_stay_on_the_host(tmp_path: Path) -> None:
+    first, second = gloo.run(_installed, 2, _offloaded, str(tmp_path))
+    assert {*first, *second} == {"cpu, cpu"}
 
 
 def _sharded(folder: str) -> None:

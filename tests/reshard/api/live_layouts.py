@@ -34,7 +34,7 @@ def numbers() -> State:
 
 @lru_cache
 def mesh(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.tensor(ranks).view(shape))
+    return DeviceMesh("cpu", torch.tensor(ranks, device="cpu").view(shape))
 
 
 def placed(state: State, ranks: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]) -> State:

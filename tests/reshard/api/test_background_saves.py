@@ -83,6 +83,7 @@ dcp.async_save({"w": torch.ones(1000)}, checkpoint_id=sys.argv[1])
     assert reshard.open(tmp_path / "c")["w"][...].sum() == 1000
 
 
+@pytest.mark.host_only("a process that has used a device cannot go on with it in a fork")
 def test_a_process_that_is_forked_meanwhile_neither_waits_nor_saves(tmp_path: Path) -> None:
     go_on, held = threading.Event(), Holding(tmp_path / "c")
     held.go_on = go_on

@@ -120,7 +120,7 @@ ASKS_META = ".is_meta" in inspect.getsource(theirs._get_model_state_dict)
 """torch 2.6 does, of ShardedTensors too, which answer only where there is one shard."""
 
 
-@pytest.mark.not_simulated("torch's chunks want CUDA, or a process group that is not written in Python")
+@pytest.mark.host_only("torch's chunks of tensors on a device name the CPU where ranks share the device by gloo")
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "meshes",
@@ -174,7 +174,7 @@ def run_as_it_lies(folder: str) -> list[str]:
     return refused
 
 
-@pytest.mark.not_simulated("torch's chunks want CUDA, or a process group that is not written in Python")
+@pytest.mark.host_only("torch's chunks of tensors on a device name the CPU where ranks share the device by gloo")
 @pytest.mark.gloo
 def test_what_lies_across_rows_is_for_those_who_read_where_it_lies(tmp_path: Any) -> None:
     for refused in gloo.run(run_as_it_lies, 2, str(tmp_path)):

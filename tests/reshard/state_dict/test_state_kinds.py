@@ -18,8 +18,11 @@ LENIENT = StateDictOptions(strict=False)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SPARSE = pytest.mark.not_simulated("it has no sparse tensors")
 NOT_THERE = {"SparseAdam": [SPARSE], "Rprop": [pytest.mark.not_simulated("it sets elements by a tensor of the host")]}
+OF_THE_HOST = {"Adagrad": {"fused": True}}
+"""What torch has for the CPU only."""
+ON_THE_HOST = pytest.mark.host_only("torch has this kernel for the CPU only")
 KINDS = [
-    pytest.param(name, options, marks=NOT_THERE.get(name, []))
+    pytest.param(name, options, marks=ON_THE_HOST if OF_THE_HOST.get(name) == options else NOT_THERE.get(name, []))
     for name in CLASSES
     for options in [{}, *({option: value} for option, values in OPTIONS.get(name, {}).items() for value in values)]
 ]
