@@ -202,10 +202,13 @@ class BlockChecksums(Checksums):
         """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
         those that are wrong."""
         found = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in blocks.tolist()]
-        numbers = blocks[:, 0] // self.block_bytes
-        right = np.array(found, np.uint64) == self.digests[numbers]
-        np.frombuffer(self._seen, np.uint8)[numbers[right]] = 1
+        right = np.array(found, np.uint64) == self.digests[blocks[:, 0] // self.block_bytes]
+        self.found_right(blocks[right])
         return list(map(tuple, blocks[~right].tolist()))
+
+    def found_right(self, blocks: Numbers) -> None:
+        """Blocks, (n, 2), are right, and not pending any more."""
+        np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] = 1
 
     def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
         """For each range [start, stop), return whether a block that shares bytes with it was not
