@@ -568,7 +568,7 @@ class LoadReport(FilledReport, CheckedReport):
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
-        head = f"{verdict}, {did} {len(self.loaded)} of {self.path!r} ({self.format})"
+        head = f"{verdict}, {did} {len(self.loaded)} keys of {self.path!r} ({self.format})"
         extra = "not_requested" if self.ok else "unexpected"
         kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = self._first_of_each(*kinds)

@@ -136,7 +136,10 @@ def _first_of_each(report: Any) -> str:
     names = [
         f"{what} {format_names([str(v) for v in of])}" for what, of in said.items() if isinstance(of, tuple) and of
     ]
-    return ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))]) or "all was set"
+    return (
+        ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))])
+        or "everything was set"
+    )
 
 
 @renamed(uninitialised="uninitialized")

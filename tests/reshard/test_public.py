@@ -128,7 +128,7 @@ def test_reports_are_one_short_line(tmp_path) -> None:
         assert "\n" not in shown
         assert len(shown) < 600
 
-    assert repr(report).startswith("LoadReport(not ok, loaded 2000 of ")
+    assert repr(report).startswith("LoadReport(not ok, loaded 2000 keys of ")
     assert "missing 2000 ('more.0', 'more.1', 'more.2', ...)" in repr(report)
     assert repr(done).startswith("SetReport(missing 2 ('weight', 'bias'), unexpected 2000 ('x0', 'x1', 'x2', ...)")
     assert "2,000 tensors" in repr(saved)
@@ -629,6 +629,11 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
         (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
         (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
+        (
+            lambda: reshard.convert("run/step-7", "x", overwrite="no"),
+            r"^overwrite of convert\(\) must be True or False, go",
+        ),
+        (lambda: reshard.verify("run/step-7", deep=2), r"^deep of verify\(\) must be True or False, got 2$"),
         (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
         (
             lambda: reshard.convert("run/step-7", "x", dtype="bflot16"),
