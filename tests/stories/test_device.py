@@ -21,7 +21,13 @@ from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import KeyMismatchError
 from reshard.live.copy_streams import to_host
 from reshard.live.tensors import with_local
-from reshard.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from reshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from tests import gloo, simulated
 from tests.same import assert_same
 from tests.simulated import DEVICE, IS_REAL
@@ -397,6 +403,21 @@ def _offloaded(folder: str) -> list[str]:
 def test_offloaded_parameters_and_their_moments_stay_on_the_host(tmp_path: Path) -> None:
     first, second = gloo.run(_installed, 2, _offloaded, str(tmp_path))
     assert {*first, *second} == {"cpu, cpu"}
+
+
+def _from_meta() -> str:
+    """Where a full state on the host goes, of a model on the meta device whose mesh is one of devices."""
+    mesh, whole = init_device_mesh(DEVICE, (2,)), torch.arange(24.0, device="cpu").view(6, 4)
+    model = torch.nn.Module()
+    outline = DTensor.from_local(torch.empty(3, 4, device="meta"), mesh, [Shard(0)], run_check=False)
+    model.weight = torch.nn.Parameter(outline)
+    set_model_state_dict(model, {"weight": whole}, options=StateDictOptions(full_state_dict=True))
+    assert_same(model.weight.to_local().detach().cpu(), whole.chunk(2)[dist.get_rank()])
+    return model.weight.to_local().device.type
+
+
+def test_a_meta_model_is_made_on_the_devices_of_its_mesh() -> None:
+    assert gloo.run(_installed, 2, _from_meta) == [DEVICE, DEVICE]
 
 
 def _sharded(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -142,6 +143,8 @@ def test_after_a_failed_transfer_the_jobs_own_collectives_are_in_step_and_nothin
 @pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize(("dim", "sums"), [(1, "3"), (0, "refused")], ids=["into a buffer", "into the target"])
 def test_a_message_that_comes_late_blocks_none_after_it_and_changes_no_target(dim, sums, late):
+    if "RESHARD_TESTS_ON_DEVICE" in os.environ:
+        sums = "3"  # gloo receives for a device in the host's memory, never in the target
     ends = gloo.run(live_jobs.late_job, 3, dim, late)
     assert [(said, found) for said, _, found in ends] == [("UndefinedTargetsError", sums)] * 3
     assert ends[0][1]
