@@ -30,7 +30,11 @@ from reshard.live import copy_streams
 
 REPEATS = 3
 SIMULATED = "sim"
-SUITES = ("tests/stories/test_device.py", "tests/reshard/api/test_live_device.py")
+SUITES = (
+    "tests/stories/test_device.py",
+    "tests/stories/test_training_on_a_device.py",
+    "tests/reshard/api/test_live_device.py",
+)
 """Of the device path itself."""
 EVERYWHERE = (
     *(f"tests/stories/test_{name}.py" for name in ("engine", "engine_limits", "engine_ranks", "roundtrip", "types")),
