@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -61,6 +61,7 @@ def itemsize(dtype: str) -> int:
 # any shape.
 
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
 Intervals = tuple[tuple[int, int], ...]
 
@@ -662,11 +663,11 @@ class StateLayout(Mapping[str, TensorLayout]):
         """Return FQNs grouped by `TensorLayout.geometry_key`, in sorted order. Each group can share one plan."""
         return grouped((self._tensors[fqn].geometry_key, fqn) for fqn in sorted(self._tensors))
 
-    def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], str]) -> dict[str, str]:
+    def described(self, fqns: Iterable[str], describe: Callable[[TensorLayout], T]) -> dict[str, T]:
         """Return the result of `describe` for each FQN. It is called once per group of tensors of equal geometry, with
         axes as `Mesh.named` names them."""
         axes = axis_names((layout.mesh for layout in self._tensors.values()), self.world_size)
-        texts: dict[object, str] = {}
+        texts: dict[object, T] = {}
         for layout in (chosen := {fqn: self._tensors[fqn] for fqn in fqns}).values():
             if layout.geometry_key not in texts:
                 texts[layout.geometry_key] = describe(layout.named(axes))

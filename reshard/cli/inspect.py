@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
+
+T = TypeVar("T")
 
 
 _Map = Annotated[
@@ -89,17 +91,17 @@ def inspect(
     if drawn is not None:
         _draw(checkpoint, drawn, legend)
         return
-    problems, run = checkpoint.problems(), checkpoint.run
+    problems, run, whole = checkpoint.problems(), checkpoint.run, checkpoint
     if select:
         checkpoint = selected(checkpoint, select)
     if html is not None:
         page = checkpoint.to_html(histograms=histograms, steps=_costs(run))
         show.write_page(html, page, as_json=as_json)
     if as_json:
-        shown = _as_json(checkpoint, problems)
+        shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
-        _print(checkpoint, problems, depth, legend)
+        _print(checkpoint, whole, problems, depth, legend)
     if problems:
         raise typer.Exit(1)
 
@@ -172,8 +174,18 @@ def _near(name: str, known: list[str]) -> str:
     return meant if meant or not longer else f". Names that contain it: {show.some(longer, 5)}"
 
 
-def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
-    layout = checkpoint.layout
+def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:
+    """What is said of each tensor of a selection: the same as in the whole checkpoint, which names the axes."""
+    holders = {name: whole.aliases.get(name, name) for name in checkpoint}
+    found = whole.layout.described(holders.values(), describe)
+    return {name: found[holder] for name, holder in holders.items()}
+
+
+def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
+    from planners.geometry.layout_text import in_both_forms
+
+    layout, words = checkpoint.layout, _described(checkpoint, whole, in_both_forms)
+    layouts = _described(checkpoint, whole, _layout_as_json)
     return {
         "path": checkpoint.url,
         "ok": not problems,
@@ -185,7 +197,7 @@ def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
                 "shape": list(layout[name].spec.shape),
                 "dtype": layout[name].spec.dtype,
                 "nbytes": layout[name].spec.nbytes,
-                "layout": _layout_as_json(layout[name]),
+                "layout": {"words": words[name], **layouts[name]},
             }
             for name in checkpoint
         },
@@ -196,13 +208,13 @@ def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
+def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
     from reshard.state import count_objects
 
     screen = show.console()
     layout, names, objects = checkpoint.layout, list(checkpoint), checkpoint.objects
-    words, forms, both = (layout.described(names, say) for say in (in_words, short_form, in_both_forms))
+    words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: layout[name].spec.nbytes for name in names}
     show.print_text(
         screen,

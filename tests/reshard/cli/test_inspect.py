@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import placement_types
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard as DimShard, placement_types
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
 from planners.geometry.layout_text import chunk_sizes, parse_layout
 from planners.reports.cuts import draw_cuts
 from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
+from tests import gloo
 from tests.samples import sample
 
 
@@ -57,6 +59,27 @@ def test_only_some_names(say, checkpoint) -> None:
 
     assert list(told["tensors"]) == [f"model.layers.{i}.w" for i in range(3)]
     assert told["objects"] == {}
+
+
+def _save_on_two_meshes(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    both = DTensor.from_local(torch.ones(2, 8), mesh, [DimShard(0), DimShard(1)], run_check=False)
+    one = DTensor.from_local(torch.ones(4, 8), mesh["fsdp"], [DimShard(0)], run_check=False)
+    reshard.save({"both": both, "one": one}, folder)
+
+
+@pytest.mark.gloo
+def test_a_selection_and_the_json_say_of_a_layout_what_the_text_of_the_whole_says(say, tmp_path) -> None:
+    """FSDP2 over tensor parallelism: what only FSDP shards is on a mesh of one axis, and tp has copies of it."""
+    gloo.run(_save_on_two_meshes, 4, str(tmp_path / "c"))
+    words = "replicated over tp; dim 0 sharded over fsdp (S(0),R on fsdp=2,tp=2)"
+
+    assert words in say("inspect", tmp_path / "c").out
+    assert words in say("inspect", tmp_path / "c", "--select", "one").out
+    for select in ((), ("--select", "one")):
+        layout = json.loads(say("inspect", tmp_path / "c", "--json", *select).out)["tensors"]["one"]["layout"]
+        assert layout["words"] == words
+        assert {axis["name"] for axis in layout["mesh"]} == {"fsdp", "tp"}
 
 
 def test_the_old_name_of_the_option(say, checkpoint) -> None:
@@ -157,9 +180,13 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
     assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
     assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
     shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
-    assert told["tensors"]["model.layers.0.w"]["layout"] == {"shards": shards}
+    assert told["tensors"]["model.layers.0.w"]["layout"] == {
+        "words": "dim 0 in 2 chunks; dim 1 in 2 chunks",
+        "shards": shards,
+    }
     native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
-    assert native == {"mesh": [{"name": "world", "size": 1}], "ranks": None, "placements": ["R"]}
+    mesh = [{"name": "world", "size": 1}]
+    assert native == {"words": "unsharded", "mesh": mesh, "ranks": None, "placements": ["R"]}
 
 
 def test_depth_hides_what_is_below(say, checkpoint) -> None:
