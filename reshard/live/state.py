@@ -236,7 +236,7 @@ class OwnState(dict[str, Any]):
 
 
 def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield what the constructor was told. Releases of torch differ in the rest."""
+    """Yield what the constructor was given. Releases of torch differ in the rest."""
     for name in state:
         if not name.startswith("_") and name != "verbose":
             yield *above, name

@@ -251,7 +251,7 @@ _TABLE = {
     "bailing_hybrid": Architecture(
         (), _BAILING, experts="apart", memory=_FORGET, joined=("self_attn",), outer=_WORDS
     ),
-    "sarvam_moe": Architecture((), _SARVAM, ("qkv",), experts="apart", outer=_WORDS),
+    "sarvam_moe": Architecture(_MEGATRON, _SARVAM, ("qkv",), experts="apart", outer=_WORDS),
     "olmo_hybrid": Architecture(names=_OLMO, memory=_OLMO, joined=("linear_attn",)),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
     "glm4_moe": _MOE,

@@ -227,7 +227,7 @@ _CODE |= {"SarvamMoE": "Glm4Moe", "MiniMaxM3VL": "MiniMaxM3Sparse"}
 """Classes of configs whose models are of another class."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
 MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
-MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "deepseek_v32", "glm_moe_dsa")
+MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "sarvam_moe", "deepseek_v32", "glm_moe_dsa")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
 DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
 DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text", "internlm3", "iquestcoder")
