@@ -194,8 +194,8 @@ _TABLE = {
     "gemma": _GEMMA,
     "gemma2 gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
     "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-    "granite ministral3": Architecture(_SERVED),
-    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm internlm3 iquestcoder granite_swa": Architecture(
+    "granite ministral3 ernie4_5 internlm3 iquestcoder": Architecture(_SERVED),
+    "ministral cwm seed_oss smollm3 helium stablelm granite_swa": Architecture(
         _MEGATRON
     ),
     "hyperclovax": Architecture(
@@ -246,7 +246,8 @@ _TABLE = {
     "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
     "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
     "afmoe": Architecture((), _AFMOE, experts="apart", memory=undone(_AFMOE)),
-    "olmoe longcat_flash": replace(_MOE, namings=()),
+    "olmoe": replace(_MOE, namings=tuple(ENGINES)),
+    "longcat_flash": replace(_MOE, namings=()),
     "kimi_linear": Architecture((), _KIMI, experts="apart", memory=_FORGET, joined=("self_attn",)),
     "bailing_hybrid": Architecture(
         (), _BAILING, experts="apart", memory=_FORGET, joined=("self_attn",), outer=_WORDS
