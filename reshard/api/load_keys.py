@@ -17,7 +17,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import dtype_from_name
-from reshard.live.state import Targets
+from reshard.live.state import OwnState, Targets
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
@@ -75,6 +75,8 @@ class KeyMatch:
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
         self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
+        self.advice: list[str] = []
+        """What to do about objects that cannot take what was saved."""
 
     def match_tensors(self) -> None:
         later: list[str] = []
@@ -216,6 +218,8 @@ class KeyMatch:
         if (name := unresolved_class(made)) is not None:
             self.mismatched.append(f"{key}: {needs_class(name)}")
             return
+        if isinstance(live, OwnState) and not self._takes(key, live, made, place):
+            return
         self.objects[key] = made
         self.dropped += _lost(key, live, made)
         for path, kind in self.classes.items():
@@ -225,6 +229,15 @@ class KeyMatch:
                 if found != kind:
                     names = kind.removeprefix("dict:"), found.removeprefix("dict:")
                     self.retyped[key_of((key, *rest))] = names
+
+    def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
+        """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are
+        unexpected."""
+        path, (lost, found) = self.targets.paths[key], live.compare(made)
+        self.missing += sorted(key_of((*path, *rest)) for rest in lost)
+        self.used.difference_update(*(self.below.names.get((*place, *rest), ()) for rest in found))
+        self.advice += [f"{key}: {live.advice}"] * bool(lost or found)
+        return not lost
 
     @cached_property
     def below(self) -> _Below:
@@ -467,7 +480,7 @@ class Mismatches:
         of_another_kind = {key: where.pop(key) + kinds[key] for key in [*where] if key in kinds}
         met = {match.looked_for(key) for key in of_another_kind}
         unexpected = [name for name in unexpected if name not in met]
-        fixes = []
+        fixes = match.advice[:]
         moved = None if match.mapping else shifted(missing, known)
         if moved is not None:
             what.append(f"  {moved.what}")

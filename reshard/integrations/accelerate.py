@@ -74,7 +74,7 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {
-        "schedules": accelerator._schedulers,
+        "schedules": [wrapped.scheduler for wrapped in accelerator._schedulers],
         "registered": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
         "rng": torch.default_generator,

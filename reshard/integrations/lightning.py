@@ -24,7 +24,7 @@ from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.errors import CheckpointError, framework
-from reshard.live.state import PerRank
+from reshard.live.state import OwnState, PerRank
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
 from reshard.stored.tensor import whole
 
@@ -91,6 +91,7 @@ class ReshardModelParallel(ModelParallelStrategy):
     def _fill(self, checkpoint: Checkpoint, *, strict: bool) -> dict[str, Any]:
         model: Any = self.model
         nested = checkpoint.nested()
+        _check_schedules(self.lr_scheduler_configs, nested)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
         optimizers = nested.get("optimizer_states", [])
         numbered = any(
@@ -200,6 +201,7 @@ class _TrainerState:
         return {key: value for key, value in dumped.items() if key not in _SHARDED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_schedules(self._trainer.lr_scheduler_configs, state)
         connector = self._trainer._checkpoint_connector
         connector._loaded_checkpoint = state
         call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", state)
@@ -209,3 +211,9 @@ class _TrainerState:
         connector.restore_loops()
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
+
+
+def _check_schedules(configs: Any, saved: Any) -> None:
+    """Raise KeyMismatchError for a scheduler of another class than the saved one."""
+    for number, (config, state) in enumerate(zip(configs, saved.get("lr_schedulers", ()))):
+        OwnState.check(f"lr_schedulers.{number}", config.scheduler, state)

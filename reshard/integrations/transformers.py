@@ -27,6 +27,7 @@ from reshard.api.retention import steps
 from reshard.api.save import save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError, format_names, framework
+from reshard.live.state import OwnState
 from reshard.native.manifest import MANIFEST
 from reshard.state_dict import (
     fqn_map,
@@ -132,11 +133,12 @@ class ReshardTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         source, optimizer = open_checkpoint(checkpoint), self._inner_optimizer()
-        state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
+        state: dict[str, Any] = {"scheduler": OwnState.of(self.lr_scheduler)}
         if not _is_ours(checkpoint):
             if not Path(checkpoint, OPTIMIZER_NAME).is_file():
                 return  # as the Trainer does
             state["scheduler"] = dict(source.nested()["scheduler"])
+            OwnState.check("scheduler", self.lr_scheduler, state["scheduler"])
             source = source.canonical({"param_names": fqn_map(self.model, optimizer).parameter_order()})
         state["optim"] = optimizer_destinations(self.model, optimizer, source)
         load(state, source, strict={"model*": "subset", "scheduler*": "strict" if _is_ours(checkpoint) else "partial"})

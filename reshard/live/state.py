@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
+from torch.optim.lr_scheduler import LRScheduler
 
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
 from reshard.live.tensors import (
@@ -28,7 +30,7 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of
 
 __all__ = [
-    "LiveState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
+    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
     "take_apart",
 ]  # fmt: skip
 
@@ -197,6 +199,51 @@ class PerRank:
         )
 
 
+# `OwnState`: what only an object of the same class and settings can take.
+
+
+class OwnState(dict[str, Any]):
+    """The state of a learning-rate scheduler or gradient scaler, in a state to load into.
+
+    torch gives a scheduler the settings of another class without a word, and fails at an enabled scaler if the saved
+    one was disabled. So settings that only one side has are missing or unexpected.
+    """
+
+    advice = ""
+
+    @classmethod
+    def of(cls, value: Any) -> dict[str, Any]:
+        """Return the state of `value`. That of any other object is a plain dict."""
+        state: dict[str, Any] = value.state_dict()
+        if not isinstance(value, LRScheduler | GradScaler):
+            return state
+        made = cls(state)
+        made.advice = f"the saved one had other settings than this {type(value).__name__}: build it as then, of the "
+        made.advice += "same class and with the same enabled="
+        return made
+
+    @classmethod
+    def check(cls, key: str, value: Any, saved: Mapping[str, Any]) -> None:
+        """Raise KeyMismatchError if `value` cannot take the state that was saved under `key`."""
+        live = cls.of(value)
+        if isinstance(live, OwnState) and any(live.compare(saved)):
+            raise KeyMismatchError(f"{key}: {live.advice}")
+
+    def compare(self, saved: Mapping[str, Any]) -> tuple[set[KeyPath], set[KeyPath]]:
+        """Return the paths of settings that `saved` lacks, and of those that only it has."""
+        here, there = set(_settings(self)), set(_settings(saved))
+        return here - there, there - here
+
+
+def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield what the constructor was given. Releases of torch differ in the rest."""
+    for name in state:
+        if not name.startswith("_") and name != "verbose":
+            yield *above, name
+    for number, inner in enumerate(state.get("_schedulers", ())):
+        yield from _settings(inner, (*above, "_schedulers", number))
+
+
 # A live state dict taken apart, so that values can be put into it in place.
 
 
@@ -241,8 +288,10 @@ class Targets(State[LiveTensor]):
         """
         if not isinstance(state, MutableMapping | list):
             raise option_error(f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError)
-        live = take_apart(state, whole_at=_saved_whole(saved or {}))
-        full: set[KeyPath] = {()}  # containers that are not replaced whole: those that hold a tensor somewhere
+        own: list[KeyPath] = []
+        live = take_apart(state, whole_at=_saved_whole(saved or {}, own))
+        # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere
+        full: set[KeyPath] = {(), *(path[:i] for path in own for i in range(len(path)))}
         for key, path in live.paths.items():
             if key not in live.objects:
                 full.update(path[:i] for i in range(len(path)))
@@ -359,10 +408,13 @@ def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
     return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
 
 
-def _saved_whole(saved: Mapping[str, Any]) -> Callable[[KeyPath, Any], bool]:
-    """Return True if the container at a path was saved as one object and can be replaced by it."""
+def _saved_whole(saved: Mapping[str, Any], own: list[KeyPath]) -> Callable[[KeyPath, Any], bool]:
+    """Return True if the container at a path was saved as one object and can be replaced by it. `own` gets the paths of
+    each `OwnState`."""
 
     def whole(path: KeyPath, value: Any) -> bool:
+        if isinstance(value, OwnState):
+            own.append(path)
         key = key_of(path)
         if not path or key not in saved:
             return False

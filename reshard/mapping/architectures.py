@@ -48,6 +48,8 @@ class Architecture:
     """Each head's queries are followed by the gate of its output, in the same projection."""
     zero_centered: bool = False
     """Norm weights are stored as differences from 1."""
+    joined: tuple[str, ...] = ()
+    """Modules that have one convolution or one `gate_up_proj` in memory, of several on disk."""
     outer: Dict[str, str] = field(default_factory=dict)
     """Full names on disk, and those that stand for them before `names` are looked up, where layers are elsewhere."""
     pairs: bool = False
@@ -148,6 +150,33 @@ _HUNYUAN_MOE = {
     "mlp.shared_mlp.{part}.weight": "mlp.shared_experts.{part}.weight",
     **_HUNYUAN,
 }
+_AROUND = Architecture()
+"""Of models around a decoder of another family, which `text_config` names."""
+_FORGET = {
+    "self_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+    "self_attn.A_log": "self_attn.forget_gate.A_log",
+    "self_attn.f_proj.weight": "self_attn.forget_gate.f_proj.weight",
+    "self_attn.f_a_proj.weight": "self_attn.forget_gate.f_a_proj.weight",
+    "self_attn.f_b_proj.weight": "self_attn.forget_gate.f_b_proj.weight",
+}
+_KIMI = _MIXTRAL | {
+    f"{_BLOCK}gate.e_score_correction_bias": _BIAS,
+    f"{_BLOCK}shared_experts.{{part}}.weight": "mlp.shared_experts.{part}.weight",
+}
+_WORDS = {
+    "model.word_embeddings.weight": "model.embed_tokens.weight",
+    "model.layers.{i}.attention.{rest+}": "model.layers.{i}.self_attn.{rest+}",
+}
+_BAILING = {"self_attn.dense.{kind}": "self_attn.o_proj.{kind}", "mlp.gate.expert_bias": _BIAS}
+_SARVAM = _BAILING | _HUNYUAN | {"self_attn.query_key_value.{kind}": "self_attn.qkv_proj.{kind}"}
+_OLMO = {
+    "attention_layer_norm.weight": "input_layernorm.weight",
+    "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
+}
+_MINIMAX = {
+    "self_attn.index_{x}_proj.weight": "self_attn.indexer.{x}_proj.weight",
+    "self_attn.index_{x}_norm.weight": "self_attn.indexer.{x}_norm.weight",
+}
 _FC = {"mlp.fc1.{kind}": "mlp.up_proj.{kind}", "mlp.fc2.{kind}": "mlp.down_proj.{kind}"}
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
 
@@ -165,8 +194,8 @@ _TABLE = {
     "gemma": _GEMMA,
     "gemma2 gemma3_text": replace(_GEMMA, norms=_BOTH_SIDES),
     "vaultgemma": replace(_GEMMA, namings=(), norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-    "granite ministral3": Architecture(_SERVED),
-    "ministral cwm seed_oss smollm3 helium ernie4_5 stablelm internlm3 iquestcoder granite_swa": Architecture(
+    "granite ministral3 ernie4_5 internlm3 iquestcoder": Architecture(_SERVED),
+    "ministral cwm seed_oss smollm3 helium stablelm granite_swa": Architecture(
         _MEGATRON
     ),
     "hyperclovax": Architecture(
@@ -217,7 +246,14 @@ _TABLE = {
     "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
     "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
     "afmoe": Architecture((), _AFMOE, experts="apart", memory=undone(_AFMOE)),
-    "olmoe": replace(_MOE, namings=()),
+    "olmoe": replace(_MOE, namings=tuple(ENGINES)),
+    "longcat_flash": replace(_MOE, namings=()),
+    "kimi_linear": Architecture((), _KIMI, experts="apart", memory=_FORGET, joined=("self_attn",)),
+    "bailing_hybrid": Architecture(
+        (), _BAILING, experts="apart", memory=_FORGET, joined=("self_attn",), outer=_WORDS
+    ),
+    "sarvam_moe": Architecture(_MEGATRON, _SARVAM, ("qkv",), experts="apart", outer=_WORDS),
+    "olmo_hybrid": Architecture(names=_OLMO, memory=_OLMO, joined=("linear_attn",)),
     "flex_olmo": replace(_MOE, namings=(), norms=_AFTER),
     "glm4_moe": _MOE,
     "dots1 mellum solar_open": replace(_MOE, namings=_MEGATRON),
@@ -241,7 +277,13 @@ _TABLE = {
     ),
     "qwen3_5_text qwen3_5": Architecture(_MEGATRON, output_gates=True, zero_centered=True),
     "qwen2_vl qwen2_5_vl qwen3_vl mistral3": Architecture(_MEGATRON),
-    "glm4v": Architecture(names=_GLM4_NORMS, fused=("gate_up",), norms=_BOTH_SIDES),
+    "minimax_m3_vl": Architecture(
+        (), {f"{_BLOCK}e_score_correction_bias": _BIAS} | _KIMI, experts="apart", memory=_MINIMAX,
+        joined=("mlp", "mlp.shared_experts"),
+    ),
+    "llava llava_next llava_onevision internvl aya_vision cohere2_vision got_ocr2 paligemma vipllava idefics3 "
+    "smolvlm lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl": _AROUND,
+    "glm4v glm46v glm_ocr": Architecture(names=_GLM4_NORMS, fused=("gate_up",), norms=_BOTH_SIDES),
     "glm4v_moe": replace(_MOE, namings=_MEGATRON),
     "gemma4_text gemma4": Architecture(norms=_BOTH_SIDES),
     "qwen3_vl_moe": Architecture(_MEGATRON, experts="transposed"),
@@ -279,6 +321,8 @@ class Decoder:
     """Key heads and value heads of linear attention."""
     linear_sizes: tuple[int, int] = (1, 1)
     """Rows of one key head and of one value head of linear attention."""
+    text: str = ""
+    """The `model_type` of the decoder within a vision-language model."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -288,18 +332,25 @@ class Decoder:
     @property
     def architecture(self) -> Architecture:
         """What is known of the family. Raises NormalizationError, naming the nearest one, if that is nothing."""
-        if self.family in ARCHITECTURES:
-            return ARCHITECTURES[self.family]
+        found, inner = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text, _GRANITE_MOE)
+        if found is not _AROUND or not self.text:
+            name = self.family
+        else:
+            name = f"{self.family} around {self.text}"
+            found = replace(inner, namings=()) if inner.experts in ("", "apart") else None
+        if found is not None:
+            return found
         raise NormalizationError(
-            f"there is no ready mapping for {self.family!r}{did_you_mean(self.family, ARCHITECTURES) or '.'} "
+            f"there is no ready mapping for {name!r}{did_you_mean(self.family, ARCHITECTURES) or '.'} "
             f"Known: {format_some([*ARCHITECTURES], 8)}. If the names and shapes of one "
             "of these are the same, set the config's model_type to it; else write a Mapping of rules"
         )
 
     @property
-    def has_experts(self) -> bool:
-        """True if feed-forward layers are mixtures of experts."""
-        return bool(self.architecture.experts)
+    def linear_rows(self) -> tuple[int, int, int]:
+        """Rows of all queries, keys, and values of linear attention."""
+        keys = self.linear_heads[0] * self.linear_sizes[0]
+        return keys, keys, self.linear_heads[1] * self.linear_sizes[1]
 
     @classmethod
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
@@ -320,7 +371,7 @@ class Decoder:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             if not isinstance(config, Dict):
                 raise NormalizationError(f"{path} is not a config.json of a model: it has a {type(config).__name__}")
-        seen = config.get("vision_config") or {}
+        seen, text = config.get("vision_config") or {}, str(config.get("text_config", {}).get("model_type", ""))
         # models that also see keep the decoder's settings apart, but names are those of the full model
         config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
@@ -350,6 +401,7 @@ class Decoder:
             tuple(layer for layer in range(layers) if _is_linear(config, layer)),
             (_number(config, "linear_num_key_heads", 1), _number(config, "linear_num_value_heads", 1)),
             (_number(config, "linear_key_head_dim", 1), _number(config, "linear_value_head_dim", 1)),
+            text,
         )
 
 
@@ -361,6 +413,8 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
     """Return True if a layer has experts. DeepSeek counts from 0 after the dense layers, others from 1."""
     if config.get("moe_layers") is not None:
         return layer in config["moe_layers"]
+    if isinstance(config.get("moe_layer_freq"), list):
+        return bool(config["moe_layer_freq"][layer])
     if config.get("mlp_layer_types") is not None:
         return bool(config["mlp_layer_types"][layer] == "sparse")
     if config.get("moe_layer_start_index") is not None:  # of Ernie

@@ -181,7 +181,6 @@ def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list
     def split(source: str, target: str, names: Sequence[str], parts: Sequence[int], groups: int) -> Rule:
         return Split(_LINEAR + source, [f"{attention}{target}.weight.{name}" for name in names], parts, groups)
 
-    sizes = (keys * key_size, keys * key_size, values * value_size)
     if model.family == "qwen3_next":
         by_head = (key_size, key_size, each * value_size, each * value_size)
         projections = [
@@ -191,13 +190,13 @@ def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list
     else:
         rest = {"z.weight": "weight.z", "b.weight": "weight.beta", "a.weight": "weight.alpha"}
         projections = [
-            split("in_proj_qkv.weight", "in_proj", qkv, sizes, 1),
+            split("in_proj_qkv.weight", "in_proj", qkv, model.linear_rows, 1),
             *renames(rest, f"{_LINEAR}in_proj_", f"{attention}in_proj."),
         ]
     norm = (f"{_LINEAR}norm.weight", f"{attention}out_norm.weight")
     return [
         *projections,
-        split("conv1d.weight", "conv1d", qkv, sizes, 1),
+        split("conv1d.weight", "conv1d", qkv, model.linear_rows, 1),
         *(Rename(_LINEAR + name, attention + name) for name in ("out_proj.weight", "A_log", "dt_bias")),
         Offset(*norm, -1.0, exact) if zero_centered else Rename(*norm),
     ]
@@ -281,9 +280,9 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
     outer, rules = Mapping(renames(known.outer)), renames(known.names, HF, HF)
     # fusing as inference engines do, undone
     fused = {"qkv": _attention(model), "gate_up": _gate_up("mlp")}
-    rules += [rule.inverse() for name in known.fused for rule in fused[name]]
+    apart = Mapping(rule.inverse() for name in known.fused for rule in fused[name])
     if known.experts != "stacked":
-        return outer | Mapping(rules)
+        return outer | Mapping(rules) | apart
     shared = [f"{HF}mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")]
     names = {
         f"{HF}block_sparse_moe.input_linear.weight": f"{_BLOCK}gate_up_proj",
@@ -662,7 +661,7 @@ def _plain(model: Decoder, fill: float | None) -> Mapping:
     """Map a family's names on disk to the plain ones."""
     if model.family == "gpt_oss":
         return gpt_oss_to_plain(model, fill)
-    decoder = vision.to_decoder(model.family) if model.family in vision.FAMILIES else Mapping()
+    decoder = vision.to_decoder(model.family)
     if model.family == "qwen3_vl_moe":
         return vision.qwen3_experts(model.expert_size) | decoder | in_memory_to_disk(fill)
     if model.family in ("llama4", "llama4_text"):
@@ -673,14 +672,15 @@ def _plain(model: Decoder, fill: float | None) -> Mapping:
 def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     if model.family == "qwen3_vl_moe":
         return vision.qwen3_experts(model.expert_size)
-    is_apart = model.architecture.experts == "apart"
-    if model.family in vision.FAMILIES:
-        stacked = plain | in_memory_to_disk(fill).inverse() | vision.to_decoder(model.family).inverse()
-        return stacked if is_apart else vision.in_memory(model.family)
-    renamed = Mapping(renames(model.architecture.memory, HF, HF))
-    if is_apart:
-        return plain | in_memory_to_disk(fill, model.architecture.gated).inverse() | renamed
-    return Mapping(renames(model.architecture.outer)) | renamed
+    known = model.architecture
+    decoder, rules = vision.to_decoder(model.family), renames(known.memory, HF, HF)
+    for block in known.joined:
+        convs = [f"{HF}{block}.{x}conv1d.weight" for x in ("q_", "k_", "v_", "")]
+        rules += _gate_up(block) if "mlp" in block else [Concat(convs[:3], convs[3], model.linear_rows)]
+    made = decoder | Mapping(renames(known.outer))
+    if known.experts == "apart":
+        made = plain | in_memory_to_disk(fill, known.gated).inverse()
+    return made | Mapping(rules) | decoder.inverse() | vision.in_memory(model.family)
 
 
 def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:
@@ -694,7 +694,7 @@ def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) 
         attention = attention_to_titan(model, generation)
     if model.family == "gpt_oss":  # as it is on disk
         return Mapping([*outer_to_titan(generation), *attention, *gpt_oss_to_titan(generation)])
-    experts = experts_to_titan(generation, fill) if model.has_experts else []
+    experts = experts_to_titan(generation, fill) if model.architecture.experts else []
     return plain | Mapping([*outer_to_titan(generation), *attention, *experts])
 
 
@@ -703,7 +703,7 @@ def _titan_as_plain(model: Decoder) -> Mapping:
     parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
     fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
     rules: list[Rule] = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
-    if model.has_experts and not model.architecture.latent:
+    if model.architecture.experts and not model.architecture.latent:
         # a buffer for balancing that these families' files do not have
         rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]
     return Mapping(rules)

@@ -102,6 +102,10 @@ class Rule(ABC):
         made._check_words()
         return made
 
+    def _swapped(self, kind: Callable[..., Rule], *settings: Any) -> Rule:
+        """Return a rule of this kind from the target to the source."""
+        return kind(self.targets[0].text, self.sources[0].text, *settings)
+
     @property
     def over(self) -> str | None:
         """The placeholder that numbers the sources of one target, or the targets of one source."""
@@ -125,7 +129,7 @@ class Rename(Rule):
         return list(views)
 
     def inverse(self) -> Rule:
-        return Rename(self.targets[0].text, self.sources[0].text)
+        return self._swapped(Rename)
 
 
 def renames(names: Mapping[str, str], source: str = "", target: str = "") -> list[Rule]:
@@ -231,8 +235,7 @@ class Stack(Rule):
         return [stack(views[0].spec.fqn, views, self.dim)]
 
     def inverse(self) -> Rule:
-        assert self.over is not None
-        return Unstack(self.targets[0].text, self.sources[0].text, self.over, self.dim, self.fill)
+        return self._swapped(Unstack, self.over, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)
@@ -255,8 +258,7 @@ class Unstack(Rule):
         return list(view.unstack([str(i) for i in range(view.shape[self.dim])], self.dim))
 
     def inverse(self) -> Rule:
-        assert self.over is not None
-        return Stack(self.targets[0].text, self.sources[0].text, self.over, self.dim, self.fill)
+        return self._swapped(Stack, self.over, self.dim, self.fill)
 
 
 @dataclass(frozen=True, init=False)
@@ -275,7 +277,7 @@ class Transpose(Rule):
 
     def inverse(self) -> Rule:
         back = tuple(self.dims.index(d) for d in range(len(self.dims)))
-        return Transpose(self.targets[0].text, self.sources[0].text, back)
+        return self._swapped(Transpose, back)
 
 
 @dataclass(frozen=True, init=False)
@@ -308,7 +310,7 @@ class Reshape(Rule):
         return [_reshaped(view, new)]
 
     def inverse(self) -> Rule:
-        return Reshape(self.targets[0].text, self.sources[0].text, self.new, self.old)
+        return self._swapped(Reshape, self.new, self.old)
 
 
 @dataclass(frozen=True, init=False)
@@ -336,7 +338,7 @@ class Resize(Rule):
         return [view.pad([(0, self.new - size if d == self.dim else 0) for d in range(len(view.shape))])]
 
     def inverse(self) -> Rule:
-        return Resize(self.targets[0].text, self.sources[0].text, self.new, self.old, self.dim)
+        return self._swapped(Resize, self.new, self.old, self.dim)
 
 
 @dataclass(frozen=True, init=False)
@@ -362,7 +364,7 @@ class Rope(Rule):
 
     def inverse(self) -> Rule:
         other = "pairs" if self.to == "halves" else "halves"
-        return Rope(self.targets[0].text, self.sources[0].text, self.head_size, other)
+        return self._swapped(Rope, self.head_size, other)
 
 
 def _reshaped(view: View, new: tuple[int, ...]) -> View:
@@ -416,6 +418,9 @@ class Computing(Rule):
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(f"{self} is computed: no view of stored elements describes it")
 
+    def inverse(self) -> Rule:
+        raise NormalizationError("dequantization has no inverse")
+
 
 @dataclass(frozen=True, init=False)
 class Cast(Computing):
@@ -466,7 +471,7 @@ class Offset(Computing):
         return offset(source, name, by=self.by, exact=self.exact)
 
     def inverse(self) -> Rule:
-        return Offset(self.targets[0].text, self.sources[0].text, -self.by, self.exact)
+        return self._swapped(Offset, -self.by, self.exact)
 
 
 @dataclass(frozen=True, init=False)
@@ -495,9 +500,6 @@ class Dequantize(Computing):
         weight, scale = sources
         return dequantized(weight, scale, name, block=self.block, dtype=self.dtype)
 
-    def inverse(self) -> Rule:
-        raise NormalizationError("dequantization has no inverse")
-
 
 @dataclass(frozen=True, init=False)
 class Mxfp4(Computing):
@@ -522,9 +524,6 @@ class Mxfp4(Computing):
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         blocks, scales = sources
         return mxfp4(blocks, scales, name, dtype=self.dtype)
-
-    def inverse(self) -> Rule:
-        raise NormalizationError("dequantization has no inverse")
 
 
 # Names by pattern: `layers.{i}.attention.wq.{kind}`, and where in a checkpoint's keys such a name

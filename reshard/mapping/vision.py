@@ -5,9 +5,13 @@
     qwen3_vl, qwen3_vl_moe      model.language_model.   model.language_model.   language_model.
     qwen3_5, qwen3_5_moe        model.language_model.   model.language_model.   language_model.
     glm4v_moe                   model.language_model.   model.language_model.   language_model.
-    glm4v, gemma4               model.language_model.   model.language_model.
+    glm4v, glm46v, glm_ocr,     model.language_model.   model.language_model.
+    gemma4
     llama4                      language_model.model.   language_model.model.   language_model.
     gemma3, mistral3            language_model.model.   model.language_model.   language_model.
+    minimax_m3_vl               language_model.model.   model.language_model.
+
+Families around a decoder of any other family, such as LLaVA and InternVL, stand as `_ON_DISK` says.
 
 Megatron's names are those of Megatron-Bridge, which leaves the vision towers of Qwen2.5-VL, Gemma 3, Mistral 3, and
 GLM-4.5V as they are; of Llama 4 those of NeMo.
@@ -25,19 +29,19 @@ from reshard.mapping.rules import Concat, Rename, Reshape, Rule, Split, Transpos
 
 __all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
 
+_LLAVA = "language_model.model.", "language_model."
 _ON_DISK = {
-    "qwen2_vl": ("model.", ""),
-    "qwen2_5_vl": ("model.", ""),
-    "qwen3_vl": ("model.language_model.", ""),
-    "qwen3_vl_moe": ("model.language_model.", ""),
-    "qwen3_5": ("model.language_model.", ""),
-    "qwen3_5_moe": ("model.language_model.", ""),
-    "glm4v": ("model.language_model.", ""),
-    "glm4v_moe": ("model.language_model.", ""),
-    "gemma4": ("model.language_model.", ""),
-    "mistral3": ("language_model.model.", "language_model."),
-    "llama4": ("language_model.model.", "language_model."),
-    "gemma3": ("language_model.model.", ""),
+    family: before
+    for families, before in {
+        "qwen2_vl qwen2_5_vl": ("model.", ""),
+        "gemma3": ("language_model.model.", ""),
+        "llama4 mistral3 minimax_m3_vl llava llava_next llava_onevision internvl aya_vision got_ocr2 paligemma "
+        "vipllava": _LLAVA,
+        "idefics3 smolvlm": ("model.text_model.", ""),
+        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm46v glm_ocr glm4v_moe gemma4 cohere2_vision lfm2_vl "
+        "exaone4_5 video_llama_3 ovis2 deepseek_vl": ("model.language_model.", ""),
+    }.items()
+    for family in families.split()
 }
 """What stands before the names of the decoder, and before its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
@@ -45,27 +49,39 @@ _PER_LAYER = tuple(
     f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 )
 """What Gemma 4's decoder has beside its layers."""
-_MEMORY: dict[str, tuple[str, ...]] = {"qwen2_vl": ("visual",), "qwen2_5_vl": ("visual",)}
-_MEMORY |= dict.fromkeys(("gemma3", "mistral3"), ("vision_tower", "multi_modal_projector"))
-"""Families whose names in memory are others, with the parts beside the decoder that move into `model`."""
+_MEMORY = {
+    "visual.{rest+}": "model.visual.{rest+}",
+    "vision_tower.{rest+}": "model.vision_tower.{rest+}",
+    "multi_modal_projector.{rest+}": "model.multi_modal_projector.{rest+}",
+    "image_newline": "model.image_newline",
+}
+_MINIMAX = {
+    "vision_tower.vision_model.embeddings.patch_embedding.{rest+}": "model.vision_tower.embeddings.proj.{rest+}",
+    "vision_tower.vision_model.encoder.layers.{rest+}": "model.vision_tower.layers.{rest+}",
+    "vision_tower.vision_model.pre_layrnorm.{kind}": "model.vision_tower.pre_layrnorm.{kind}",
+    "patch_merge_mlp.{part}.{kind}": "model.multi_modal_projector.merge_{part}.{kind}",
+}
+"""Names on disk of what is beside the decoder, and in memory, where these differ."""
 _KINDS = ("weight", "bias")
 
 
 def to_decoder(family: str) -> Mapping:
-    """Map the names on disk to those of the decoder alone; the names of the vision tower stay."""
+    """Map the names on disk to those of the decoder alone; the names of the vision tower stay. Models without one stay
+    as they are."""
     return Mapping(_decoder(family, "model."))
 
 
 def in_memory(family: str) -> Mapping:
     """Map the names on disk to those that a model of transformers 5 has in memory."""
-    parts = _MEMORY.get(family, ())
-    moved = renames({f"{part}.{{rest+}}": f"{part}.{{rest+}}" for part in parts}, target="model.")
-    return Mapping([*_decoder(family, "model.language_model."), *moved] if parts else [])
+    if family == "llama4" or _ON_DISK.get(family, [""])[0] not in ("model.", _LLAVA[0]):
+        return Mapping()
+    moved = _MINIMAX | _MEMORY if family == "minimax_m3_vl" else _MEMORY
+    return Mapping([*_decoder(family, "model.language_model."), *renames(moved)])
 
 
 def _decoder(family: str, target: str) -> list[Rule]:
     """Rename what the decoder has on disk, with the output layer."""
-    source, head = _ON_DISK[family]
+    source, head = _ON_DISK.get(family, ("model.", ""))
     names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}", *_PER_LAYER)
     pairs = [(source + name, target + name) for name in names] + [(f"{head}lm_head.weight", "lm_head.weight")]
     return [Rename(old, new) for old, new in pairs if old != new]

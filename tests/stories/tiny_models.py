@@ -71,6 +71,19 @@ _FULL = {"layer_types": ["full_attention"] * 2}
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
+_HYBRID = {
+    **_LATENT,
+    "q_lora_rank": None,
+    "num_local_experts": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "layer_types": _LINEAR["layer_types"],
+    "mlp_layer_types": ["sparse"] * 2,
+}
+_M3 = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "dense_intermediate_size": 48, "rotary_dim": 4}
+_M3 |= {"intermediate_size": 16, "shared_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse"]}
+_M3 |= {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8}
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"head_dim": 8}),
@@ -195,15 +208,26 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam_mla": ("SarvamMLA", _LATENT),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_INDEXED}),
     "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_INDEXED, "rms_norm_eps": 1e-6, **_DENSE_FIRST}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2}
+        | {"zero_expert_num": 2, "head_dim": 4},
+    ),
+    "kimi_linear": ("KimiLinear", _HYBRID),
+    "bailing_hybrid": ("BailingHybrid", {**_HYBRID, "head_dim": 8, **_DENSE_FIRST}),
+    "sarvam_moe": ("SarvamMoE", {**_ROUTED, "head_dim": 8, "attention_bias": True}),
+    # transformers 5.24 saves three equal convolutions, whatever the heads
+    "olmo_hybrid": ("OlmoHybrid", {**_LINEAR, "linear_num_value_heads": 2, "linear_key_head_dim": 8}),
     "gemma4_text": ("Gemma4", _PER_LAYER),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
 _CODE = {"Exaone": "Llama", "InternLM3": "Llama", "IQuestCoder": "Llama", "SarvamMLA": "DeepseekV3"}
+_CODE |= {"SarvamMoE": "Glm4Moe", "MiniMaxM3VL": "MiniMaxM3Sparse"}
 """Classes of configs whose models are of another class."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text", "glm4_moe", "dots1")
 MIXTURES += ("solar_open", "exaone_moe", "mellum", "granitemoe", "granitemoeshared", "glm4_moe_lite", "qwen3_next")
-MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "deepseek_v32", "glm_moe_dsa")
+MIXTURES += ("qwen3_5_moe_text", "hy_v3", "sarvam_mla", "sarvam_moe", "deepseek_v32", "glm_moe_dsa")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "ministral", "ministral3", "cwm", "seed_oss")
 DENSE += ("smollm3", "helium", "ernie4_5", "stablelm", "glm", "arcee", "jais2", "nemotron", "starcoder2", "youtu")
 DENSE += ("gemma", "gemma2", "gemma3_text", "glm4", "exaone4", "qwen3_5_text", "internlm3", "iquestcoder")
@@ -224,6 +248,13 @@ _HALF_ROPE = {"rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [
 _DEEP = {**_EYES, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
 _PICTURES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _PIXELS = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "intermediate_size": 64}
+_CLIP = {**_PICTURES, "model_type": "clip_vision_model", "intermediate_size": 24, "projection_dim": 16}
+
+
+def _of(family: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": family, "tie_word_embeddings": False, **more}
+
+
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VL", _ROPE, {**_EYES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": ("Qwen2_5_VL", _ROPE, _EYES),
@@ -245,6 +276,34 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama4": ("Llama4", _LLAMA4, {**_PICTURES, **_PIXELS}),
     "gemma3": ("Gemma3", {"head_dim": 8}, {**_PICTURES, "intermediate_size": 24}),
+    "minimax_m3_vl": ("MiniMaxM3VL", _M3, {**_PICTURES, "intermediate_size": 24}),
+    "glm46v": ("Glm46V", {**_ROPE, "model_type": "glm4v_text"}, {**_EYES, "model_type": "glm4v_vision"}),
+    "glm_ocr": ("GlmOcr", _ROPE, _EYES),
+    "llava": ("Llava", _of("llama"), _CLIP),
+    "llava_next": ("LlavaNext", _of("mistral", head_dim=8), _CLIP),
+    "llava_onevision": ("LlavaOnevision", _of("qwen2"), {**_CLIP, "model_type": "siglip_vision_model"}),
+    "internvl": ("InternVL", _of("qwen3_moe", **_MOE, head_dim=8), {**_PICTURES, "intermediate_size": 24}),
+    "aya_vision": ("AyaVision", _of("cohere2", **_FULL), {**_CLIP, "model_type": "siglip_vision_model"}),
+    "cohere2_vision": ("Cohere2Vision", _of("cohere2", **_FULL), {**_CLIP, "model_type": "siglip_vision_model"}),
+    "got_ocr2": (
+        "GotOcr2",
+        _of("qwen2"),
+        {**_PICTURES, "image_size": 64, "patch_size": 16, "mlp_dim": 24, "output_channels": 8, "window_size": 2}
+        | {"global_attn_indexes": [1]},
+    ),
+    "paligemma": ("PaliGemma", _of("gemma2", head_dim=8), {**_CLIP, "model_type": "siglip_vision_model"}),
+    "vipllava": ("VipLlava", _of("llama"), _CLIP),
+    "idefics3": ("Idefics3", _of("llama"), {**_PICTURES, "intermediate_size": 24}),
+    "smolvlm": ("SmolVLM", _of("llama"), {**_PICTURES, "intermediate_size": 24}),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        _of("lfm2", layer_types=["conv", "full_attention"]),
+        {**_PICTURES, "model_type": "siglip2_vision_model", "intermediate_size": 24, "num_patches": 16},
+    ),
+    "exaone4_5": ("Exaone4_5_", _of("exaone4", sliding_window=None, **_FULL), {**_EYES, "num_key_value_heads": 1}),
+    "video_llama_3": ("VideoLlama3", _of("qwen2"), {**_PICTURES, "intermediate_size": 24}),
+    "ovis2": ("Ovis2", _of("qwen2"), {**_PICTURES, "intermediate_size": 24, "vocab_size": 16}),
+    "deepseek_vl": ("DeepseekVL", _of("llama"), {**_CLIP, "model_type": "siglip_vision_model"}),
 }
 """The class's first part, and what its configs say of the decoder and of the vision tower."""
 
@@ -264,8 +323,9 @@ def fresh(name: str) -> Any:
         more = {**_BASE, **more}
     elif name in SEEING:
         kind, text, eyes = SEEING[name]
-        config, cls = f"{kind}Config", f"{kind}ForConditionalGeneration"
+        config, cls = f"{kind}Config", f"{_CODE.get(kind, kind)}ForConditionalGeneration"
         tied = {key: value for key, value in text.items() if key == "tie_word_embeddings"}
+        tied |= {"hidden_size": 32, "vocab_size": 53} if name == "ovis2" else {}  # which it reads there
         more = {"text_config": {**_BASE, **text}, "vision_config": eyes, **tied}
     else:
         config, cls, more = _OTHERS[name]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
-from reshard.errors import FormatError, NormalizationError
-from reshard.live.state import PerRank
+from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError, format_names
+from reshard.live.state import OwnState, PerRank
 from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -62,11 +62,13 @@ class LiveObjects:
         self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
+        self._done: list[str] = []
         self.state: Any = self._take(user, "")
 
     def put_back(self) -> None:
-        """Give the loaded values to the objects, after `state` was filled."""
-        self._put(self._user, self.state)
+        """Give the loaded values to the objects, after `state` was filled. Raises CheckpointError, which says what was
+        restored before, if an object refuses its value."""
+        self._put(self._user, self.state, "")
 
     def _take(self, value: Any, key: str) -> Any:
         taken = self._object(value, key)
@@ -101,7 +103,7 @@ class LiveObjects:
 
             return _Taken(get_optimizer_state_dict(owners, optimizers), put)
         if _is_stateful(value):
-            return _Taken(value.state_dict(), value.load_state_dict)
+            return _Taken(OwnState.of(value), value.load_state_dict)
         return None
 
     def _own(self, wrapper: PerRank) -> _Taken | None:
@@ -127,15 +129,29 @@ class LiveObjects:
             )
         return found
 
-    def _put(self, user: Any, filled: Any) -> None:
+    def _put(self, user: Any, filled: Any, above: str) -> None:
         places = user.items() if isinstance(user, Mapping) else enumerate(user)
         for key, value in list(places):
+            name = f"{above}{key}"
             if (taken := self._taken.get(id(value))) is not None:
-                taken.put(filled[key])
+                self._give(taken, filled[key], name)
             elif _holds_objects(value):
-                self._put(value, filled[key])
+                self._put(value, filled[key], f"{name}.")
             else:
                 user[key] = filled[key]
+
+    def _give(self, taken: _Taken, state: Any, name: str) -> None:
+        try:
+            taken.put(state)
+        except RankFailedError:
+            raise
+        except Exception as error:
+            raise (type(error) if isinstance(error, ReshardError) else CheckpointError)(
+                f"{name!r} refused what was saved for it, {type(error).__name__}: {error}. Restored already: all "
+                f"tensors, {format_names(self._done) or 'no object'}; not restored: what follows {name!r} in the "
+                "state. Leave it out of the state to restore the rest, or give it the settings it was saved with"
+            ) from error
+        self._done.append(name)
 
 
 def _is_stateful(value: Any) -> bool:

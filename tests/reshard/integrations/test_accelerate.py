@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.errors import KeyMismatchError, ReshardError
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -118,6 +118,19 @@ def test_what_a_schedule_counts_on_other_numbers_of_processes(tmp_path: Path) ->
         folder = str(tmp_path / kind)
         found = [gloo.run(scheduled, n, folder, kind, steps) for n, steps in ((1, 0), (2, 2), (1, 4))]
         assert found == [[count] * n for count, n in zip(counts, (1, 2, 1))], kind
+
+
+def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
+    from reshard.integrations.accelerate import load_state, save_state
+
+    save_state(prepared(), tmp_path)
+    other = prepared()
+    other._schedulers[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(other._optimizers[0].optimizer, 0.5)
+    torch.nn.init.zeros_(other._models[0][0].weight)
+
+    with pytest.raises(KeyMismatchError, match=r"schedules\.0: the saved one had other settings"):
+        load_state(other, tmp_path)
+    assert not other._models[0][0].weight.any()
 
 
 def test_two_models_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import reshard
+from reshard.errors import KeyMismatchError
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -167,6 +168,7 @@ def train(
     accumulate: int = 1,
     ckpt: Path | None = None,
     epochs: int = 3,
+    schedule: Any = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5),
     **options: Any,
 ) -> tuple[dict[int, float], Any]:
     """Three epochs, where something happens at a batch: the losses by number of batch, and the manager."""
@@ -199,8 +201,7 @@ def train(
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
 
     options.setdefault("every", reshard.Every(steps=2))
     callback = None if root is None else ReshardCheckpoint(root, **options)
@@ -270,3 +271,12 @@ def test_a_second_place_to_resume_from_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(reshard.ReshardError, match=r"the root already has .*step-8: leave ckpt_path out"):
         train(tmp_path / "run", ckpt=tmp_path / "file")
+
+
+def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, at=4)
+
+    with pytest.raises(
+        KeyMismatchError, match=r"'trainer' refused .*lr_schedulers\.0: the saved one had other settings"
+    ):
+        train(tmp_path, schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))

@@ -179,7 +179,18 @@ def test_an_unknown_family_names_the_nearest() -> None:
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama", "num_attention_heads": 2, "vocab_size": 4}},
-            "no ready mapping for 'llava'",
+            "no ready mapping of 'llava' to torchtitan",
+        ),
+        (
+            {
+                "model_type": "llava",
+                "text_config": {"model_type": "gpt_oss", "num_attention_heads": 2, "vocab_size": 4},
+            },
+            "no ready mapping for 'llava around gpt_oss'",
+        ),
+        (
+            {"model_type": "internvl", "text_config": {"model_type": "x", "num_attention_heads": 2, "vocab_size": 4}},
+            "no ready mapping for 'internvl around x'",
         ),
     ],
 )

@@ -286,6 +286,7 @@ def test_gates_of_the_output_stand_behind_the_queries_of_their_group(tmp_path: P
     [
         ({"first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, (0, 1, 2)),
         ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (0, 1, 3, 5)),
+        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, (0, 3)),  # as the configs of MiMo and MiniMax-M3 on the hub
         ({"num_dense_layers": 2}, (0, 1)),
         ({"mlp_only_layers": [4], "decoder_sparse_step": 2}, (0, 2, 4)),
         ({}, ()),

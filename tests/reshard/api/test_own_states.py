@@ -1,0 +1,156 @@
+"""Schedulers and gradient scalers take the state of their own class and settings, and of no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import reshard
+from reshard.errors import CheckpointError, KeyMismatchError
+from tests.same import same
+
+KINDS: dict[str, Any] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+    "step then cosine": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [KINDS["step"](optimizer), KINDS["cosine"](optimizer)], [3]
+    ),
+    "cosine then step": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [KINDS["cosine"](optimizer), KINDS["step"](optimizer)], [3]
+    ),
+}
+
+
+def state_of(kind: str, *, enabled: bool = True, fill: float = 1.0, steps: int = 0) -> dict[str, Any]:
+    model = nn.Linear(2, 3)
+    nn.init.constant_(model.weight, fill)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = KINDS[kind](optimizer)
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step(*([1.0] if kind == "plateau" else []))
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled, init_scale=2.0**fill)
+    return {"model": model, "optim": optimizer, "run": {"schedules": [schedule], "scaler": scaler}, "step": steps}
+
+
+def saved(folder: Path, state: dict[str, Any]) -> reshard.CheckpointManager:
+    manager = reshard.CheckpointManager(folder / "run", every=reshard.Every(steps=1))
+    manager.save(1, state)
+    return manager
+
+
+def now(state: dict[str, Any]) -> list[Any]:
+    """All that a restore can change."""
+    parts = [state["run"]["scaler"].state_dict(), state["run"]["schedules"][0].state_dict(), state["step"]]
+    model = reshard.get_state_dict(state["model"], state["optim"])
+    return [*parts, *({**each} for each in model), state["model"].weight.detach().clone()]
+
+
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*", "ignore:The epoch parameter")
+def test_only_a_scheduler_of_the_same_class_takes_what_was_saved(kind: str, other: str, tmp_path: Path) -> None:
+    before, after = state_of(kind, steps=4), state_of(other, fill=3.0)
+    untouched = now(state_of(other, fill=3.0))[-1]
+    with saved(tmp_path, before) as manager:
+        if kind == other:
+            report = manager.restore(after)
+            assert report is not None
+            assert report.load.ok
+            assert same(now(before)[1], now(after)[1])
+            return
+        with pytest.raises(KeyMismatchError, match=r"fix: run\.schedules\.0: the saved one had other settings"):
+            manager.restore(after)
+        assert torch.equal(now(after)[-1], untouched)
+        assert after["step"] == 0
+
+        report = manager.restore(after, strict={"run.schedules*": "partial"})
+        assert report is not None
+        assert any(key.startswith("run.schedules.0.") for key in (*report.load.missing, *report.load.unexpected))
+        assert not report.load.ok
+        assert torch.equal(now(after)[-1], now(before)[-1])
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_a_disabled_scaler_and_an_enabled_one(was_enabled: bool, tmp_path: Path) -> None:
+    """torch's own error would come after the model is filled; the other way round it says nothing."""
+    before, after = state_of("step", enabled=was_enabled, steps=2), state_of("step", enabled=not was_enabled, fill=3.0)
+    untouched = now(after)
+    with saved(tmp_path, before) as manager:
+        with pytest.raises(KeyMismatchError, match=r"(?s)run\.scaler: the saved .* enabled=.*run\.scaler\.scale"):
+            manager.restore(after)
+        assert same(now(after), untouched)
+
+        report = manager.restore(after, strict={"run.scaler*": "partial"})
+    assert report is not None
+    assert not report.load.ok
+    assert ("run.scaler.scale" in report.load.missing) is not was_enabled
+    assert ("run.scaler.scale" in report.load.unexpected) is was_enabled
+    assert same(after["run"]["scaler"].state_dict(), untouched[0])  # keeps its own
+    assert torch.equal(now(after)[-1], now(before)[-1])
+
+
+def test_entries_that_a_release_of_torch_added_or_lost_do_not_matter(tmp_path: Path) -> None:
+    before, after = state_of("step", steps=2), state_of("step")
+    del before["run"]["schedules"][0]._step_count
+    before["run"]["schedules"][0].verbose = False
+    with saved(tmp_path, before) as manager:
+        report = manager.restore(after)
+    assert report is not None
+    assert after["run"]["schedules"][0].last_epoch == 2
+
+
+def test_more_schedulers_than_were_saved(tmp_path: Path) -> None:
+    before, after = state_of("step"), state_of("step")
+    after["run"]["schedules"].append(KINDS["cosine"](after["optim"]))
+    with saved(tmp_path, before) as manager, pytest.raises(KeyMismatchError, match=r"run\.schedules\.1"):
+        manager.restore(after)
+
+
+class Refusing:
+    """An object of a user that raises an error of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError(f"size {state['size']} is none of mine")
+
+
+def test_an_error_of_an_object_says_what_was_restored_before(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(2, 2), "data": {"own": Refusing()}, "rng": torch.default_generator}
+    with (
+        saved(tmp_path, state) as manager,
+        pytest.raises(
+            CheckpointError,
+            match=r"'data\.own' refused what was saved for it, ValueError: size 3 is none of mine\. Restored already: "
+            r"all tensors, 1 \('model'\); not restored: what follows 'data\.own'",
+        ),
+    ):
+        manager.restore(state)
+
+
+def test_plain_states_of_schedulers_and_scalers_are_reported(tmp_path: Path) -> None:
+    """`load` has only dicts, which it replaces whole: what was lost is in the report."""
+    before, after = state_of("step", enabled=False), state_of("cosine")
+    reshard.save({key: each.state_dict() for key, each in plain(before).items()}, tmp_path / "c")
+    state = {key: each.state_dict() for key, each in plain(after).items()}
+
+    report = reshard.load(state, tmp_path / "c")
+
+    assert not report.ok
+    assert {"scaler.scale", "schedule.T_max"} <= set(report.dropped)
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {"scaler": state["run"]["scaler"], "schedule": state["run"]["schedules"][0]}
