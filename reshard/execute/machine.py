@@ -235,13 +235,9 @@ def _taken(
 def common_bytes(segments: Numbers, ranges: Sequence[tuple[int, int]]) -> Numbers:
     """Return how many bytes each segment, (n, 2), shares with `ranges`, which are sorted and disjoint."""
     starts, stops = np.array([(0, 0), *ranges], np.int64).T
-    before = np.cumsum(stops - starts)
-
-    def below(at: Numbers) -> Numbers:
-        last = np.searchsorted(starts, at, "right") - 1
-        return np.asarray(before[last] - np.maximum(stops[last] - at, 0))
-
-    return below(segments[:, 1]) - below(segments[:, 0])
+    last = np.searchsorted(starts, segments, "right") - 1
+    below = np.cumsum(stops - starts)[last] - np.maximum(stops[last] - segments, 0)
+    return np.asarray(below[:, 1] - below[:, 0])
 
 
 class _SlotFiller:

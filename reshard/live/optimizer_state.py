@@ -368,7 +368,8 @@ def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, di
     if isinstance(value, dict) and is_nested(value):
         yield path, value
         return
-    for key, item in _items(value):
+    is_sequence = type(value) in (list, tuple)
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value if is_sequence else ()):
         yield from _optimizers(item, (*path, key))
 
 
@@ -415,12 +416,6 @@ def _place_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 
     device = "cpu" if like.device.type == "meta" else like.device
     return DTensor.from_local(torch.empty(shape, dtype=dtype, device=device), like.device_mesh, run_check=False)
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if type(value) in (list, tuple) else ()
 
 
 def _same_path(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
