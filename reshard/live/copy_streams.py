@@ -137,10 +137,11 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._lanes: dict[torch.device, CopyStream] = {}
         for device in dict.fromkeys(devices):
-            if has_copy_streams(device):
+            module = device_module(device)
+            if hasattr(module, "Stream"):
                 self._lanes[device] = CopyStream(device)
-            else:
-                wait_for(device)
+            elif module is not None:
+                module.synchronize()
 
     def __getitem__(self, device: torch.device) -> CopyStream | None:
         """None for a device without streams."""
