@@ -209,7 +209,7 @@ class _Load:
         with phase("plan"):
             mismatches = gather_mismatches(match, self.group)
             truth = mismatches.raise_on_mismatch(match, options, self.group)
-            among = options.once_among if self.group.world_size > 1 and not options.dry_run else "rank"
+            among = options.read_once if self.group.world_size > 1 and not options.dry_run else "rank"
             shared = self._share() if among == "job" else None
             space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
             # two pieces for each thread: one is read while the other goes to a device
@@ -279,7 +279,9 @@ class _Load:
             if not self.options.dry_run:
                 with bar.phase("check", plan.bytes_needed) as step:
                     fetch.check(step.advance)
-            per_rank = own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
+            per_rank: dict[str, Any] = {}
+            if match.per_rank:
+                per_rank |= own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:

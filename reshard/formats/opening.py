@@ -385,14 +385,12 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
             found = {name: size for name, size in storage.list().items() if "/" not in name}
             return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
         scheme = urlsplit(text).scheme if "://" in text else "file"
-        single = bool(_file_of(text))
-        if scheme == "memory":
-            single = single and last in open_storage(parent).list(last)
-        elif scheme == "file":
-            try:
-                single = Path(_local(text)).is_file()
-            except OSError as error:
-                raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
+        try:
+            single = Path(_local(text)).is_file() if scheme == "file" else bool(_file_of(text))
+        except OSError as error:
+            raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
+        if single and scheme == "memory":
+            single = last in open_storage(parent).list(last)
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
     if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):

@@ -111,7 +111,7 @@ class Partial:
                 f"the parts of a fingerprint hold {self.count} elements, but shape {tuple(shape)} has {numel}: "
                 f"{'a part is missing' if self.count < numel else 'a part was counted twice'}"
             )
-        head = f"{_VERSION}.{key.name}" if key.name else _VERSION
+        head = f"{_VERSION}.{key.name}" if key.secret else _VERSION
         return f"{head}:{name}[{','.join(map(str, shape))}]:{''.join(f'{lane:012x}' for lane in self.sums)}"
 
 
