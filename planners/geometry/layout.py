@@ -215,7 +215,8 @@ class ProductForm:
         for size, axes in zip(shape, axes_of):
             cuts = tuple((placements[a], mesh.shape[a]) for a in axes)
             dims.append(ownership(size, cuts))
-        return ProductGeometry(mesh, tuple(dims), tuple(positions(axes) for axes in axes_of), positions(replicated))
+        dim_positions = tuple(map(positions, axes_of))
+        return ProductGeometry(mesh, tuple(dims), dim_positions, positions(replicated))
 
     check = geometry
 
@@ -468,7 +469,7 @@ class TensorLayout:
     spec: TensorSpec
     form: Form
 
-    def __new__(cls, spec: TensorSpec, mesh: Mesh | str, placements: Sequence[Placement] | str) -> TensorLayout:
+    def __init__(self, spec: TensorSpec, mesh: Mesh | str, placements: Sequence[Placement] | str) -> None:
         """Create a layout from a mesh and one placement per axis. Placements may be given as text.
 
         Raises PlanError, which names the tensor, if the numbers differ, if a placement names a dim that the tensor does
@@ -476,7 +477,8 @@ class TensorLayout:
         """
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         given = parse_placements(placements) if isinstance(placements, str) else tuple(placements)
-        return cls.of(spec, ProductForm.make(mesh, given))
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "form", self.of(spec, ProductForm.make(mesh, given)).form)
 
     @classmethod
     def of(cls, spec: TensorSpec, form: Form) -> TensorLayout:

@@ -114,7 +114,8 @@ class ProductOverlap(Overlap):
             chunk = Box.of(tuple(row.chunk_start for row in combo), tuple(row.chunk_size for row in combo))
             sizes = tuple(row.size for row in combo)
             source = Box.of(tuple(row.start - row.chunk_start for row in combo), sizes)
-            found.append(Piece(owner, chunk, source, Box.of(tuple(row.local_start for row in combo), sizes)))
+            target = Box.of(tuple(row.local_start for row in combo), sizes)
+            found.append(Piece(owner, chunk, source, target))
         return tuple(found)
 
 

@@ -126,6 +126,12 @@ class LoadPlan(Plan[ReadItems]):
         view = self.views.get(fqn)
         return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
 
+    def geometry_key(self, fqn: str) -> tuple[object, ...]:
+        """Return all that the plan of a tensor depends on except names. Tensors with equal keys share one plan."""
+        view = self.views.get(fqn)
+        saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
+        return self.wanted[fqn].geometry_key, None if view is None else view.geometry, saved
+
     def saved_itemsize(self, fqn: str) -> int:
         """Return the bytes per element of a target tensor, as saved."""
         view = self.views.get(fqn)
@@ -158,14 +164,11 @@ class LoadPlan(Plan[ReadItems]):
         """
         if self._groups is None:
             groups: dict[tuple[object, ...], dict[str, int]] = {}
-            for position, (fqn, wanted) in enumerate(self.wanted.items()):
+            for position, fqn in enumerate(self.wanted):
                 try:
-                    saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
+                    groups.setdefault(self.geometry_key(fqn), {})[fqn] = position
                 except KeyError as error:
                     raise LayoutMismatchError(f"{error} is not saved", fqn=fqn) from None
-                view = self.views.get(fqn)
-                key = wanted.geometry_key, None if view is None else view.geometry, saved
-                groups.setdefault(key, {})[fqn] = position
             self._groups = tuple(groups.values())
         return self._groups
 

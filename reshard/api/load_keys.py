@@ -170,8 +170,7 @@ class KeyMatch:
             self.cast[key] = class_name(value), tensor.spec.dtype
 
     def match_others(self) -> None:
-        """Plain values, then containers of these, replaced whole by what was saved at their place, and each rank's
-        own."""
+        """Plain values, containers of these, which are replaced whole, and each rank's own values."""
         for key in self.targets.objects:
             name = self._name_of(key)
             if name in self.checkpoint.objects:

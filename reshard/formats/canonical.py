@@ -398,7 +398,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
-    """A group with every parameter's name mapped; names that some optimizers store beside ids are dropped."""
+    """A group with names mapped; those that some optimizers store beside ids are dropped."""
     out = {key: value for key, value in group.items() if key not in ("param_names", "params")}
     if "params" in group:
         out["params"] = [rename(p) for p in group["params"]]

@@ -203,7 +203,7 @@ class _UploadSlot:
     arrived: StreamEvent | None = None
 
 
-class Uploads:
+class Uploads(AbstractContextManager["Uploads"]):
     """A ring of `slots` pieces of pinned memory, made when they are first needed. Any thread may
     put; a context: when it is left, everything has arrived, and the memory is free.
 
@@ -219,9 +219,6 @@ class Uploads:
             self._free.put(_UploadSlot())
         self._devices: set[torch.device] = set()
         self._lanes = CopyStreams()
-
-    def __enter__(self) -> Uploads:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._lanes.wait()

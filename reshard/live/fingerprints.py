@@ -395,7 +395,7 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
     per_word = max(1, _WORD_BYTES // tensor.itemsize)
     axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
     device = tensor.device if float64_is_exact(tensor.device) else torch.device("cpu")
-    is_plain = not tensor.is_conj() and not tensor.is_neg()  # else the memory holds something else than the values
+    is_plain = not tensor.is_conj() and not tensor.is_neg()  # else the memory holds other values
     steps = (tensor.storage_offset(), *tensor.stride()[:-1])
     is_whole = tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
     if (

@@ -368,8 +368,12 @@ def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, di
     if isinstance(value, dict) and is_nested(value):
         yield path, value
         return
-    is_sequence = type(value) in (list, tuple)
-    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value if is_sequence else ()):
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    for key, item in items:
         yield from _optimizers(item, (*path, key))
 
 

@@ -79,8 +79,10 @@ def write_file(
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
     blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
-    lengths = [block.numel * entry.spec.itemsize for entry, found in zip(ordered, blocks) for block in found]
-    passing = BlockDigests([len(header), *lengths]) if digests else None
+    lengths = [len(header)]
+    for entry, found in zip(ordered, blocks):
+        lengths += (block.numel * entry.spec.itemsize for block in found)
+    passing = BlockDigests(lengths) if digests else None
     pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
     nbytes = sum(entry.nbytes for entry in ordered)
     seen = passing.write if passing is not None else None

@@ -210,8 +210,10 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def published(storage: Storage) -> str | None:
-    """Return the save id that counts, that of the manifest in `storage`; None if there is none. Other errors are those
-    of `read_manifest`. If its digest is right, the rest is not decoded: there may be a million tensors."""
+    """Return the save id that counts, None if there is no manifest. Other errors: see `read_manifest`.
+
+    If the digest is right, the rest is not decoded: there may be a million tensors.
+    """
     try:
         found: str = _read(storage, _SaveId).save_id
     except CheckpointNotFoundError:
@@ -220,8 +222,11 @@ def published(storage: Storage) -> str | None:
 
 
 def _read(storage: Storage, kind: Any) -> Any:
-    """The manifest without its digest, which must fit, as `kind`. Older versions wrote none: all of such a manifest is
-    decoded. What is so damaged that it does not look like a digest is an unknown field."""
+    """The manifest without its digest, which must fit, as `kind`.
+
+    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it does not look like
+    one is an unknown field.
+    """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
         _check_version(data, where)

@@ -74,8 +74,8 @@ class Base:
 
     @cached_property
     def sound(self) -> LazyMapping[str, bool]:
-        """Whether all but the data of each file is what the manifest says: its length, its checksums and its header,
-        which says where the arrays are. What is reused has all of these from here on."""
+        """Whether all but the data of each file is what the manifest says: length, checksums, and the header, which
+        says where arrays are. What is reused has all of these from here on."""
         return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
 
     def _read_table(self, file: str) -> BlockTable | None:

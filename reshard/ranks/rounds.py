@@ -142,7 +142,8 @@ class Rounds:
             before = self._take_own_keys()
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():
-                head = self._store.put(self._key(f"parcel/{box}/{self._rank}"), parcel, limit, self._own_keys)
+                name = self._key(f"parcel/{box}/{self._rank}")
+                head = self._store.put(name, parcel, limit, self._own_keys)
                 self._store.append(self._key(f"box/{box}"), self._rank, head)
             outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
@@ -260,7 +261,8 @@ class Rounds:
         for level, sizes in enumerate(_levels(len(self._ranks))):
             group, slot = divmod(place, FAN)
             log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
-            head = self._store.put(self._key(f"data/{level}/{place}"), data, _INLINE_BYTES, self._own_keys)
+            name = self._key(f"data/{level}/{place}")
+            head = self._store.put(name, data, _INLINE_BYTES, self._own_keys)
             if (
                 self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)), count)
                 < sizes[group]
@@ -273,7 +275,8 @@ class Rounds:
             data = combine([self._store.fetch(entry.head) for entry in entries.values()])
             place, oldest = group, min(entry.oldest for entry in entries.values())
         self._own_keys.append(self._key("outcome"))
-        head = self._store.put(self._key("whole"), data, PART_BYTES if only is None else 0, self._own_keys)
+        limit = PART_BYTES if only is None else 0
+        head = self._store.put(self._key("whole"), data, limit, self._own_keys)
         return self._settle(RoundOutcome(head, oldest))
 
     def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:

@@ -360,8 +360,7 @@ class StoreClient:
         return [log] if self._appends else [f"{log}/{place}" for place in places]
 
     def put(self, name: str, data: bytes, limit: int, keys: list[str]) -> bytes:
-        """A few bytes that stand for the data, by `fetch`. What is stored for it, nothing up to `limit`, is added to
-        `keys`."""
+        """A few bytes that stand for the data, by `fetch`. Adds to `keys` what is stored: none up to `limit`."""
         if len(data) <= limit:
             return _INLINE + data
         parts = range(0, len(data), PART_BYTES)

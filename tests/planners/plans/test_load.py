@@ -49,7 +49,7 @@ def test_tensors_of_one_geometry_have_items_of_their_own_names():
     )
 
     assert [item.fqn for item in plan.items(0)] == ["a", "a", "b", "b"]
-    assert plan.groups() == ({"a": 0, "b": 1},)
+    assert plan.geometry_key("a") == plan.geometry_key("b")
 
 
 def test_ranks_beyond_a_tensor_read_nothing_of_it():
