@@ -21,7 +21,7 @@ from planners.plans.save import plan_writes
 from reshard.live.fingerprints import Partial
 from reshard.native import reader
 from reshard.native.commit import Generation, Written
-from reshard.native.manifest import MANIFEST, FileRecord, encode_manifest, read_manifest
+from reshard.native.manifest import MANIFEST, FileRecord, encode_manifest, encode_table, read_manifest
 from reshard.native.reader import NativeFacts, Share
 from reshard.ranks.global_state import GlobalState
 from reshard.storage.memory import MemoryStorage
@@ -45,16 +45,17 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     plan, took = timed(lambda: plan_writes(layout))
     yield row("plan of the save", "CPU s", took)
     folder = "data-0192f3c1a800-5d2e6f7a8b9c"
-    written = {
-        rank: Written(FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}"))
-        for rank in range(ranks)
+    records = {
+        rank: FileRecord(f"{folder}/{rank:05d}.safetensors", 1 << 38, 1 << 18, f"{rank:032x}") for rank in range(ranks)
     }
+    written = {rank: Written(record) for rank, record in records.items()}
     specs = layout.specs
     parts = [{name: Partial((number, number), specs[name].numel) for number, name in enumerate(layout)}]
     census = GlobalState(layout, {"step": 1}, {name: tuple(name.split(".")) for name in layout})
     storage = MemoryStorage()
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
-    table, tabled = timed(lambda: generation._table(written))
+    (table, data), tabled = timed(lambda: encode_table(f"{folder}/files", records))
+    storage.publish(table.name, data)
     data, encoded = timed(lambda: encode_manifest(generation.manifest(written, parts, table)))
     yield row("make manifest and table", "CPU s", tabled + encoded)
     storage.publish(MANIFEST, data)

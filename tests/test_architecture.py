@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 472_340,
+    "tokens": 473_200,
     "header %": 8.0,
     "mean line": 53.0,
     "lines over 100 %": 9.65,
@@ -45,12 +45,12 @@ MOST = {
     "folders of safetensors": 3,
     "folders of GGUF": 2,
     "folders of torchsnapshot": 1,
-    "load: modules": 44,
-    "load: folders": 12,
-    "load: functions": 458,
-    "save: modules": 38,
-    "save: folders": 11,
-    "save: functions": 382,
+    "load: modules": 42,
+    "load: folders": 11,
+    "load: functions": 416,
+    "save: modules": 37,
+    "save: folders": 10,
+    "save: functions": 354,  # one less with the compiled kernel
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions

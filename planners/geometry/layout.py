@@ -193,13 +193,33 @@ class ProductForm:
         """The ranks that may hold something, ascending."""
         return sorted(self.mesh.ranks.tolist())
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # equal forms share what is found
     def geometry(self, shape: Shape) -> ProductGeometry:
-        """The ownerships for a shape; computed once for each."""
-        return _product_geometry(self, shape)
+        """The ownerships for a shape. Raises PlanError where the form does not fit it."""
+        mesh, placements = self.mesh, self.placements
+        steps = [math.prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
+        axes_of: list[list[int]] = [[] for _ in shape]
+        replicated: list[int] = []
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Replicate):
+                replicated.append(axis)
+            elif placement.dim < len(shape):
+                axes_of[placement.dim].append(axis)
+            else:
+                name = mesh.names[axis]
+                raise PlanError(f"{placement} on axis {name!r} shards a dim that the shape {shape} does not have")
 
-    def check(self, shape: Shape) -> None:
-        """Raises PlanError where the form does not fit the shape."""
-        self.geometry(shape)
+        def positions(axes: list[int]) -> Ints:
+            return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)
+
+        dims = []
+        for size, axes in zip(shape, axes_of):
+            cuts = tuple((placements[a], mesh.shape[a]) for a in axes)
+            dims.append(ownership(size, cuts))
+        dim_positions = tuple(map(positions, axes_of))
+        return ProductGeometry(mesh, tuple(dims), dim_positions, positions(replicated))
+
+    check = geometry
 
     def parts(self, shape: Shape, rank: int) -> tuple[Part, ...]:
         """Local tensors of a rank."""
@@ -253,31 +273,6 @@ class ProductForm:
 @lru_cache(maxsize=4096)
 def _product_form(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm:
     return ProductForm(mesh, placements)
-
-
-@lru_cache(maxsize=4096)
-def _product_geometry(form: ProductForm, shape: Shape) -> ProductGeometry:
-    mesh, placements = form.mesh, form.placements
-    steps = [math.prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
-    axes_of: list[list[int]] = [[] for _ in shape]
-    replicated: list[int] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            replicated.append(axis)
-        elif placement.dim < len(shape):
-            axes_of[placement.dim].append(axis)
-        else:
-            name = mesh.names[axis]
-            raise PlanError(f"{placement} on axis {name!r} shards a dim that the shape {shape} does not have")
-
-    def positions(axes: list[int]) -> Ints:
-        return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)
-
-    dims = []
-    for size, axes in zip(shape, axes_of):
-        cuts = tuple((placements[a], mesh.shape[a]) for a in axes)
-        dims.append(ownership(size, cuts))  # type: ignore[arg-type]  # Replicate was sorted out above
-    return ProductGeometry(mesh, tuple(dims), tuple(positions(axes) for axes in axes_of), positions(replicated))
 
 
 class _ListedForm(ABC):
@@ -483,13 +478,19 @@ class TensorLayout:
         """
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         given = parse_placements(placements) if isinstance(placements, str) else tuple(placements)
-        self._set(spec, ProductForm.make(mesh, given))
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "form", self.of(spec, ProductForm.make(mesh, given)).form)
 
     @classmethod
     def of(cls, spec: TensorSpec, form: Form) -> TensorLayout:
         """Return the layout of `spec` in an existing form, which several tensors may share."""
+        try:
+            form.check(spec.shape)
+        except PlanError as error:
+            raise PlanError(str(error), fqn=spec.fqn) from None
         layout = object.__new__(cls)
-        layout._set(spec, form)
+        object.__setattr__(layout, "spec", spec)
+        object.__setattr__(layout, "form", form)
         return layout
 
     def named(self, axes: Mapping[tuple[int, int], str]) -> TensorLayout:
@@ -518,14 +519,6 @@ class TensorLayout:
         Raises PlanError for a range outside the tensor.
         """
         return cls.of(spec, FlatForm.make(ranges, world_size))
-
-    def _set(self, spec: TensorSpec, form: Form) -> None:
-        try:
-            form.check(spec.shape)
-        except PlanError as error:
-            raise PlanError(str(error), fqn=spec.fqn) from None
-        object.__setattr__(self, "spec", spec)
-        object.__setattr__(self, "form", form)
 
     @property
     def fqn(self) -> str:

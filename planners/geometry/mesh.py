@@ -183,12 +183,12 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mesh, (self.axes, self.ranks.tolist() if self.has_explicit_ranks else None)
+        return Mesh, (self.axes, None if self._index is None else self.ranks.tolist())
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
         text = ",".join(f"{name}={size}" for name, size in self.axes)
-        return f"{text}@{','.join(map(str, self.ranks.tolist()))}" if self.has_explicit_ranks else text
+        return text if self._index is None else f"{text}@{','.join(map(str, self.ranks.tolist()))}"
 
     def __repr__(self) -> str:
         return f"Mesh({str(self)!r})"
@@ -341,20 +341,9 @@ def parse_placements(text: str) -> tuple[Placement, ...]:
     Raises PlanError for text that holds anything else.
     """
     text = text.strip()
-    text = text[1:-1] if _wrapped(text) or re.fullmatch(r"\[.*\]", text) else text
+    text = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     parts = re.split(r",(?![^(]*\))", text)
     return tuple(parse_placement(part) for part in parts if part.strip()) if text.strip() else ()
-
-
-def _wrapped(text: str) -> bool:
-    """Return True if one pair of brackets encloses the whole text, as in DTensor's repr of a tuple."""
-    text = text.strip()
-    depth = 0
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return char == ")" and i == len(text) - 1 and text.startswith("(")
-    return False
 
 
 # The 1-D algebra: which intervals of one dim each coordinate of the sharding mesh axes owns.
@@ -437,16 +426,12 @@ class Ownership:
         return (stop, "has no owner") if stop < start else (start, "has two owners")
 
 
+@lru_cache(maxsize=4096)
 def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
     """The ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size), applied from left to right.
 
     Raises PlanError for blocks that do not add up to the dim, or that come after another placement.
     """
-    return _ownership(int(size), cuts)
-
-
-@lru_cache(maxsize=4096)
-def _ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
     whole = [] if size == 0 else [0]
     own = Ownership(
         size,

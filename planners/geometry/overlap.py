@@ -14,7 +14,7 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.geometry.box import Box, Dims
 from planners.geometry.layout import Form, ProductForm, ProductGeometry, local_boxes
-from planners.geometry.mesh import Ints, SegmentRow, Segments, distinct, overlap
+from planners.geometry.mesh import Ints, Segments, distinct, overlap
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
@@ -77,11 +77,6 @@ class Overlap(ABC):
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """All pieces of `rank`, by its local tensors. Raises CoverageError, with the region, for unsaved elements."""
 
-    @property
-    def product(self) -> ProductOverlap | None:
-        """Itself, if both sides are products, so that tables of its dims say it all for all ranks."""
-        return None
-
     def fills(self, rank: int) -> tuple[FilledSlot, ...]:
         """The constants of `rank`."""
         return ()
@@ -109,25 +104,19 @@ class ProductOverlap(Overlap):
     wanted: ProductGeometry
     dims: tuple[Segments, ...]
 
-    @property
-    def product(self) -> ProductOverlap:
-        return self
-
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if rank not in self.wanted.mesh:
             return ()
-        owners = self.wanted.owners_of(rank)
-        return tuple(self._product([segments.rows(owner) for segments, owner in zip(self.dims, owners)]))
-
-    def _product(self, rows: list[list[SegmentRow]]) -> Iterator[Piece]:
+        rows = [segments.rows(owner) for segments, owner in zip(self.dims, self.wanted.owners_of(rank))]
+        found = []
         for combo in itertools.product(*rows):
+            owner = self.saved.lowest_rank(tuple(row.saved_owner for row in combo))
+            chunk = Box.of(tuple(row.chunk_start for row in combo), tuple(row.chunk_size for row in combo))
             sizes = tuple(row.size for row in combo)
-            yield Piece(
-                self.saved.lowest_rank(tuple(row.saved_owner for row in combo)),
-                Box.of(tuple(row.chunk_start for row in combo), tuple(row.chunk_size for row in combo)),
-                Box.of(tuple(row.start - row.chunk_start for row in combo), sizes),
-                Box.of(tuple(row.local_start for row in combo), sizes),
-            )
+            source = Box.of(tuple(row.start - row.chunk_start for row in combo), sizes)
+            target = Box.of(tuple(row.local_start for row in combo), sizes)
+            found.append(Piece(owner, chunk, source, target))
+        return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,8 @@ class LoadPlan(Plan[ReadItems]):
 
     def rank_bytes(self) -> Ints:
         """Return the bytes that each rank reads, as saved: every needed element once. Items are not listed."""
-        if self._rank_bytes is None:
-            self._rank_bytes = self._count_bytes()
-            self._rank_bytes.flags.writeable = False
-        return self._rank_bytes
-
-    def _count_bytes(self) -> Ints:
+        if self._rank_bytes is not None:
+            return self._rank_bytes
         total = np.zeros(self.world_size, dtype=np.int64)
         groups: dict[tuple[object, ...], list[str]] = {}
         for fqn, wanted in self.wanted.items():
@@ -218,6 +214,8 @@ class LoadPlan(Plan[ReadItems]):
             total[: len(held)] += held * (self.saved_itemsize(names[0]) * len(names))
         for rank, items in self.explicit.items():
             total[rank] = items.nbytes
+        total.flags.writeable = False
+        self._rank_bytes = total
         return total
 
     def geometries(self) -> int:
@@ -323,8 +321,8 @@ def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:
     """Yield what is wrong with tensors of one geometry: dim by dim if both sides are products, else
     rank by rank."""
     overlap = plan.overlap(fqn)
-    if overlap.product is not None:
-        yield from product_findings(overlap.product)
+    if isinstance(overlap, ProductOverlap):
+        yield from product_findings(overlap)
         return
     for same in overlap.replicas():
         rank = next((rank for rank in same.tolist() if rank not in plan.explicit), None)
@@ -419,9 +417,9 @@ def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
     for group in plan.groups():
         names = list(group)
         overlap = plan.overlap(names[0])
-        if overlap.product is not None:
-            counted = _count_product(overlap.product, plan.saved_itemsize(names[0]), max_gap_bytes)
-            total[:, overlap.product.wanted.mesh.ranks] += counted * len(names)
+        if isinstance(overlap, ProductOverlap):
+            counted = _count_product(overlap, plan.saved_itemsize(names[0]), max_gap_bytes)
+            total[:, overlap.wanted.mesh.ranks] += counted * len(names)
             continue
         for same in overlap.replicas():
             counts = _count_items(plan, plan.tensor_items(names[0], int(same[0])), max_gap_bytes)

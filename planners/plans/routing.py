@@ -329,8 +329,10 @@ Intersection = ProductIntersection | SweepIntersection
 @lru_cache(maxsize=256)
 def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Intersection:
     """The intersection of two forms for one shape; computed once for each."""
-    overlap = overlap_of(shape, before, after).product
-    return SweepIntersection(shape, before, after) if overlap is None else ProductIntersection(overlap)
+    overlap = overlap_of(shape, before, after)
+    if isinstance(overlap, ProductOverlap):
+        return ProductIntersection(overlap)
+    return SweepIntersection(shape, before, after)
 
 
 # Which holder sends what to whom, for all tensors of one geometry.

@@ -77,7 +77,8 @@ class SavePlan(Plan[WriteItems]):
         loads = np.zeros(layout.world_size, dtype=np.int64)
         assignments = []
         for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
-            assigned = assign(layout[names[0]], tuple(names), _felt(loads, ranks_per_host), divide_above_bytes)
+            felt = loads if ranks_per_host is None else _felt(loads, ranks_per_host)
+            assigned = assign(layout[names[0]], tuple(names), felt, divide_above_bytes)
             np.add.at(loads, assigned.ranks, assigned.bytes_by_entry())
             assignments.append(assigned)
         self.assignments = tuple(assignments)
@@ -171,13 +172,11 @@ def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
     """Sorts first what leaves the least choice of writers, then what is largest: so loads can be evened out later."""
     held = layout.numels()
     copies = int(held.sum()) // max(layout.spec.numel, 1)
-    return copies, -int(held.max()) * layout.spec.itemsize, layout.fqn
+    return copies, -int(held.max()) * layout.spec.itemsize, layout.spec.fqn
 
 
-def _felt(loads: Ints, ranks_per_host: int | None) -> Ints:
+def _felt(loads: Ints, ranks_per_host: int) -> Ints:
     """The loads that count: a rank's own, plus the mean of its host minus that of the least busy host."""
-    if ranks_per_host is None:
-        return loads
     hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
     by_host = np.bincount(hosts, weights=loads).astype(np.int64) // np.bincount(hosts)
     return np.asarray(loads + (by_host - by_host.min())[hosts], dtype=np.int64)
@@ -326,24 +325,19 @@ class Assignment:
     def writers_near(self, box: Box, tensor: int) -> tuple[tuple[int, Box], ...]:
         """(rank, region) of all writes of tensor number `tensor` that share an element with `box`. Cached where
         they are the same for all tensors, because each chunk has one holder."""
-        found = self._writers.get(box)
-        if found is None:
-            found = tuple(
-                (rank, region)
-                for index in self.near(box)
-                for rank, first, last in self.takers(index, tensor)
-                for region, _ in self.boxes(index, first, last)
-                if region & box is not None
-            )
-            if len(self.ranks) == len(self.units):
-                self._writers[box] = found
-        return found
-
-    def near(self, box: Box) -> tuple[int, ...]:
-        """The chunks that share an element with `box`. Cached, since tensors of one geometry ask the same."""
-        found = self._near.get(box)
-        if found is None:
-            found = self._near[box] = tuple(self.chunks.meeting(box))
+        if (known := self._writers.get(box)) is not None:
+            return known
+        if (near := self._near.get(box)) is None:  # tensors of one geometry ask the same
+            near = self._near[box] = tuple(self.chunks.meeting(box))
+        found = tuple(
+            (rank, region)
+            for index in near
+            for rank, first, last in self.takers(index, tensor)
+            for region, _ in self.boxes(index, first, last)
+            if region & box is not None
+        )
+        if len(self.ranks) == len(self.units):
+            self._writers[box] = found
         return found
 
     def boxes(self, chunk: int, first: int, last: int) -> Iterator[tuple[Box, Box]]:

@@ -57,6 +57,7 @@ from reshard.live.tensors import (
     is_tensor,
     raw_bytes,
     state_instead_of,
+    this_rank,
 )
 from reshard.live.tree import flatten
 from reshard.ranks.group import DEADLINE_S, Group
@@ -532,7 +533,7 @@ class _Side:
             for k, v in values.items()
             if is_tensor(v) or isinstance(v, LazyTensor)
         }
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = this_rank()
         self.own = {k: {rank: v.value} for k, v in values.items() if isinstance(v, PerRank)}
         self.foreign = {k for k, v in self.tensors.items() if getattr(v, OVERWRITTEN_BY, None) is not None}
         for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
@@ -26,7 +25,7 @@ from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_sums import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_tensor, layout_of, state_instead_of
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_tensor, layout_of, state_instead_of, this_rank
 from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
@@ -95,7 +94,7 @@ def fingerprint(
             raise OptionError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
         return _of_checkpoint(state_dict, key, executor)
     if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = this_rank()
     if exchange is not None:
         _check_state(state_dict)
         return join(exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key))), key=key)

@@ -38,7 +38,7 @@ from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import PerRank, Targets
-from reshard.live.tensors import UNSHARDED, LiveTensor
+from reshard.live.tensors import UNSHARDED, LiveTensor, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group
@@ -142,8 +142,9 @@ def load_with(
         else:
             checkpoint = open_among(path, group.rank, group.world_size, check=bool(options.check))
         before = replace(checkpoint.contents.checking)
-        checkpoint = _mapped(checkpoint, options.mapping)
-    names = options.mapping if isinstance(options.mapping, Mapping) else {}
+        names = {} if options.mapping is None else options.mapping
+        if not isinstance(names, Mapping):
+            checkpoint, names = _mapped(checkpoint, names), {}
     try:
         kinds, objects = checkpoint.contents.containers, checkpoint.objects
         saved, keep = saved_in(checkpoint), not options.dry_run
@@ -163,10 +164,8 @@ def load_with(
         ) from error
 
 
-def _mapped(checkpoint: Checkpoint, mapping: Mapping[str, str] | StateMapping | None) -> Checkpoint:
-    """Apply a mapping. Renames alone change nothing here."""
-    if mapping is None or isinstance(mapping, Mapping):
-        return checkpoint
+def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
+    """Apply a mapping that is more than renames."""
     from reshard.mapping import Mapping as StateMapping
 
     if not isinstance(mapping, StateMapping):
@@ -210,10 +209,11 @@ class _Load:
         with phase("plan"):
             mismatches = gather_mismatches(match, self.group)
             truth = mismatches.raise_on_mismatch(match, options, self.group)
-            among = options.once_among if self.group.world_size > 1 and not options.dry_run else "rank"
+            among = options.read_once if self.group.world_size > 1 and not options.dry_run else "rank"
             shared = self._share() if among == "job" else None
             space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
-            uploads = space.uploads()
+            # two pieces for each thread: one is read while the other goes to a device
+            uploads = Uploads(2 * space.threads, space.piece_bytes // 2)
             plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
             uploads.begin()
         if self.prefetch is not None:
@@ -279,7 +279,9 @@ class _Load:
             if not self.options.dry_run:
                 with bar.phase("check", plan.bytes_needed) as step:
                     fetch.check(step.advance)
-            per_rank = own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
+            per_rank: dict[str, Any] = {}
+            if match.per_rank:
+                per_rank |= own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:
@@ -318,34 +320,31 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     once = filled_once(match, rank)
     # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
     names = once if shared is None else match.tensors
-    stored: dict[str, StoredTensor] = {}
     saved: dict[str, TensorLayout] = {}
     wanted: dict[str, TensorLayout] = {}
-    for key, name in names.items():
-        tensor = checkpoint[name].stored
-        stored[key] = tensor
+    for key in names:
+        tensor = match.stored[key]
         spec = TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
         saved[key] = TensorLayout.of(spec, stored_layout(tensor).form)
         target = targets.tensors[key]
         form = (shared.form(key) if shared is not None else None) or target.form
         shape = targets.resized.get(key, target.spec.shape)
         wanted[key] = TensorLayout.of(TensorSpec(key, shape, spec.dtype), form)
-    world = max([rank + 1, *(layout.world_size for layout in wanted.values())])
+    world = max([rank + 1, *(layout.form.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
-    proof = verify(plan)
-    if not proof.ok:
+    if any(plan.findings()):
         raise CorruptCheckpointError(
-            f"{checkpoint.url} does not contain each element of the target exactly once: {proof}"
+            f"{checkpoint.url} does not contain each element of the target exactly once: {verify(plan)}"
         )
     items = plan.items(rank)
     if dry_run:
         return ReadPlan([], items.nbytes)
     native = checkpoint.contents.details(NativeFacts)
     if native is not None and native.storage.requests > 1:
-        writers = {chunk.owner for item in items for chunk, _ in stored[item.fqn].meeting(item.box)}
+        writers = {chunk.owner for item in items for chunk, _ in match.stored[item.fqn].meeting(item.box)}
         native.prefetch(owner for owner in writers if isinstance(owner, int))
     landings = _landings(targets, wanted, shared, uploads)
-    return ReadPlan(find_copies(items, lambda key: stored[key], landings), items.nbytes)
+    return ReadPlan(find_copies(items, match.stored, landings), items.nbytes)
 
 
 def _landings(
@@ -383,7 +382,7 @@ def own_values(
     is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank
-    job_size = dist.get_world_size() if dist.is_initialized() else 1
+    job_size = world_size()
     native = checkpoint.contents.details(NativeFacts)
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
     out = {}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
+from planners.geometry.layout import TensorSpec
 from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
+from reshard.stored.tensor import StoredTensor
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
 
@@ -54,6 +56,8 @@ class KeyMatch:
         """Key of the target -> name under which it is looked for, where a mapping says so."""
         self.tensors: dict[str, str] = {}
         """Key of the target -> name in the checkpoint."""
+        self.stored: dict[str, StoredTensor] = {}
+        """Key of the target -> what it is filled from."""
         self.objects: dict[str, Any] = {}
         """Key of the target -> its new value."""
         self.per_rank: list[str] = []
@@ -67,11 +71,12 @@ class KeyMatch:
         self.retyped: dict[str, tuple[str, str]] = {}
         """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its
         place."""
-        self.names = [*checkpoint, *checkpoint.objects, *checkpoint.contents.per_rank]
+        contents = checkpoint.contents
+        self.names = [*contents.tensors, *contents.objects, *contents.per_rank]
         """Everything that the checkpoint has."""
         self.used: set[str] = set()
         """Of these, what this rank's target has, under whatever name."""
-        kinds = checkpoint.contents.containers
+        kinds = contents.containers
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
         self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
@@ -82,10 +87,10 @@ class KeyMatch:
         later: list[str] = []
         for key, tensor in self.targets.tensors.items():
             name = self._name_of(key)
-            if name in self.checkpoint:
+            if (stored := self.checkpoint.contents.find(name)) is not None:
                 self._use(name)
-                if self._fits(key, name, tensor):
-                    self.tensors[key] = name
+                if self._fits(key, stored.spec, tensor):
+                    self.tensors[key], self.stored[key] = name, stored
             elif (
                 name in self.checkpoint.objects and _is_number(self.checkpoint.objects[name]) and not tensor.spec.shape
             ):
@@ -135,8 +140,7 @@ class KeyMatch:
     def _use(self, name: str) -> None:
         self.used |= {name, self.checkpoint.aliases.get(name, name)}
 
-    def _fits(self, key: str, name: str, tensor: LiveTensor) -> bool:
-        spec = self.checkpoint[name].stored.spec
+    def _fits(self, key: str, spec: TensorSpec, tensor: LiveTensor) -> bool:
         shape, dtype = tensor.spec.shape, tensor.spec.dtype
         if (shape, dtype) != (spec.shape, spec.dtype) and self.targets.is_opaque(key):
             self.targets.replaced[key] = dtype_from_name(spec.dtype)
@@ -167,7 +171,8 @@ class KeyMatch:
             self.objects[key] = made
             self.cast[key] = class_name(value), tensor.spec.dtype
 
-    def match_objects(self) -> None:
+    def match_others(self) -> None:
+        """Plain values, containers of these, which are replaced whole, and each rank's own values."""
         for key in self.targets.objects:
             name = self._name_of(key)
             if name in self.checkpoint.objects:
@@ -179,15 +184,18 @@ class KeyMatch:
                 self.cast[key] = self.checkpoint[name].stored.spec.dtype, class_name(made)
             elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
                 self.missing.append(key)
-
-    def match_units(self) -> None:
-        """Containers of plain values, replaced whole by what was saved at their place."""
         for key in self.targets.units:
             name = self._name_of(key)
             below = self.below.names.get(self._place_of(key), ())
             if any(n != name and n not in self.checkpoint.objects for n in below):
                 continue  # there are tensors where the target has none: these stay unexpected
             if not self._replace_whole(key) and not _is_empty(self.targets.live(key)):
+                self.missing.append(key)
+        for key in self.targets.per_rank:
+            if (name := self._name_of(key)) in self.checkpoint.contents.per_rank:
+                self._use(name)
+                self.per_rank.append(key)
+            else:
                 self.missing.append(key)
 
     def _replace_whole(self, key: str) -> bool:
@@ -244,14 +252,6 @@ class KeyMatch:
         """What the checkpoint has at and below each place."""
         return _Below.of(self.names, self.checkpoint)
 
-    def match_per_rank(self) -> None:
-        for key in self.targets.per_rank:
-            if (name := self._name_of(key)) in self.checkpoint.contents.per_rank:
-                self._use(name)
-                self.per_rank.append(key)
-            else:
-                self.missing.append(key)
-
 
 def match_keys(
     targets: Targets,
@@ -277,9 +277,7 @@ def match_keys(
     match.match_tensors()
     if match.tensor_classes:
         match.compare_classes()
-    match.match_objects()
-    match.match_units()
-    match.match_per_rank()
+    match.match_others()
     return match
 
 
@@ -551,7 +549,15 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     fits = not match.missing and not match.mismatched
     mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
     said, mates = group.merge_within(mine, _MismatchVote.join, "the comparison of keys", socket.gethostname())
-    _refuse_different_saves(said.saves, group)
+    saves: dict[str, str] = {}
+    for url, save_id in said.saves:
+        if (other := saves.setdefault(url, save_id)) != save_id:
+            group.refuse(
+                CheckpointError(
+                    f"{url} is not the same checkpoint on all ranks: some opened the save {other}, others {save_id}. "
+                    "Load again if it was just replaced. If each machine has its own folder, use a shared one"
+                )
+            )
     if said.ambiguous:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))
         resolve_layouts(ambiguous, layouts, group.job_rank)
@@ -581,19 +587,6 @@ def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
     if checkpoint.run:
         return checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()
     return (checkpoint.url, save_id) if save_id else ("", "")
-
-
-def _refuse_different_saves(opened: Iterable[tuple[str, str]], group: Group) -> None:
-    saves: dict[str, str] = {}
-    for url, save_id in opened:
-        if saves.setdefault(url, save_id) != save_id:
-            group.refuse(
-                CheckpointError(
-                    f"{url} is not the same checkpoint on all ranks: some opened the save {saves[url]}, others "
-                    f"{save_id}. Load again if it was just replaced. If each machine has its own folder, use a shared "
-                    "one"
-                )
-            )
 
 
 def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:

@@ -73,8 +73,9 @@ class LoadOptions:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
         if not isinstance(self.check, bool):
             _check_choice("check", self.check, get_args(CheckTime), ", True, False")
-        if not (isinstance(self.read_once, bool) or self.read_once is None):
-            _check_choice("read_once", self.read_once, get_args(ReadOnce))
+        if isinstance(self.read_once, bool) or self.read_once is None:
+            object.__setattr__(self, "read_once", {True: "job", False: "rank", None: "host"}[self.read_once])
+        _check_choice("read_once", self.read_once, get_args(ReadOnce))
         if isinstance(self.strict, Mapping):
             for glob, mode in self.strict.items():
                 _check_choice(f"strict[{glob!r}]", mode, get_args(Mode))
@@ -98,13 +99,6 @@ class LoadOptions:
         """Return the globs of `strict` that fit none of the keys."""
         globs = self.strict if isinstance(self.strict, Mapping) else ()
         return [glob for glob in globs if not any(fnmatch.fnmatchcase(key, glob) for key in keys)]
-
-    @property
-    def once_among(self) -> ReadOnce:
-        """`read_once`, with True, None and False by name."""
-        if isinstance(self.read_once, bool):
-            return "job" if self.read_once else "rank"
-        return self.read_once or "host"
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""

@@ -289,7 +289,7 @@ def published(folder: str | os.PathLike[str]) -> list[_Published]:
             with suppress(CheckpointNotFoundError):  # removed meanwhile
                 inner, is_lost = open_storage(path), MANIFEST not in names and isinstance(error, CorruptCheckpointError)
                 if not is_lost and detect(inner, {MANIFEST: inner.size(MANIFEST)}):
-                    refuse_newer(inner.read(MANIFEST), f"{inner.url.rstrip('/')}/{MANIFEST}")
+                    refuse_newer(inner)
                 found.append(_Published(path, bool(place), step, problem=str(error)))
         else:
             found.append(_Published(path, bool(place), step, created))

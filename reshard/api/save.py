@@ -321,7 +321,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
             if group.rank:
                 commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
-            data, same = summed_up(job, data)
+            data, same = summed_up(job, data) if job.choice.by_print else (data, [])
             written, reused, prints = write(job, data, same)
             tally = pack_tally(prints, generation.census.tensors)
             told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
@@ -668,6 +668,8 @@ def forget_background_save(future: Future[Any]) -> None:
 def _await_saves_to(path: Any) -> None:
     """Wait for the saves to the same place: if one took longer, it would take the place of a later
     one."""
+    if not _saves:
+        return
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
-from planners.plans.plan import verify
 from planners.plans.save import SavePlan, WriteItems, plan_writes
 from reshard.api.options import SaveOptions
 from reshard.errors import (
@@ -88,12 +87,11 @@ def planned_writes(
     """
     census = global_state_of(holdings, group, answers)
     plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
-    report = verify(plan)
-    if not report.ok:
+    if findings := [*plan.findings()]:
         raise LayoutError(
             "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
             f"of them all. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
-            f"{report.findings[0]} (problem 1 of {len(report.findings)})"
+            f"{findings[0]} (problem 1 of {len(findings)})"
         )
     return census, plan
 
@@ -138,8 +136,6 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
 def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     """Return where no rank can say by itself whether a tensor is what it was, its fingerprint can:
     those of which it does."""
-    if not job.choice.by_print:
-        return data, []
     group, generation = job.group, job.generation
     data, every = data.summed_up(), generation.census.tensors
     told = group.gather_and_sum(b"", pack_tally(data.prints, every), add_tallies)

@@ -6,6 +6,7 @@ For itself, or together with the other ranks of the machine where that touches m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ __all__ = ["Fetch"]
 
 
 @dataclass
-class Fetch:
+class Fetch(AbstractContextManager["Fetch"]):
     """The copies of one rank. A context; call `check`, `settle`, and `read` in this order.
 
     Args:
@@ -45,9 +46,6 @@ class Fetch:
     _own: OwnMemory | None = None
     _machine: MachineReading | None = None
     _in_place: InPlace | None = None
-
-    def __enter__(self) -> Fetch:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._own is not None:

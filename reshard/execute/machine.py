@@ -9,7 +9,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -235,16 +235,12 @@ def _taken(
 def common_bytes(segments: Numbers, ranges: Sequence[tuple[int, int]]) -> Numbers:
     """Return how many bytes each segment, (n, 2), shares with `ranges`, which are sorted and disjoint."""
     starts, stops = np.array([(0, 0), *ranges], np.int64).T
-    before = np.cumsum(stops - starts)
-
-    def below(at: Numbers) -> Numbers:
-        last = np.searchsorted(starts, at, "right") - 1
-        return np.asarray(before[last] - np.maximum(stops[last] - at, 0))
-
-    return below(segments[:, 1]) - below(segments[:, 0])
+    last = np.searchsorted(starts, segments, "right") - 1
+    below = np.cumsum(stops - starts)[last] - np.maximum(stops[last] - segments, 0)
+    return np.asarray(below[:, 1] - below[:, 0])
 
 
-class _SlotFiller:
+class _SlotFiller(AbstractContextManager["_SlotFiller"]):
     """Fills this rank's slots where the storage gives no file to read by: ahead, on threads, if answers take long."""
 
     def __init__(
@@ -255,9 +251,6 @@ class _SlotFiller:
         self._pool = ThreadPoolExecutor(memory.slots, thread_name_prefix="reshard-read") if ahead else None
         self._under_way: deque[Future[None]] = deque()
         self._next = 0
-
-    def __enter__(self) -> _SlotFiller:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -588,7 +581,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     slot_bytes: int
 
 
-class OwnMemory:
+class OwnMemory(AbstractContextManager["OwnMemory"]):
     """This rank's memory. A context: leaving it closes it."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
@@ -613,9 +606,6 @@ class OwnMemory:
         """Open the memory of another process. It is closed with this one."""
         self._files.append(os.open(f"/proc/{address.pid}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC))
         return self._files[-1]
-
-    def __enter__(self) -> OwnMemory:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._files:

@@ -74,11 +74,6 @@ class Workspace:
         count = min(count, memory_budget_bytes // (2 * _MIN_PIECE_BYTES))
         return cls(count, min(MAX_BUFFER_BYTES, memory_budget_bytes // (2 * count)))
 
-    def uploads(self) -> Uploads:
-        """The upload stream: two pieces for each thread, of half the size. One is read while the other goes to a
-        device."""
-        return Uploads(2 * self.threads, self.piece_bytes // 2)
-
 
 @dataclass
 class ByteCounts:
@@ -141,13 +136,13 @@ class Copy(NamedTuple):
 
 def find_copies(
     items: Sequence[ReadItem],
-    stored: Callable[[str], StoredTensor],
+    stored: Mapping[str, StoredTensor],
     target: Callable[[ReadItem], Array | Staged],
 ) -> list[Copy]:
     """Find the bytes of every item. Touches no target.
 
     Args:
-        stored: the stored tensor of an item's name.
+        stored: tensors by the names of items.
         target: the local tensor that an item goes into.
 
     Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all there.
@@ -156,7 +151,7 @@ def find_copies(
     for item in items:
         whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
-        for chunk, common in stored(item.fqn).meeting(box):
+        for chunk, common in stored[item.fqn].meeting(box):
             if not item.chunk.contains(chunk.box):
                 continue
             if used and any(common & other is not None for other in used):
@@ -274,14 +269,12 @@ class Wanted:
 
     def without(self, blocks: npt.NDArray[np.bool_], sums: BlockChecksums) -> Wanted:
         """Return only what touches other blocks than these."""
-
-        def left(bounds: Sequence[tuple[int, int]]) -> Iterable[bool]:
-            return ~sums.are_among(blocks, *np.array(bounds, np.int64).reshape(-1, 2).T)
-
         if not blocks.any():
             return self
-        windows = compress(self.windows, left([(window.offset, window.stop) for window in self.windows]))
-        return Wanted(list(compress(self.ranges, left(self.ranges))), list(windows))
+        bounds = [*self.ranges, *((window.offset, window.stop) for window in self.windows)]
+        left = ~sums.are_among(blocks, *np.array(bounds, np.int64).reshape(-1, 2).T)
+        windows = compress(self.windows, left[len(self.ranges) :])
+        return Wanted(list(compress(self.ranges, left)), list(windows))
 
 
 def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:

@@ -280,11 +280,8 @@ class StoredOptimizer:
     def by_id(self) -> bool:
         """True if parameters have integer ids instead of names."""
         listed = [p for group in self.groups for p in group.get("params", ())]
-        return bool(listed or self.state) and all(isinstance(p, int) for p in listed) and all(map(_is_id, self.state))
-
-
-def _is_id(key: str) -> bool:
-    return key.isdigit()
+        are_ids = all(isinstance(p, int) for p in listed) and all(map(str.isdigit, self.state))
+        return bool(listed or self.state) and are_ids
 
 
 def read_optimizer(tree: Tree) -> StoredOptimizer:
@@ -401,15 +398,11 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
+    """A group with names mapped; those that some optimizers store beside ids are dropped."""
     out = {key: value for key, value in group.items() if key not in ("param_names", "params")}
     if "params" in group:
         out["params"] = [rename(p) for p in group["params"]]
     return out
-
-
-def renamed_groups(groups: Iterable[dict[str, Any]], rename: Callable[[str], str]) -> list[dict[str, Any]]:
-    """The groups with every parameter's name mapped; names that some optimizers store beside ids are dropped."""
-    return [_with_names(group, rename) for group in groups]
 
 
 def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> None:
@@ -419,7 +412,7 @@ def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> No
         result.state.setdefault(fqn, {})
         for key, value in states.items():
             result.add_state(fqn, key, value)
-    result.groups += renamed_groups(saved.groups, rename)
+    result.groups += [_with_names(group, rename) for group in saved.groups]
     listed = {p for group in result.groups for p in group.get("params", ())}
     missing = [fqn for fqn in result.state if fqn not in listed]
     if result.groups and missing:

@@ -170,7 +170,7 @@ def _run_at(
     storage, names = found or _find(path)
     if _owns_all(storage, names, preferred):
         return none
-    owned = owned_by(marks)
+    owned = [name for name in marks if _OWNED.fullmatch(name)]
     if MANIFEST in names and native.detect(storage, {MANIFEST: names[MANIFEST]}):
         owned.insert(0, MANIFEST)
     if owned:
@@ -385,10 +385,12 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
             found = {name: size for name, size in storage.list().items() if "/" not in name}
             return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
         scheme = urlsplit(text).scheme if "://" in text else "file"
-        if scheme == "memory":
-            single = bool(_file_of(text)) and last in open_storage(parent).list(last)
-        else:
-            single = bool(_file_of(text)) if scheme != "file" else _is_local_file(text)
+        try:
+            single = Path(_local(text)).is_file() if scheme == "file" else bool(_file_of(text))
+        except OSError as error:
+            raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
+        if single and scheme == "memory":
+            single = last in open_storage(parent).list(last)
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
     if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):
@@ -402,13 +404,6 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
     if file and file in names:
         return storage, {file: names[file]}
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
-
-
-def _is_local_file(text: str) -> bool:
-    try:
-        return Path(_local(text)).is_file()
-    except OSError as error:
-        raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
 
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
@@ -427,7 +422,11 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     if preferred is not None and preferred.name in [format.name for format in fitting]:
         return preferred
     if fitting:
-        raise _mixture(url, fitting)
+        kinds = " and ".join(format.name for format in fitting)
+        raise FormatError(
+            f"{url} contains files of several formats: {kinds}. Open one of them by the path of its file, or move the "
+            "others elsewhere"
+        )
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
@@ -436,14 +435,6 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
         f"Known formats are {known}. A folder "
         "must have the files that the framework wrote, under their own names"
-    )
-
-
-def _mixture(url: str, fitting: Sequence[Format]) -> FormatError:
-    kinds = " and ".join(format.name for format in fitting)
-    return FormatError(
-        f"{url} contains files of several formats: {kinds}. Open one of them by the path of its file, or move the "
-        "others elsewhere"
     )
 
 
@@ -595,11 +586,6 @@ def steps_seen(look: Look) -> list[RunStep]:
 def marks_in(names: Iterable[str]) -> list[str]:
     """Those at the top that are called as files of a checkpoint, and not as steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
-
-
-def owned_by(marks: Iterable[str]) -> list[str]:
-    """Return the names which say that there is a checkpoint right there, whatever other files are there."""
-    return [name for name in marks if _OWNED.fullmatch(name)]
 
 
 def is_certain(look: Look, step: RunStep) -> bool:

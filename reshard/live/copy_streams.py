@@ -137,10 +137,11 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._lanes: dict[torch.device, CopyStream] = {}
         for device in dict.fromkeys(devices):
-            if has_copy_streams(device):
+            module = device_module(device)
+            if hasattr(module, "Stream"):
                 self._lanes[device] = CopyStream(device)
-            else:
-                wait_for(device)
+            elif module is not None:
+                module.synchronize()
 
     def __getitem__(self, device: torch.device) -> CopyStream | None:
         """None for a device without streams."""
@@ -202,7 +203,7 @@ class _UploadSlot:
     arrived: StreamEvent | None = None
 
 
-class Uploads:
+class Uploads(AbstractContextManager["Uploads"]):
     """A ring of `slots` pieces of pinned memory, made when they are first needed. Any thread may
     put; a context: when it is left, everything has arrived, and the memory is free.
 
@@ -218,9 +219,6 @@ class Uploads:
             self._free.put(_UploadSlot())
         self._devices: set[torch.device] = set()
         self._lanes = CopyStreams()
-
-    def __enter__(self) -> Uploads:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._lanes.wait()

@@ -111,7 +111,7 @@ class Partial:
                 f"the parts of a fingerprint hold {self.count} elements, but shape {tuple(shape)} has {numel}: "
                 f"{'a part is missing' if self.count < numel else 'a part was counted twice'}"
             )
-        head = f"{_VERSION}.{key.name}" if key.name else _VERSION
+        head = f"{_VERSION}.{key.name}" if key.secret else _VERSION
         return f"{head}:{name}[{','.join(map(str, shape))}]:{''.join(f'{lane:012x}' for lane in self.sums)}"
 
 
@@ -395,9 +395,13 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
     per_word = max(1, _WORD_BYTES // tensor.itemsize)
     axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
     device = tensor.device if float64_is_exact(tensor.device) else torch.device("cpu")
+    is_plain = not tensor.is_conj() and not tensor.is_neg()  # else the memory holds other values
+    steps = (tensor.storage_offset(), *tensor.stride()[:-1])
+    is_whole = tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
     if (
         device == tensor.device
-        and _viewable(tensor, per_word)
+        and is_plain
+        and (is_whole or tensor.itemsize == _WORD_BYTES)
         and all(a % per_word == b % per_word == 0 for a, b in dims[-1])
     ):
         words, placed = tensor.view(torch.int32), (*axes[:-1], _word_axis(axes[-1], tensor.itemsize))
@@ -428,16 +432,6 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
         else:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def _viewable(tensor: torch.Tensor, per_word: int) -> bool:
-    """Return True if torch can view the memory as int32 in place."""
-    if tensor.is_conj() or tensor.is_neg():
-        return False  # the memory holds something else than the values
-    if tensor.itemsize == _WORD_BYTES:
-        return True
-    steps = (tensor.storage_offset(), *tensor.stride()[:-1])
-    return tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
 
 
 def _word_axis(axis: Axis, itemsize: int) -> Axis:

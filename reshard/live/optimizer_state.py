@@ -368,7 +368,12 @@ def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, di
     if isinstance(value, dict) and is_nested(value):
         yield path, value
         return
-    for key, item in _items(value):
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    for key, item in items:
         yield from _optimizers(item, (*path, key))
 
 
@@ -413,12 +418,6 @@ def _place_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         return remade_like(like, dtype)
     device = "cpu" if like.device.type == "meta" else like.device
     return dtensor_of(torch.empty(shape, dtype=dtype, device=device), like.device_mesh)
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if type(value) in (list, tuple) else ()
 
 
 def _same_path(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

@@ -344,10 +344,21 @@ def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
 
 def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[int]]]:
     """Return the ranks along each axis through `here`, in the order of the mesh and in that of
-    their process group."""
+    their process group.
+
+    Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that
+    cannot be asked: a mesh may have none, or outlive them; their names may be those of others by
+    then."""
     grid = _mesh_ranks(device_mesh)
-    lines = [mesh_line(grid, here, axis) for axis in range(grid.ndim)] if (grid == here).any() else []
-    return [(line, _in_group_order(device_mesh, axis, line)) for axis, line in enumerate(lines)]
+    lines: list[tuple[list[int], list[int]]] = []
+    for axis in range(grid.ndim) if (grid == here).any() else ():
+        line = mesh_line(grid, here, axis)
+        try:
+            group = dist.get_process_group_ranks(device_mesh.get_group(axis))
+        except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
+            group = []
+        lines.append((line, group if sorted(group) == sorted(line) else sorted(line)))
+    return lines
 
 
 def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
@@ -355,17 +366,6 @@ def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
     at = (grid == rank).nonzero()[0].tolist()
     line: list[int] = grid[(*at[:axis], slice(None), *at[axis + 1 :])].tolist()
     return line
-
-
-def _in_group_order(device_mesh: DeviceMesh, axis: int, line: list[int]) -> list[int]:
-    """Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that
-    cannot be asked: a mesh may have none, or outlive them; their names may be those of others by
-    then."""
-    try:
-        ranks = dist.get_process_group_ranks(device_mesh.get_group(axis))
-    except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
-        return sorted(line)
-    return ranks if sorted(ranks) == sorted(line) else sorted(line)
 
 
 UNSHARDED = ("world",)

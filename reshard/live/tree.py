@@ -119,19 +119,15 @@ class _Walk(NamedTuple):
     """The path of each dotted key, of leaves and containers."""
     above: set[int]
 
-    def see(self, path: KeyPath) -> None:
-        """Raises KeyMismatchError for a key that something else has, too."""
-        other = self.seen.setdefault(key_of(path), path) if path else path
-        if other != path:
-            raise KeyMismatchError(
-                f"two values of the state have the same key {key_of(path)!r}: {_show(other)} and {_show(path)}; "
-                "rename one of them"
-            )
-
 
 def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
     """Return True if there is nothing below that `walk.is_leaf` stops at."""
-    walk.see(path)
+    other = walk.seen.setdefault(key_of(path), path) if path else path
+    if other != path:
+        raise KeyMismatchError(
+            f"two values of the state have the same key {key_of(path)!r}: {_show(other)} and {_show(path)}; "
+            "rename one of them"
+        )
     is_single = walk.is_leaf(value)
     items = None if is_single else _items(value)
     if items is None or walk.whole_at(path, value):

@@ -33,7 +33,7 @@ from reshard.native.manifest import (
     encode_manifest,
     encode_table,
     is_generation,
-    read_save_id,
+    published,
     refuse_newer,
     without_claim,
 )
@@ -116,7 +116,11 @@ class Generation:
                     )
         if linked := [name for name in seen if name.startswith(f"{self.folder}/{LINKED}")]:
             self._remove_unused(linked, written)
-        table = self._table(written)
+        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
+        table: TableRecord | None = None
+        if len(records) > FEW_FILES:
+            table, data = encode_table(f"{self.folder}/files", records)
+            self.storage.publish(table.name, data)
         manifest = self.manifest(written, parts, table)
         look = self._check_current if check is None else partial(_both, check, self._check_current)
         look()
@@ -172,15 +176,6 @@ class Generation:
                 "%s was saved, but files that are no longer needed could not be removed: %s", self.storage.url, error
             )
 
-    def _table(self, written: Mapping[int, Written]) -> TableRecord | None:
-        """Store a table of many data files."""
-        records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
-        if len(records) <= FEW_FILES:
-            return None
-        table, data = encode_table(f"{self.folder}/files", records)
-        self.storage.publish(table.name, data)
-        return table
-
     def manifest(
         self,
         written: Mapping[int, Written],
@@ -196,7 +191,11 @@ class Generation:
         files = {} if table is not None else records
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
-        linked = _together(written.values())
+        shared: dict[str, LinkedRecord] = {}  # each with what all ranks have of it
+        for record in (record for one in written.values() for record in one.linked):
+            live = record.live_bytes + (shared[record.name].live_bytes if record.name in shared else 0)
+            shared[record.name] = msgspec.structs.replace(record, live_bytes=live)
+        linked = list(shared.values())
         # what older readers do not know: the class of a mapping or of a tensor
         classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
         has_own_blocks = any(record.block_bytes is not UNSET for record in linked)
@@ -234,17 +233,6 @@ class Generation:
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
-
-
-def _together(written: Iterable[Written]) -> list[LinkedRecord]:
-    """Return the files of earlier saves, each with what all ranks have of it."""
-    found: dict[str, LinkedRecord] = {}
-    for one in written:
-        for record in one.linked:
-            before = found.get(record.name)
-            live = record.live_bytes + (before.live_bytes if before is not None else 0)
-            found[record.name] = msgspec.structs.replace(record, live_bytes=live)
-    return list(found.values())
 
 
 # Generations: every save writes into a folder of its own, and only the manifest says which one
@@ -303,7 +291,7 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
     names = storage.list()
     ours = detect(storage, names)
     if ours and MANIFEST in names:
-        refuse_newer(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+        refuse_newer(storage)
     foreign = [name for name in (MANIFEST, HF_INDEX) if name in names and not ours]
     foreign += [".metadata"] if has_dcp(names) else []
     foreign += [name for name in names if name.endswith(".safetensors") and "/" not in name and not ours]
@@ -343,14 +331,6 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
 def release(storage: Storage, save_id: str) -> None:
     """Record that the generation is published or given up. From now on it stays only while a manifest names it."""
     storage.delete(f"{folder_of(save_id)}/{CLAIM}")
-
-
-def published(storage: Storage) -> str | None:
-    """Return the save id that counts, or None."""
-    try:
-        return read_save_id(storage)
-    except CheckpointNotFoundError:
-        return None
 
 
 def counting(storage: Storage) -> str | None:

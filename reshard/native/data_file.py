@@ -79,7 +79,10 @@ def write_file(
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
     blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
-    passing = BlockDigests([len(header), *_lengths(ordered, blocks)]) if digests else None
+    lengths = [len(header)]
+    for entry, found in zip(ordered, blocks):
+        lengths += (block.numel * entry.spec.itemsize for block in found)
+    passing = BlockDigests(lengths) if digests else None
     pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
     nbytes = sum(entry.nbytes for entry in ordered)
     seen = passing.write if passing is not None else None
@@ -106,16 +109,10 @@ def write_pieces(
         sums = BlockSums(out, len(header) + nbytes, seen)
         sums.put(0, memoryview(header))
         sums.put_all([(len(header), nbytes)], pieces, on_bytes)
-    checksums = _packed(sums.blocks.values())
+    checksums = np.fromiter(sums.blocks.values(), "<u8").tobytes()
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
     return FileRecord(name, len(header) + nbytes, len(header), xxhash.xxh3_128_hexdigest(checksums))
-
-
-def _lengths(entries: Sequence[Entry], blocks: Sequence[Sequence[Box]]) -> Iterator[int]:
-    for entry, found in zip(entries, blocks):
-        for block in found:
-            yield block.numel * entry.spec.itemsize
 
 
 def _in_file_order(plan: SavePlan, rank: int) -> list[WriteItem]:
@@ -220,11 +217,6 @@ class BlockSums:
             self.edges.append(WrittenRange(self._start, self._stop, digest))
         self._state.reset()
         self._start = self._stop
-
-
-def _packed(digests: Iterable[int]) -> bytes:
-    """Return little-endian 64-bit numbers."""
-    return np.fromiter(digests, dtype="<u8").tobytes()
 
 
 # Writes one data file of several ranks of a machine: each puts its own arrays where they belong.
@@ -382,7 +374,7 @@ def _write(
     ranges = []
     with storage.open_shared(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
         for first, digests in _consecutive(sums.blocks):
-            packed = _packed(digests)
+            packed = np.fromiter(digests, "<u8").tobytes()
             out.at = 8 * first
             out.write(packed)
             ranges.append(WrittenRange(8 * first, 8 * first + len(packed), xxhash.xxh3_64_intdigest(packed)))

@@ -15,14 +15,14 @@ import xxhash
 from msgspec import UNSET, UnsetType
 
 from planners.geometry.box import Box
-from reshard.errors import CorruptCheckpointError, NewerVersionError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, NewerVersionError
 from reshard.native.version import __version__
 from reshard.storage.base import Storage
 
 __all__ = [
     "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "STAGE_BYTES", "VERSION", "FileRecord",
     "FileTable", "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest",
-    "encode_table", "entry_key", "has_digest", "is_generation", "read_manifest", "refuse_newer",
+    "encode_table", "entry_key", "has_digest", "is_generation", "published", "read_manifest", "refuse_newer",
 ]  # fmt: skip
 
 
@@ -205,33 +205,40 @@ def read_manifest(storage: Storage) -> Manifest:
     Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
     one that was changed, or is no manifest.
     """
-    found: Manifest = _taken_apart(storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}")
+    found: Manifest = _read(storage, Manifest)
     return found
 
 
-def read_save_id(storage: Storage) -> str:
-    """Read the save id of the manifest in `storage`, with the errors of `read_manifest`. If its
-    digest is right, the rest is not decoded: there may be a million tensors."""
-    data = storage.read(MANIFEST)
-    where = f"{storage.url.rstrip('/')}/{MANIFEST}"
-    found: str = _taken_apart(data, where, _SaveId if _is_digested(data) else Manifest).save_id
+def published(storage: Storage) -> str | None:
+    """Return the save id that counts, None if there is no manifest. Other errors: see `read_manifest`.
+
+    If the digest is right, the rest is not decoded: there may be a million tensors.
+    """
+    try:
+        found: str = _read(storage, _SaveId).save_id
+    except CheckpointNotFoundError:
+        return None
     return found
 
 
-def _taken_apart(data: bytes, where: str, kind: Any = Manifest) -> Any:
-    """The text without its digest, which must fit. Older versions wrote none, and what is so damaged that it does not
-    look like one is an unknown field."""
+def _read(storage: Storage, kind: Any) -> Any:
+    """The manifest without its digest, which must fit, as `kind`.
+
+    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it does not look like
+    one is an unknown field.
+    """
+    data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
         _check_version(data, where)
-        if _is_digested(data):
-            body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-            if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
-                raise CorruptCheckpointError(
-                    f"{where} was changed since it was written: its digest is another one. Restore the file, or load "
-                    'another checkpoint; if it was edited on purpose, remove the field "digest"'
-                )
-            data = body + b"}"
-        return msgspec.json.decode(data, type=kind)
+        if not _is_digested(data):
+            return msgspec.json.decode(data, type=Manifest)
+        body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
+            raise CorruptCheckpointError(
+                f"{where} was changed since it was written: its digest is another one. Restore the file, or load "
+                'another checkpoint; if it was edited on purpose, remove the field "digest"'
+            )
+        return msgspec.json.decode(body + b"}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(
             f"{where} is not a complete manifest: {error}. Restore the file, or load another checkpoint"
@@ -250,10 +257,11 @@ def _check_version(data: bytes, where: str) -> None:
         )
 
 
-def refuse_newer(data: bytes, where: str) -> None:
+def refuse_newer(storage: Storage) -> None:
     """Raise FormatError for a manifest of a newer version, which an older release must not replace."""
+    data = storage.read(MANIFEST)
     try:
-        _check_version(data, where)
+        _check_version(data, f"{storage.url.rstrip('/')}/{MANIFEST}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return  # a damaged one may be replaced
 

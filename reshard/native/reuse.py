@@ -68,21 +68,15 @@ class Base:
         return all(f"{name}.blocks" in names for name in self.facts.files)
 
     @cached_property
-    def _tables(self) -> LazyMapping[str, BlockTable | None]:
+    def tables(self) -> LazyMapping[str, BlockTable | None]:
+        """The digests of each file of the earlier checkpoint."""
         return LazyMapping({name: partial(self._read_table, name) for name in self.facts.files})
 
     @cached_property
-    def _sound(self) -> LazyMapping[str, bool]:
+    def sound(self) -> LazyMapping[str, bool]:
+        """Whether all but the data of each file is what the manifest says: length, checksums, and the header, which
+        says where arrays are. What is reused has all of these from here on."""
         return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
-
-    def table(self, file: str) -> BlockTable | None:
-        """The digests of a file of the earlier checkpoint."""
-        return self._tables.get(file)
-
-    def is_sound(self, file: str) -> bool:
-        """Return True if all but the data of a file is what the manifest says: its length, its checksums and its
-        header, which says where the arrays are. What is reused has all of these from here on."""
-        return self._sound.get(file, False)
 
     def _read_table(self, file: str) -> BlockTable | None:
         try:
@@ -153,7 +147,7 @@ class Base:
         """
         generation, _, last = file.rpartition("/")
         name = f"{folder}/{'' if last.startswith(LINKED) else generation.replace('data-', LINKED) + '-'}{last}"
-        suffixes = ("", ".sums", *((".blocks",) if self.table(file) is not None else ()))
+        suffixes = ("", ".sums", *((".blocks",) if self.tables.get(file) is not None else ()))
         try:
             if all(
                 self.storage.link(f"{self.there}{file}{suffix}", f"{self.here}{name}{suffix}") for suffix in suffixes
@@ -222,12 +216,12 @@ def _looked_up(
     one = _Found(entry, [], [])
     for part, inside in base.parts_near(entry):
         possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
-        if not base.is_sound(part.file):
+        if not base.sound.get(part.file, False):
             one.rest.append(inside)
         elif entry.spec.fqn in same:
             one.kept.append(part._replace(box=inside))
         else:
-            _compare(one, part, inside, base.table(part.file), lanes, stage_bytes)
+            _compare(one, part, inside, base.tables.get(part.file), lanes, stage_bytes)
     return one
 
 

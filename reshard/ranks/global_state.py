@@ -27,7 +27,7 @@ from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 __all__ = [
     "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values",
     "check_globs", "global_state_of", "joined_objects", "lies_on_device", "per_rank_name",
-    "take_global_state", "with_objects",
+    "take_global_state",
 ]  # fmt: skip
 
 
@@ -63,17 +63,6 @@ class _Description(msgspec.Struct, frozen=True):
     are tied."""
     on_device: bool
     """Whether any tensor is elsewhere than in the memory of the CPU."""
-
-    def state(self) -> State[Any]:
-        """The state that is described, without values."""
-        return State(
-            self.tensors.tensors,
-            dict.fromkeys(self.objects),
-            {key: path_from_json(path) for key, path in self.paths.items()},
-            {path_from_json(path): kind for path, kind in self.containers},
-            self.aliases,
-            dict.fromkeys(self.per_rank),
-        )
 
 
 @dataclass(frozen=True)
@@ -131,12 +120,20 @@ def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = 
     """
     holdings = LocalState.of(state)
     census = global_state_of(holdings, group, group.distinct_answers(holdings.description))
-    return with_objects(census, holdings, group, check_replicas=check_replicas)
+    objects = agree_on_values(
+        state.tensors,
+        holdings.objects,
+        group,
+        census.tensors,
+        check_replicas=check_replicas,
+        on_device=census.on_device,
+    )
+    return replace(census, objects=objects)
 
 
 def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[bytes, Sequence[int]]]) -> GlobalState:
     """The census, without objects, out of the descriptions of all ranks; collective where any has
-    values of its own. Whether values are equal is not known yet: see `with_objects`. Raises
+    values of its own. Whether values are equal is not known yet: see `agree_on_values`. Raises
     LayoutError as `take_global_state` does."""
     state = holdings.state
     parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
@@ -145,20 +142,6 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
     resolve_layouts(state.tensors, census.tensors, group.job_rank)
     on_device = any(said.on_device for said, _ in parties)
     return replace(census, on_device=on_device)
-
-
-def with_objects(census: GlobalState, holdings: LocalState, group: Group, *, check_replicas: bool) -> GlobalState:
-    """Collective: the census with the objects of all ranks, once it is sure that no key has two
-    values. Raises KeyMismatchError as `take_global_state` does."""
-    merged = agree_on_values(
-        holdings.state.tensors,
-        holdings.objects,
-        group,
-        census.tensors,
-        check_replicas=check_replicas,
-        on_device=census.on_device,
-    )
-    return replace(census, objects=merged)
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -255,7 +238,17 @@ def _merge(
     per_rank: dict[str, dict[int, Any]],
     own: dict[str, TensorLayout],
 ) -> GlobalState:
-    states = [said.state() for said, _ in parties]
+    states = [
+        State[Any](
+            said.tensors.tensors,
+            dict.fromkeys(said.objects),
+            {key: path_from_json(path) for key, path in said.paths.items()},
+            {path_from_json(path): kind for path, kind in said.containers},
+            said.aliases,
+            dict.fromkeys(said.per_rank),
+        )
+        for said, _ in parties
+    ]
     paths: dict[str, KeyPath] = {}
     containers: dict[KeyPath, str] = {}
     for state in states:
@@ -346,7 +339,12 @@ class DigestTable:
             table._add(key, digest)
         rank = group.job_rank
         copies = {key: _replicas(tensor, rank, group.world_size) for key, tensor in tensors.items()}
-        digests = _digests({name: t for of in copies.values() for name, t in of.items()}, on_device=on_device)
+        local = {name: t for of in copies.values() for name, t in of.items()}
+        if on_device:
+            found = partials((t, None, None) for t in local.values())
+            digests = {name: one.to_bytes() for name, one in zip(local, found, strict=True)}
+        else:
+            digests = {name: xxhash.xxh3_128_digest(row_major_bytes(as_array(t))) for name, t in local.items()}
         # by the identity of a form, of which a state has few, and which may name many ranks
         known: dict[int, tuple[ProductForm, bytes, int]] = {}
         for key, of in copies.items():
@@ -433,10 +431,3 @@ def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch
         return {}  # no other rank holds any of it
     parts = form.parts(tensor.spec.shape, rank)
     return {f"{tensor.key}\0{part.dims}": t for t, part in zip(tensor.local, parts) if t.numel()}
-
-
-def _digests(tensors: Mapping[str, torch.Tensor], *, on_device: bool) -> dict[str, bytes]:
-    if on_device:
-        found = partials((t, None, None) for t in tensors.values())
-        return {name: one.to_bytes() for name, one in zip(tensors, found, strict=True)}
-    return {name: xxhash.xxh3_128_digest(row_major_bytes(as_array(t))) for name, t in tensors.items()}

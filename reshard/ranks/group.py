@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.ranks.rounds import Rounds
 
 __all__ = [
-    "DEADLINE_S", "DistinctValues", "Group", "device_of_kind", "digest_of", "either", "pack_flags", "seconds",
+    "DEADLINE_S", "DistinctValues", "Group", "device_of_kind", "digest_of", "either", "pack_flags",
     "sending_device", "sending_kinds", "unpack_flags",
 ]  # fmt: skip
 
@@ -48,11 +48,6 @@ S = TypeVar("S")
 
 DEADLINE_S = 1800.0
 """How long a verb may take where the caller says nothing."""
-
-
-def seconds(timeout: float | timedelta) -> float:
-    """Return a time that a caller gave, in seconds."""
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 _MESSAGE_CHARS = 20_000
@@ -109,7 +104,7 @@ class Group:
             raise OptionError(
                 "process_group is a DeviceMesh: pass mesh.get_group(), or mesh.get_group('dp') for one axis"
             )
-        allowed_s = seconds(deadline_s)
+        allowed_s = deadline_s.total_seconds() if isinstance(deadline_s, timedelta) else deadline_s
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
             wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
             allowed_s = DEADLINE_S

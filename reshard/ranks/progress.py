@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from planners.units import format_bytes
 from reshard.ranks.spans import Span
@@ -159,7 +159,7 @@ def listening(listener: Listener) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """The progress of one piece of work, with as many phases as it likes, also at the same time.
 
         with Progress(show=group.rank == 0) as progress, progress.phase("read", total_bytes=n) as step:
@@ -198,9 +198,6 @@ class Progress:
                 step.tell("failed")
                 raise
             step.tell("finished")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.bars is not None:

@@ -109,7 +109,7 @@ class Rounds:
             if not isinstance(outcome, Failure) or self._ranks[rank] not in outcome.missing:
                 break
             self._missed = f". The other ranks had already given up on this rank: {outcome.message}"
-        self._stale_keys.enter(self.session)
+        self._stale_keys.live.add(self.session)
         weakref.finalize(self, self._stale_keys.leave, self.session, self._own_keys)
 
     def take(
@@ -142,7 +142,8 @@ class Rounds:
             before = self._take_own_keys()
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():
-                head = self._put(f"parcel/{box}/{self._rank}", parcel, limit)
+                name = self._key(f"parcel/{box}/{self._rank}")
+                head = self._store.put(name, parcel, limit, self._own_keys)
                 self._store.append(self._key(f"box/{box}"), self._rank, head)
             outcome = self._climb(label, data, combine, only) or self._wait(label, deadline, allowed_s)
             if isinstance(outcome, Failure):
@@ -256,11 +257,12 @@ class Rounds:
 
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
         """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
-        place, oldest = self._rank, self._stale_keys.oldest()
+        place, oldest = self._rank, min(self._stale_keys.live, default=0)
         for level, sizes in enumerate(_levels(len(self._ranks))):
             group, slot = divmod(place, FAN)
             log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
-            head = self._put(f"data/{level}/{place}", data, _INLINE_BYTES)
+            name = self._key(f"data/{level}/{place}")
+            head = self._store.put(name, data, _INLINE_BYTES, self._own_keys)
             if (
                 self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)), count)
                 < sizes[group]
@@ -273,7 +275,9 @@ class Rounds:
             data = combine([self._store.fetch(entry.head) for entry in entries.values()])
             place, oldest = group, min(entry.oldest for entry in entries.values())
         self._own_keys.append(self._key("outcome"))
-        return self._settle(RoundOutcome(self._put("whole", data, PART_BYTES if only is None else 0), oldest))
+        limit = PART_BYTES if only is None else 0
+        head = self._store.put(self._key("whole"), data, limit, self._own_keys)
+        return self._settle(RoundOutcome(head, oldest))
 
     def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:
         """Return the entries of a log, by slot."""
@@ -384,11 +388,6 @@ class Rounds:
     def _settle(self, outcome: Outcome) -> Outcome:
         """Write the outcome of this round unless there is one; the one that stands."""
         return decode_outcome(self._store.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
-
-    def _put(self, name: str, data: bytes, limit: int) -> bytes:
-        head, keys = self._store.put(self._key(name), data, limit)
-        self._own_keys += keys
-        return head
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:

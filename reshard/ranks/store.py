@@ -359,14 +359,15 @@ class StoreClient:
         """Return the keys of a log, to delete it."""
         return [log] if self._appends else [f"{log}/{place}" for place in places]
 
-    def put(self, name: str, data: bytes, limit: int) -> tuple[bytes, list[str]]:
-        """A few bytes that stand for the data, by `fetch`, and the keys that were stored for it: none up to `limit`."""
+    def put(self, name: str, data: bytes, limit: int, keys: list[str]) -> bytes:
+        """A few bytes that stand for the data, by `fetch`. Adds to `keys` what is stored: none up to `limit`."""
         if len(data) <= limit:
-            return _INLINE + data, []
-        keys = [f"{name}/{i}" for i in range(-(-len(data) // PART_BYTES))]
-        for i, key in enumerate(keys):
-            self.set(key, data[i * PART_BYTES : (i + 1) * PART_BYTES])
-        return _PARTS + msgspec.msgpack.encode((name, len(keys))), keys
+            return _INLINE + data
+        parts = range(0, len(data), PART_BYTES)
+        for i, start in enumerate(parts):
+            keys.append(f"{name}/{i}")
+            self.set(keys[-1], data[start : start + PART_BYTES])
+        return _PARTS + msgspec.msgpack.encode((name, len(parts)))
 
     def fetch(self, head: bytes) -> bytes:
         """The data for what `put` gave."""
@@ -460,20 +461,13 @@ class StaleKeys:
 
     def __init__(self) -> None:
         self._keys: dict[int, list[str]] = {}
-        self._live: set[int] = set()
-
-    def enter(self, session: int) -> None:
-        """This rank is in the session."""
-        self._live.add(session)
+        self.live: set[int] = set()
+        """The sessions that this rank is in."""
 
     def leave(self, session: int, keys: Iterable[str]) -> None:
         """This rank is in it no more, and has left these keys."""
-        self._live.discard(session)
+        self.live.discard(session)
         self._keys.setdefault(session, []).extend(keys)
-
-    def oldest(self) -> int:
-        """The first session that this rank is in."""
-        return min(self._live, default=0)
 
     def take(self, oldest: int) -> list[str]:
         """Return what may be deleted where no rank is in a session before `oldest`."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # its rule for lists decides the keys on disk
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
@@ -22,7 +21,7 @@ from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
-from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor
+from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor, this_rank
 from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
@@ -101,7 +100,7 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
         return
     live = LiveTensor(fqn, tensor)
     spec, form = live.spec, live.form
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = this_rank()
     for pieces, local in zip(_pieces(form, spec.shape, rank), live.local):
         for box, place in pieces:
             yield HeldRegion(box, local if place.sizes == local.shape else local[place.slices])

@@ -179,7 +179,8 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
     for path in apart:
         if kinds.get(path) == "tuple":
             retyped[key_of(path)] = retyped.get(key_of(path), ("tuple",))[0], "list"
-    keys, nests = dict[KeyPath, str](), defaultdict[KeyPath, tuple[dict[KeyPath, Any], dict[KeyPath, str]]](_nest)
+    keys: dict[KeyPath, str] = {}
+    nests: dict[KeyPath, tuple[dict[KeyPath, Any], dict[KeyPath, str]]] = defaultdict(lambda: ({}, {}))
     for key in contents.objects:
         at = _object_at(paths[key], apart)
         keys[at] = key if at == paths[key] else key_of(at)
@@ -199,10 +200,6 @@ def object_to_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _nest() -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    return {}, {}
 
 
 def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Mapping[KeyPath, str]) -> set[KeyPath]:

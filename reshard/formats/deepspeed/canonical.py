@@ -172,7 +172,8 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
             for i, of in optimizer["state"].items()
         }
         parts.by_id = StoredOptimizer(state, [dict(file.plain(g)) for g in optimizer.get("param_groups", ())])
-    elif isinstance(optimizer, dict) and is_mixed(optimizer):
+    elif isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict):
+        # of a 16-bit model
         file = stage.models[min(stage.models)]
         shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
         parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
@@ -354,11 +355,6 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
 
 
 NamedShapes = Mapping[str, tuple[int, ...]]
-
-
-def is_mixed(optimizer: Any) -> bool:
-    """Return True if a saved optimizer is one of a 16-bit model."""
-    return isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict)
 
 
 def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShapes, hints: Hints) -> StoredOptimizer:
