@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -204,6 +205,33 @@ def _unchecked(path: Path) -> dict[str, Any]:
         return {"it cannot be read": str(error)}
 
 
+# --- what looks at metadata only ---
+
+
+def _inspected(scene: Scene) -> Read:
+    """What is known without a look at any element."""
+    checkpoint = reshard.open(scene.path)
+    problems = checkpoint.problems()
+    facts = {
+        name: (tuple(tensor.shape), tensor.dtype, str(checkpoint.layout[name])) for name, tensor in checkpoint.items()
+    }
+    said = "; ".join((_said(checkpoint), *problems))
+    return Read({**facts, **checkpoint.objects, "aliases": dict(checkpoint.aliases)}, said, not problems)
+
+
+def _printed_json(*words: str) -> Callable[[Scene], Read]:
+    """The facts that a command prints."""
+
+    def read(scene: Scene) -> Read:
+        code, printed = _run(*words, scene=scene)
+        if code:
+            return Read({}, printed, ok=False)
+        facts = json.loads(printed[printed.index("{") :])
+        return Read({key: value for key, value in facts.items() if key != "path"}, _meaning(printed))
+
+    return read
+
+
 # --- verdicts: what they call right is read without any check ---
 
 
@@ -335,23 +363,35 @@ def _command(*words: str) -> Callable[[Scene], Read]:
     """What the command line says, with `{path}`, `{good}` and `{out}` filled in."""
 
     def read(scene: Scene) -> Read:
-        given = [word.format(path=scene.path, good=scene.good, out=scene.out / "out") for word in words]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            try:
-                run_command(given)
-                code: Any = 0
-            except SystemExit as end:
-                code = end.code
+        code, printed = _run(*words, scene=scene)
         if code:
-            return Read({}, printed.getvalue(), ok=False)
+            return Read({}, printed, ok=False)
         made = scene.out / "out"
-        said = " ".join(printed.getvalue().split())
-        for phrase, meaning in MEANINGS.items():
-            said = said.replace(phrase, meaning)
-        return Read(_unchecked(made if made.exists() else scene.path), said)
+        return Read(_unchecked(made if made.exists() else scene.path), _meaning(printed))
 
     return read
+
+
+def _run(*words: str, scene: Scene) -> tuple[Any, str]:
+    """Exit code and output of a command."""
+    given = [word.format(path=scene.path, good=scene.good, out=scene.out / "out") for word in words]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            run_command(given)
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code
+    if "Traceback (most recent call last)" in printed.getvalue():
+        raise RuntimeError(printed.getvalue()[-2000:])
+    return code, printed.getvalue()
+
+
+def _meaning(printed: str) -> str:
+    said = " ".join(printed.split())
+    for phrase, meaning in MEANINGS.items():
+        said = said.replace(phrase, meaning)
+    return said
 
 
 @contextlib.contextmanager
@@ -428,6 +468,9 @@ READERS: Mapping[str, Reader] = {
         Reader("save on it, and load", _based, only=("native", "native chain")),
         Reader("recover", _recovered, only=(_KEPT,)),
         Reader("restore", _restored, only=("native",)),
+        Reader("inspect", _inspected),
+        Reader("$ inspect", _printed_json("inspect", "{path}", "--json")),
+        Reader("$ plan", _printed_json("plan", "{path}", "fsdp=2", "--json")),
         Reader("$ verify", _command("verify", "{path}")),
         Reader("$ diff", _command("diff", "{path}", "{good}"), but=_UNKNOWN_CLASSES),
         Reader("$ convert", _command("convert", "{path}", "{out}", "--format", "native"), but=_UNWRITABLE),
