@@ -23,6 +23,7 @@ from reshard.cli.app import run as run_command
 from reshard.mapping.rules import Rename, Transpose
 from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor, whole
+from tests.same import same
 from tests.storages import Remote
 
 __all__ = ["MEANINGS", "METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
@@ -232,6 +233,56 @@ def _printed_json(*words: str) -> Callable[[Scene], Read]:
     return read
 
 
+def _run_with(scene: Scene, steps: int) -> Path:
+    """A run whose last step is the checkpoint, and the others undamaged."""
+    root = scene.out / "run"
+    for number in range(1, steps + 1):
+        shutil.copytree(scene.good if number < steps else scene.path, root / f"step-{number}")
+    return root
+
+
+def _newest(scene: Scene) -> Read:
+    """Which step a run continues from: `steps`, `latest_complete` and `open` choose the same one. It is complete: all
+    that needs a file which is gone or became shorter makes the step before the newest."""
+    root = _run_with(scene, 2)
+    before, last = reshard.steps(root)
+    latest, opened = reshard.latest_complete(root), reshard.open(root).url
+    values: dict[str, Any] = {"before": before.problem, "agree": latest == opened}
+    if latest != last.path:
+        agree = latest == before.path and before.problem is None and bool(last.problem)
+        return Read(values, f"{last.problem}", ok=not (agree and values["agree"]))
+    values |= {"problem": last.problem, "format": last.format, "bytes": last.nbytes}
+    if _lost(scene):
+        values["whole"] = same(_unchecked(scene.path), _unchecked(scene.good))
+        return Read(values if not values["whole"] else {k: v for k, v in values.items() if k != "whole"}, "")
+    return Read(values, _said(reshard.open(last.path)))
+
+
+def _lost(scene: Scene) -> bool:
+    """Whether a file is gone or shorter."""
+    files = [file for file in scene.good.rglob("*") if file.is_file()]
+    now = [scene.path / file.relative_to(scene.good) for file in files]
+    return any(not b.is_file() or b.stat().st_size < a.stat().st_size for a, b in zip(files, now))
+
+
+def _pruned(scene: Scene) -> Read:
+    """The newest complete step of a run stays, and the damaged one, too."""
+    root = _run_with(scene, 3)
+    before = reshard.latest_complete(root)
+    mine = {file: file.read_bytes() for file in (root / "step-3").rglob("*") if file.is_file()}
+    gone = {Path(path).name for path in reshard.prune(root, keep_last=1)}
+    newest = Path(before or "").name
+    stays = {file for file, data in mine.items() if not file.is_file() or file.read_bytes() != data}
+    values = {
+        "newest stays": reshard.latest_complete(root) == before,
+        "gone": gone == {"step-1", "step-2"} - {newest},
+        "damaged one stays": sorted(str(file.relative_to(root)) for file in stays),
+    }
+    if newest != "step-3":
+        values["values"] = same(_unchecked(root / newest), _unchecked(scene.good))
+    return Read({key: value for key, value in values.items() if key != "values" or not value}, "")
+
+
 # --- verdicts: what they call right is read without any check ---
 
 
@@ -425,6 +476,18 @@ _BY_NUMBER = (
     "files of ranks",
     "accelerate",
 )  # optimizers without names: a hint is needed
+_NO_SETTINGS = ("torch_checkpointing", "orbax zarr", "orbax ocdbt")  # of an optimizer
+_MODELS = (
+    "native v1", "native v2", "dcp zstd", "dcp sharded tensors", "safetensors", "hugging face", "hugging face of ranks",
+    "gguf",
+)  # fmt: skip
+_NOT_FOR_DEEPSPEED = (*_BY_NUMBER, *_NO_SETTINGS, *_MODELS)
+_NATIVE = ("native", "native chain", "native many files", "native v1", "native v2", "native on a base")
+_NOT_FOR_MEGATRON = (
+    *_BY_NUMBER, *_NO_SETTINGS, "native", "native chain", "native many files", "native on a base", "dcp", "torch_save",
+    "torch_save legacy",
+)  # fmt: skip
+# the latter have optimizer states of two parameters, and Megatron one tensor of all layers
 
 READERS: Mapping[str, Reader] = {
     reader.name: reader if reader.only else replace(reader, but=(*reader.but, _KEPT))
@@ -461,13 +524,17 @@ READERS: Mapping[str, Reader] = {
         Reader("convert to safetensors", _converted(format="safetensors")),
         Reader("convert, by tasks", _by_tasks(_converted()), but=_UNWRITABLE),
         Reader("convert to torch_checkpointing", _converted(format="torch_checkpointing"), but=_UNWRITABLE),
+        Reader("convert to deepspeed", _converted(format="deepspeed"), but=_NOT_FOR_DEEPSPEED),
+        Reader("convert to megatron", _converted(format="megatron"), but=_NOT_FOR_MEGATRON),
         Reader("convert onto others", _onto, but=_UNWRITABLE),
         Reader("convert, normalized", _converted(normalized=True), but=_BY_NUMBER),
         Reader("dcp_to_torch_save", _dcp_to_torch_save, only=("dcp", "dcp zstd", "dcp sharded tensors")),
         Reader("torch_save_to_dcp", _torch_save_to_dcp, only=("torch_save", "torch_save legacy")),
-        Reader("save on it, and load", _based, only=("native", "native chain")),
+        Reader("save on it, and load", _based, only=("native", "native chain", "native on a base")),
         Reader("recover", _recovered, only=(_KEPT,)),
         Reader("restore", _restored, only=("native",)),
+        Reader("newest of a run", _newest, but=_SINGLE_FILES),
+        Reader("prune", _pruned, only=_NATIVE),
         Reader("inspect", _inspected),
         Reader("$ inspect", _printed_json("inspect", "{path}", "--json")),
         Reader("$ plan", _printed_json("plan", "{path}", "fsdp=2", "--json")),
