@@ -25,7 +25,16 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
+from reshard.formats.opening import (
+    LEDGER,
+    RunStep,
+    discarded_in,
+    path_below,
+    refuse_incomplete,
+    run_in,
+    step_of,
+    steps_at,
+)
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_manifest, refuse_newer, without_claim
 from reshard.native.reader import detect
@@ -126,6 +135,7 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
         aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
         try:
             checkpoint = open_checkpoint(path)
+            refuse_incomplete(checkpoint.contents)
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
@@ -141,7 +151,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
-    missing or truncated.
+    missing or truncated, as far as its format records names and sizes of files. Contents are not read.
 
     Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
     newest; and as `reshard.steps`.
@@ -151,7 +161,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
             continue
         path = path_below(folder, step.name)
         try:
-            open_checkpoint(path)
+            refuse_incomplete(open_checkpoint(path).contents)
         except NewerVersionError:
             raise
         except CheckpointError:

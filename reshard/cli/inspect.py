@@ -193,6 +193,7 @@ def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
+        "unchecked": checkpoint.unchecked,
     }
 
 
@@ -229,7 +230,7 @@ def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None, legen
         leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
-    show.print_tree(screen, leaves, depth, checkpoint.warnings)
+    show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, forms.values(), legend)
