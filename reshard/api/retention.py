@@ -25,16 +25,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats.opening import (
-    LEDGER,
-    RunStep,
-    discarded_in,
-    path_below,
-    refuse_incomplete,
-    run_in,
-    step_of,
-    steps_at,
-)
+from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_manifest, refuse_newer, without_claim
 from reshard.native.reader import detect
@@ -132,14 +123,14 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
     found = []
     for seen in steps_at(folder, is_sure=True):
         path = path_below(folder, seen.name)
-        aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
         try:
             checkpoint = open_checkpoint(path)
-            refuse_incomplete(checkpoint.contents)
+            checkpoint.contents.refuse_incomplete()
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
+            aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
             found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
     return found
 
@@ -161,7 +152,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
             continue
         path = path_below(folder, step.name)
         try:
-            refuse_incomplete(open_checkpoint(path).contents)
+            open_checkpoint(path).contents.refuse_incomplete()
         except NewerVersionError:
             raise
         except CheckpointError:

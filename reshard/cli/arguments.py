@@ -242,7 +242,6 @@ def side(
     from planners.geometry.layout import StateLayout
     from planners.geometry.topologies import WORDS
     from reshard.api.plan import is_layout_file, names_topology, read_layout_file
-    from reshard.formats.opening import refuse_incomplete
 
     if names_topology(text):
         return _topology(text, rules, None)
@@ -254,7 +253,7 @@ def side(
         raise CheckpointNotFoundError(
             f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
         ) from None
-    refuse_incomplete(checkpoint.contents)
+    checkpoint.contents.refuse_incomplete()
     layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
     if not select:
         return layout

@@ -182,12 +182,12 @@ def _as_json(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
         "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()),
         "tensors": {
             name: {
-                "shape": list(layout[name].spec.shape),
-                "dtype": layout[name].spec.dtype,
-                "nbytes": layout[name].spec.nbytes,
-                "layout": _layout_as_json(layout[name]),
+                "shape": list(of.spec.shape),
+                "dtype": of.spec.dtype,
+                "nbytes": of.spec.nbytes,
+                "layout": _layout_as_json(of),
             }
-            for name in checkpoint
+            for name, of in layout.items()
         },
         "objects": dict(checkpoint.objects),
         "aliases": dict(checkpoint.aliases),
@@ -202,21 +202,22 @@ def _print(checkpoint: Checkpoint, problems: list[str], depth: int | None, legen
     from reshard.state import count_objects
 
     screen = show.console()
-    layout, names, objects = checkpoint.layout, list(checkpoint), checkpoint.objects
-    words, forms, both = (layout.described(names, say) for say in (in_words, short_form, in_both_forms))
-    nbytes = {name: layout[name].spec.nbytes for name in names}
+    layout, objects = checkpoint.layout, checkpoint.objects
+    specs = layout.specs
+    words, forms, both = (layout.described(specs, say) for say in (in_words, short_form, in_both_forms))
+    nbytes = {name: specs[name].nbytes for name in specs}
     show.print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(names), 'tensor')}, {show.size(sum(nbytes.values()))}, "
+        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(sum(nbytes.values()))}, "
         f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
-    show.print_totals(screen, "dtypes", nbytes, {name: (layout[name].spec.dtype,) for name in names})
+    show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
     leaves: dict[Any, show.PrintedLeaf] = {}
     paths = {name: (name,) for name in (*words, *checkpoint.aliases, *objects)} | dict(checkpoint.contents.paths)
     for name, text in words.items():
-        spec = layout[name].spec
+        spec = specs[name]
         text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
         leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
     lists: dict[Any, list[Any]] = {}

@@ -270,7 +270,7 @@ def _open_step(
         try:
             contents, url = _open_at(place, preferred, share, check)
             if wanted is None:
-                refuse_incomplete(contents)
+                contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise
@@ -282,12 +282,6 @@ def _open_step(
     is_damage = any(isinstance(error, CorruptCheckpointError) for error in skipped.values())
     kind = CorruptCheckpointError if is_damage else CheckpointNotFoundError
     raise kind(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
-
-
-def refuse_incomplete(contents: Contents) -> None:
-    """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
-    if contents.facts is not None and (problems := contents.facts.problems()):
-        raise CorruptCheckpointError("; ".join(problems))
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

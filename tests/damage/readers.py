@@ -230,7 +230,8 @@ def _printed_json(*words: str) -> Callable[[Scene], Read]:
         facts = json.loads(printed[printed.index("{") :])
         facts = facts.get("newest", facts)  # of a run, which it is where the file is gone that names its only step
         told = {"path", "warnings", "unchecked"}
-        return Read({key: value for key, value in facts.items() if key not in told}, _meaning(printed))
+        unchecked = reshard.open(scene.path).unchecked if words[0] == "plan" else ""  # of the metadata as it is
+        return Read({key: value for key, value in facts.items() if key not in told}, _meaning(printed) + unchecked)
 
     return read
 
@@ -254,7 +255,12 @@ def _newest(scene: Scene) -> Read:
     if latest != last.path:
         return Read(values, f"{last.problem}", ok=not (agree and latest == before.path and last.problem))
     newest = reshard.open(last.path)
-    values |= {"problem": last.problem, "format": last.format, "bytes": last.nbytes, "problems": newest.problems()}
+    values |= {
+        "problem": last.problem,
+        "format": last.format,
+        "bytes": last.nbytes,
+        "lost": newest.contents.facts.problems(),
+    }
     if last.format in ("native", "dcp") and _lost(scene) and not same(_unchecked(scene.path), _unchecked(scene.good)):
         return Read({"complete": "without a file that it needs"}, "")
     return Read(values, _said(newest))
