@@ -147,7 +147,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         `deep` also checks that every stored item contains what the metadata says.
         """
-        found = [*self.contents.facts.problems()] if self.contents.facts is not None else []
+        found = [*self.contents.facts.problems()]
         whole: set[Hashable] = set()
         for name in self:
             try:

@@ -123,13 +123,14 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
     found = []
     for seen in steps_at(folder, is_sure=True):
         path = path_below(folder, seen.name)
-        aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
         try:
             checkpoint = open_checkpoint(path)
+            checkpoint.contents.refuse_incomplete()
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
+            aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
             found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
     return found
 
@@ -141,7 +142,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
-    missing or truncated.
+    missing or truncated, as far as its format records names and sizes of files. Contents are not read.
 
     Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
     newest; and as `reshard.steps`.
@@ -151,7 +152,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
             continue
         path = path_below(folder, step.name)
         try:
-            open_checkpoint(path)
+            open_checkpoint(path).contents.refuse_incomplete()
         except NewerVersionError:
             raise
         except CheckpointError:

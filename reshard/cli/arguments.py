@@ -253,6 +253,7 @@ def side(
         raise CheckpointNotFoundError(
             f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
         ) from None
+    checkpoint.contents.refuse_incomplete()
     layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
     if not select:
         return layout

@@ -176,7 +176,7 @@ def _near(name: str, known: list[str]) -> str:
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:
     """What is said of each tensor of a selection: the same as in the whole checkpoint, which names the axes."""
-    holders = {name: whole.aliases.get(name, name) for name in checkpoint}
+    holders = {name: whole.aliases.get(name, name) for name in checkpoint.layout}
     found = whole.layout.described(holders.values(), describe)
     return {name: found[holder] for name, holder in holders.items()}
 
@@ -194,17 +194,18 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
         "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()),
         "tensors": {
             name: {
-                "shape": list(layout[name].spec.shape),
-                "dtype": layout[name].spec.dtype,
-                "nbytes": layout[name].spec.nbytes,
+                "shape": list(of.spec.shape),
+                "dtype": of.spec.dtype,
+                "nbytes": of.spec.nbytes,
                 "layout": {"words": words[name], **layouts[name]},
             }
-            for name in checkpoint
+            for name, of in layout.items()
         },
         "objects": dict(checkpoint.objects),
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
+        "unchecked": checkpoint.unchecked,
     }
 
 
@@ -213,21 +214,22 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     from reshard.state import count_objects
 
     screen = show.console()
-    layout, names, objects = checkpoint.layout, list(checkpoint), checkpoint.objects
+    layout, objects = checkpoint.layout, checkpoint.objects
+    specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
-    nbytes = {name: layout[name].spec.nbytes for name in names}
+    nbytes = {name: specs[name].nbytes for name in specs}
     show.print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(names), 'tensor')}, {show.size(sum(nbytes.values()))}, "
+        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(sum(nbytes.values()))}, "
         f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
-    show.print_totals(screen, "dtypes", nbytes, {name: (layout[name].spec.dtype,) for name in names})
+    show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
     leaves: dict[Any, show.PrintedLeaf] = {}
     paths = {name: (name,) for name in (*words, *checkpoint.aliases, *objects)} | dict(checkpoint.contents.paths)
     for name, text in words.items():
-        spec = layout[name].spec
+        spec = specs[name]
         text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
         leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
     lists: dict[Any, list[Any]] = {}
@@ -241,7 +243,7 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
-    show.print_tree(screen, leaves, depth, checkpoint.warnings)
+    show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, forms.values(), legend)

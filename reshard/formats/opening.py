@@ -269,6 +269,8 @@ def _open_step(
         place = path_below(path, step.name)
         try:
             contents, url = _open_at(place, preferred, share, check)
+            if wanted is None:
+                contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
             if wanted is not None or isinstance(error, NewerVersionError):
                 raise

@@ -374,7 +374,7 @@ def remove_dead(storage: Storage) -> list[str]:
     for save_id, names in by_id.items():
         if is_alive(storage, save_id, names):
             running = True
-        elif (counts := published(storage)) != save_id and (counts is not None or not without_claim(names)):
+        elif (counts := published(storage)) != save_id and (counts in by_id or not without_claim(names)):
             remove(storage, save_id, names)
             removed.append(save_id)
     if removed and published(storage) is None:

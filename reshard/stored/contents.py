@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from reshard.errors import FormatError, KeyMismatchError, did_you_mean
+from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
 from reshard.stored.source import FileSource
@@ -67,6 +67,9 @@ class Facts:
         return ()
 
 
+NO_FACTS = Facts()
+
+
 @dataclass(frozen=True)
 class Contents(State[StoredTensor]):
     """A checkpoint as its format describes it, under the keys as stored. Tensors and objects may be made only when they
@@ -74,7 +77,7 @@ class Contents(State[StoredTensor]):
 
     format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""
-    facts: Facts | None = None
+    facts: Facts = NO_FACTS
     """What this format knows beyond that, see `details`."""
     fingerprints: Mapping[str, str] | None = None
     """Digests of the tensors' values, where they were saved."""
@@ -94,6 +97,11 @@ class Contents(State[StoredTensor]):
     def details(self, kind: type[F]) -> F | None:
         """Return what the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
+
+    def refuse_incomplete(self) -> None:
+        """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
+        if problems := self.facts.problems():
+            raise CorruptCheckpointError("; ".join(problems))
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""
@@ -136,7 +144,7 @@ class ContentsBuilder:
         """Add a per-rank value whose key is claimed."""
         self._per_rank[key] = partial(LazyMapping, makers)
 
-    def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
+    def build(self, name: str, facts: Facts = NO_FACTS, **more: Any) -> Contents:
         """Return the contents; `more` are further fields."""
         return Contents(
             LazyMapping(self._tensors), LazyMapping(self._objects), self.paths, self.containers, self.aliases,
@@ -144,7 +152,7 @@ class ContentsBuilder:
         )  # fmt: skip
 
 
-def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
+def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts = NO_FACTS) -> Contents:
     """Return the contents of all parts, each under its section ("" for keys as they are).
 
     Raises FormatError if two parts have the same key.

@@ -75,18 +75,18 @@ def _together(cells: list[Cell], folder: Path) -> Iterator[Result]:
 
 def table(results: Iterable[Result]) -> str:
     """A row for each reader, a column for each format; in a field, how many damages had each kind of end."""
-    signs = {Outcome.REFUSED: "r", Outcome.RIGHT: "=", Outcome.UNCHECKED: "u", Outcome.NOTHING: ""}
+    signs = {Outcome.REFUSED: "r", Outcome.RIGHT: "=", Outcome.UNCHECKED: "u", Outcome.FORGED: "f", Outcome.NOTHING: ""}
     counts: dict[str, dict[str, Counter[str]]] = {}
     for result in results:
         sign = signs.get(result.outcome, "!")
         counts.setdefault(result.cell.reader, {}).setdefault(result.cell.format, Counter())[sign] += 1
     formats = [format for format in FORMATS if any(format in row for row in counts.values())]
-    lines = ["refused r, right =, told unchecked u, must not be !", ""]
+    lines = ["refused r, right =, told unchecked u, told by it f, must not be !", ""]
     lines.append("| reader | " + " | ".join(formats) + " |")
     lines.append("|---" * (len(formats) + 1) + "|")
     for reader, row in counts.items():
         fields = (
-            " ".join(f"{row[f][sign]}{sign}" for sign in "r=u!" if row[f][sign]) if f in row else "" for f in formats
+            " ".join(f"{row[f][sign]}{sign}" for sign in "r=uf!" if row[f][sign]) if f in row else "" for f in formats
         )
         lines.append(f"| {reader} | " + " | ".join(fields) + " |")
     return "\n".join(lines)

@@ -34,8 +34,8 @@ class Format:
     """Kinds of places that have checksums, so that who reads all of one finds a change in it."""
     generations: bool = True
     """Whether there is an older one, whose files may be put back."""
-    is_base: bool = False
-    """Whether a later save can be based on it."""
+    base: str = ""
+    """Beside it: a checkpoint with which it shares files by hard links, and whose files are the ones to be damaged."""
 
 
 def tensors(generation: int) -> dict[str, torch.Tensor]:
@@ -77,6 +77,14 @@ def _chain(folder: Path, generation: int) -> Path:
         base: Any = folder / f"step-{number - 1}" if number else "auto"
         reshard.save(made, folder / f"step-{number}", base=base, alone=True)
     return folder / "step-2"
+
+
+def _on_a_base(folder: Path, generation: int) -> Path:
+    """Most of its elements are in files of the base, which have a second name in its own folder."""
+    now = state(generation)
+    reshard.save(now | {"step": -1, "model": now["model"] | {"w": torch.zeros(9)}}, folder / "base", alone=True)
+    reshard.save(now, folder / "saved", base=folder / "base", alone=True)
+    return folder / "saved"
 
 
 def _many_files(folder: Path, generation: int) -> Path:
@@ -164,8 +172,9 @@ ARCHIVES = frozenset({"data", "pickle"})
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("native", _native, NATIVE, is_base=True),
-        Format("native chain", _chain, NATIVE, is_base=True),
+        Format("native", _native, NATIVE),
+        Format("native chain", _chain, NATIVE),
+        Format("native on a base", _on_a_base, NATIVE, base="base"),
         Format("native many files", _many_files, NATIVE),
         Format("native v1", _copied(GOLDEN / "v1" / "sharded"), NATIVE, generations=False),
         Format("native v2", _copied(GOLDEN / "v2" / "sharded"), NATIVE, generations=False),

@@ -135,18 +135,20 @@ class Checkpoint:
             (folder / "made").mkdir(parents=True)
             path = format.make(folder / "made", generation)
             if generation == 0:
-                older = _read_files(path)
-        single = path.is_file()
+                older = _read_files(path.parent / (format.base or path.name))
         for name in ("good", "damaged"):
             (folder / name).mkdir()
-            (shutil.copyfile if single else shutil.copytree)(path, folder / name / path.name)
+            for kept in {path.name, format.base or path.name}:
+                _copy(path.parent / kept, folder / name / kept)
+            _link_again(folder / "made", folder / name)
         checkpoint = cls(format, folder, path.name, older)
         shutil.rmtree(folder / "made")
         return checkpoint
 
     @cached_property
     def files(self) -> Bytes:
-        return _read_files(self.folder / "good" / self.name)
+        """Those that can be damaged: its own, or those of its base."""
+        return _read_files(self.folder / "good" / (self.format.base or self.name))
 
     @cached_property
     def sites(self) -> Mapping[str, list[Site]]:
@@ -178,13 +180,33 @@ class Checkpoint:
     def damaged(self, changes: Changes) -> Iterator[None]:
         """The copy on the disk has these files meanwhile."""
         top = self.folder / "damaged"
-        base = top if list(self.files) == [self.name] else top / self.name
+        base = top if list(self.files) == [self.name] else top / (self.format.base or self.name)
         try:
             for name, data in changes.items():
                 _put(base / name, data)
             yield
         finally:
             _restore(base, self.files)
+            if self.format.base:
+                _restore(top / self.name, _read_files(self.folder / "good" / self.name))
+                _link_again(self.folder / "good", top)
+
+
+def _copy(source: Path, target: Path) -> None:
+    (shutil.copyfile if source.is_file() else shutil.copytree)(source, target)
+
+
+def _link_again(source: Path, copy: Path) -> None:
+    """Two names of one file are two names of one file in the copy, too."""
+    first: dict[int, Path] = {}
+    for file in sorted(path for path in source.rglob("*") if path.is_file() and path.stat().st_nlink > 1):
+        mine = copy / file.relative_to(source)
+        if not mine.exists():
+            continue
+        one = first.setdefault(file.stat().st_ino, mine)
+        if one is not mine and not one.samefile(mine):
+            mine.unlink()
+            mine.hardlink_to(one)
 
 
 def _read_files(path: Path) -> Bytes:
@@ -194,7 +216,12 @@ def _read_files(path: Path) -> Bytes:
 
 
 def _put(path: Path, data: bytes | None) -> None:
-    """In a new file: the old one may still be mapped."""
+    """In a new file: the old one may still be mapped. Only what has other names, too, is changed for all of them."""
+    if data is not None and path.is_file() and path.stat().st_nlink > 1:
+        with path.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+        return
     path.unlink(missing_ok=True)
     if data is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from reshard.cli.app import run as run_command
 from reshard.mapping.rules import Rename, Transpose
 from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor, whole
+from tests.same import same
 from tests.storages import Remote
 
 __all__ = ["MEANINGS", "METADATA", "READERS", "VALUES", "Read", "Reader", "Scene"]
@@ -204,6 +206,94 @@ def _unchecked(path: Path) -> dict[str, Any]:
         return {"it cannot be read": str(error)}
 
 
+# --- what looks at metadata only ---
+
+
+def _inspected(scene: Scene) -> Read:
+    """What is known without a look at any element."""
+    checkpoint = reshard.open(scene.path)
+    problems = checkpoint.problems()
+    facts = {
+        name: (tuple(tensor.shape), tensor.dtype, str(checkpoint.layout[name])) for name, tensor in checkpoint.items()
+    }
+    said = "; ".join((_said(checkpoint), *problems))
+    return Read({**facts, **checkpoint.objects, "aliases": dict(checkpoint.aliases)}, said, not problems)
+
+
+def _printed_json(*words: str) -> Callable[[Scene], Read]:
+    """The facts that a command prints."""
+
+    def read(scene: Scene) -> Read:
+        code, printed = _run(*words, scene=scene)
+        if code:
+            return Read({}, printed, ok=False)
+        facts = json.loads(printed[printed.index("{") :])
+        facts = facts.get("newest", facts)  # of a run, which it is where the file is gone that names its only step
+        told = {"path", "warnings", "unchecked"}
+        unchecked = reshard.open(scene.path).unchecked if words[0] == "plan" else ""  # of the metadata as it is
+        return Read({key: value for key, value in facts.items() if key not in told}, _meaning(printed) + unchecked)
+
+    return read
+
+
+def _run_with(scene: Scene, steps: int) -> Path:
+    """A run whose last step is the checkpoint, and the others undamaged."""
+    root = scene.out / "run"
+    for number in range(1, steps + 1):
+        shutil.copytree(scene.good if number < steps else scene.path, root / f"step-{number}")
+    return root
+
+
+def _newest(scene: Scene) -> Read:
+    """Which step a run continues from: `steps`, `latest_complete` and `open` choose the same one. It is complete:
+    without a file that it needs, the step before is the newest."""
+    root = _run_with(scene, 2)
+    before, last = reshard.steps(root)
+    latest, opened = reshard.latest_complete(root), reshard.open(root).url
+    agree = opened == latest or opened.startswith(f"{latest}/")
+    values: dict[str, Any] = {"before": before.problem, "agree": agree}
+    if latest != last.path:
+        return Read(values, f"{last.problem}", ok=not (agree and latest == before.path and last.problem))
+    newest = reshard.open(last.path)
+    values |= {
+        "problem": last.problem,
+        "format": last.format,
+        "bytes": last.nbytes,
+        "lost": newest.contents.facts.problems(),
+    }
+    if last.format in ("native", "dcp") and _lost(scene) and not same(_unchecked(scene.path), _unchecked(scene.good)):
+        return Read({"complete": "without a file that it needs"}, "")
+    return Read(values, _said(newest))
+
+
+def _lost(scene: Scene) -> bool:
+    """Whether a file is gone, or only its beginning is there."""
+    files = [file for file in scene.good.rglob("*") if file.is_file()]
+    now = [scene.path / file.relative_to(scene.good) for file in files]
+    return any(
+        not new.is_file() or (new.stat().st_size < old.stat().st_size and old.read_bytes().startswith(new.read_bytes()))
+        for old, new in zip(files, now)
+    )
+
+
+def _pruned(scene: Scene) -> Read:
+    """The newest complete step of a run stays, and the damaged one, too."""
+    root = _run_with(scene, 3)
+    before = reshard.latest_complete(root)
+    mine = {file: file.read_bytes() for file in (root / "step-3").rglob("*") if file.is_file()}
+    gone = {Path(path).name for path in reshard.prune(root, keep_last=1)}
+    newest = Path(before or "").name
+    stays = {file for file, data in mine.items() if not file.is_file() or file.read_bytes() != data}
+    values = {
+        "newest stays": reshard.latest_complete(root) == before,
+        "gone": gone == {"step-1", "step-2"} - {newest},
+        "damaged one stays": sorted(str(file.relative_to(root)) for file in stays),
+    }
+    if newest != "step-3":
+        values["values"] = same(_unchecked(root / newest), _unchecked(scene.good))
+    return Read({key: value for key, value in values.items() if key != "values" or not value}, "")
+
+
 # --- verdicts: what they call right is read without any check ---
 
 
@@ -335,23 +425,35 @@ def _command(*words: str) -> Callable[[Scene], Read]:
     """What the command line says, with `{path}`, `{good}` and `{out}` filled in."""
 
     def read(scene: Scene) -> Read:
-        given = [word.format(path=scene.path, good=scene.good, out=scene.out / "out") for word in words]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            try:
-                run_command(given)
-                code: Any = 0
-            except SystemExit as end:
-                code = end.code
+        code, printed = _run(*words, scene=scene)
         if code:
-            return Read({}, printed.getvalue(), ok=False)
+            return Read({}, printed, ok=False)
         made = scene.out / "out"
-        said = " ".join(printed.getvalue().split())
-        for phrase, meaning in MEANINGS.items():
-            said = said.replace(phrase, meaning)
-        return Read(_unchecked(made if made.exists() else scene.path), said)
+        return Read(_unchecked(made if made.exists() else scene.path), _meaning(printed))
 
     return read
+
+
+def _run(*words: str, scene: Scene) -> tuple[Any, str]:
+    """Exit code and output of a command."""
+    given = [word.format(path=scene.path, good=scene.good, out=scene.out / "out") for word in words]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            run_command(given)
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code
+    if "Traceback (most recent call last)" in printed.getvalue():
+        raise RuntimeError(printed.getvalue()[-2000:])
+    return code, printed.getvalue()
+
+
+def _meaning(printed: str) -> str:
+    said = " ".join(printed.split())
+    for phrase, meaning in MEANINGS.items():
+        said = said.replace(phrase, meaning)
+    return said
 
 
 @contextlib.contextmanager
@@ -385,6 +487,18 @@ _BY_NUMBER = (
     "files of ranks",
     "accelerate",
 )  # optimizers without names: a hint is needed
+_NO_SETTINGS = ("torch_checkpointing", "orbax zarr", "orbax ocdbt")  # of an optimizer
+_MODELS = (
+    "native v1", "native v2", "dcp zstd", "dcp sharded tensors", "safetensors", "hugging face", "hugging face of ranks",
+    "gguf",
+)  # fmt: skip
+_NOT_FOR_DEEPSPEED = (*_BY_NUMBER, *_NO_SETTINGS, *_MODELS)
+_NATIVE = ("native", "native chain", "native many files", "native v1", "native v2", "native on a base")
+_NOT_FOR_MEGATRON = (
+    *_BY_NUMBER, *_NO_SETTINGS, "native", "native chain", "native many files", "native on a base", "dcp", "torch_save",
+    "torch_save legacy",
+)  # fmt: skip
+# the latter have optimizer states of two parameters, and Megatron one tensor of all layers
 
 READERS: Mapping[str, Reader] = {
     reader.name: reader if reader.only else replace(reader, but=(*reader.but, _KEPT))
@@ -421,13 +535,20 @@ READERS: Mapping[str, Reader] = {
         Reader("convert to safetensors", _converted(format="safetensors")),
         Reader("convert, by tasks", _by_tasks(_converted()), but=_UNWRITABLE),
         Reader("convert to torch_checkpointing", _converted(format="torch_checkpointing"), but=_UNWRITABLE),
+        Reader("convert to deepspeed", _converted(format="deepspeed"), but=_NOT_FOR_DEEPSPEED),
+        Reader("convert to megatron", _converted(format="megatron"), but=_NOT_FOR_MEGATRON),
         Reader("convert onto others", _onto, but=_UNWRITABLE),
         Reader("convert, normalized", _converted(normalized=True), but=_BY_NUMBER),
         Reader("dcp_to_torch_save", _dcp_to_torch_save, only=("dcp", "dcp zstd", "dcp sharded tensors")),
         Reader("torch_save_to_dcp", _torch_save_to_dcp, only=("torch_save", "torch_save legacy")),
-        Reader("save on it, and load", _based, only=("native", "native chain")),
+        Reader("save on it, and load", _based, only=("native", "native chain", "native on a base")),
         Reader("recover", _recovered, only=(_KEPT,)),
         Reader("restore", _restored, only=("native",)),
+        Reader("newest of a run", _newest, but=_SINGLE_FILES),
+        Reader("prune", _pruned, only=_NATIVE),
+        Reader("inspect", _inspected),
+        Reader("$ inspect", _printed_json("inspect", "{path}", "--json")),
+        Reader("$ plan", _printed_json("plan", "{path}", "fsdp=2", "--json")),
         Reader("$ verify", _command("verify", "{path}")),
         Reader("$ diff", _command("diff", "{path}", "{good}"), but=_UNKNOWN_CLASSES),
         Reader("$ convert", _command("convert", "{path}", "{out}", "--format", "native"), but=_UNWRITABLE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from reshard.ranks import liveness
 from reshard.storage import LocalStorage, MemoryStorage, Storage, open_storage
 from tests import gloo
 from tests.faulty import Crash, Faulty, SystemCalls
+from tests.samples import sample
 
 STATE = {"w": torch.ones(3)}
 EMPTY = "data-0192f3c1a8aa-5d2e00112233"
@@ -271,6 +273,43 @@ def test_pruning_never_takes_the_last_whole_checkpoint_for_the_sake_of_a_broken_
 
     assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
     assert (tmp_path / "step-2").exists()  # a broken one is for its owner to look at
+
+
+def test_pruning_leaves_data_whose_manifest_was_overwritten_by_that_of_an_older_save(tmp_path):
+    """As by a copy that brings back some files: the data counted as those of a killed save."""
+    for step in range(3):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    manifest = tmp_path / "step-2" / "manifest.json"
+    older = manifest.read_bytes()
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "step-2")
+    newer = manifest.read_bytes()
+    manifest.write_bytes(older)
+
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-0")]
+
+    manifest.write_bytes(newer)
+    assert reshard.verify(tmp_path / "step-2").ok
+
+
+def test_a_step_without_the_file_of_a_rank_is_not_complete(tmp_path):
+    """Of DeepSpeed, whose files show which others there were: `open` of its own path tells, and gives the rest."""
+    for step in (1, 2):
+        shutil.copytree(sample("ds_z3_w2/ckpt"), tmp_path / f"step-{step}")
+    gone = next((tmp_path / "step-2").rglob("zero_pp_rank_1*optim_states.pt"))
+    gone.unlink()
+
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "step-1")
+    before, last = reshard.steps(tmp_path)
+    assert before.problem is None
+    assert f"{gone.name} is missing" in str(last.problem)
+    found = reshard.open(tmp_path)
+    assert found.url == str(tmp_path / "step-1")
+    assert "step-2 is newer but was skipped because it is not complete" in found.warnings[-1]
+    for opened in (reshard.open(tmp_path / "step-2"), reshard.open(tmp_path, step=2)):
+        assert gone.name in " ".join(opened.problems())
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(CorruptCheckpointError, match="no checkpoint of the run"):
+        reshard.open(tmp_path)
 
 
 def test_pruning_leaves_what_is_being_replaced(tmp_path):

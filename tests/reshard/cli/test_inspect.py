@@ -46,6 +46,15 @@ def test_json_has_every_tensor(say, checkpoint) -> None:
     assert told["objects"]["step"] == 7
     assert told["problems"] == []
     assert told["ok"]
+    assert told["unchecked"] == ""
+
+
+def test_what_nothing_was_compared_with_is_told(say, checkpoint, tmp_path) -> None:
+    """`"ok": true` alone said more than was checked."""
+    assert say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp").code == 0
+    said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
+    assert "unchecked: whether all files are of one save" in told["unchecked"]
+    assert f"note  {told['unchecked']}" in said.out
 
 
 def test_json_of_keys_that_json_does_not_have(capsys) -> None:
