@@ -20,7 +20,7 @@ from reshard.formats.torch_save import reader as torch_save
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, LazyMapping, merge
+from reshard.stored.contents import NO_FACTS, Contents, Facts, LazyMapping, merge
 from reshard.stored.source import Files, FileSource
 
 __all__ = ["FORMAT", "detect", "open"]
@@ -89,7 +89,7 @@ def open(files: Files) -> Contents:
             parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
-    facts = None
+    facts: Facts = NO_FACTS
     for section, opened in _weights(files):
         parts.append((section, opened))
         # on disk, the weights of a Hugging Face model have other names than in memory

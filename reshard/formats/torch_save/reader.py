@@ -20,7 +20,7 @@ from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, ContentsBuilder, Facts, Record, has_dcp
+from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, Record, has_dcp
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
@@ -192,7 +192,7 @@ def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 
     return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
 
 
-def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts | None = None) -> Contents:
+def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO_FACTS) -> Contents:
     """The contents of files that are whole each; the keys of each get a prefix.
 
     Raises FormatError for a file that is a pickled module or other object rather than a state.
