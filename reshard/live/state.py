@@ -218,8 +218,8 @@ class OwnState(dict[str, Any]):
         if not isinstance(value, LRScheduler | GradScaler):
             return state
         made = cls(state)
-        made.advice = f"the saved one had other settings than this {type(value).__name__}: build it as then, of the "
-        made.advice += "same class and with the same enabled="
+        made.advice = f"the saved one had other settings than this {type(value).__name__}: build it as then: the "
+        made.advice += "same class, and for a GradScaler the same enabled="
         return made
 
     @classmethod
