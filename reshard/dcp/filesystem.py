@@ -70,6 +70,10 @@ _PIECE_BYTES = 16 << 20
 __getattr__ = partial(getattr, _torch)
 
 
+_FILES = _torch.FileSystem()
+"""What subclasses written for torch's readers and writers open local files with, as `self.fs`."""
+
+
 class FileSystemWriter(StorageWriter):
     """Writes `__<rank>_<n>.distcp` files, and then publishes them by writing `.metadata` in one
     atomic step.
@@ -108,7 +112,7 @@ class FileSystemWriter(StorageWriter):
                 f"{serialization_format} would write files that no DCP reader can read. For safetensors, use "
                 "reshard.save, or reshard.convert afterwards"
             )
-        self.path, self.single_file_per_rank = path, single_file_per_rank
+        self.fs, self.path, self.single_file_per_rank = _FILES, path, single_file_per_rank
         self.thread_count, self.overwrite = thread_count, overwrite
         self.extensions = tuple(_extensions or ())
         self.save_id = uuid.uuid4().hex
@@ -257,7 +261,7 @@ class FileSystemReader(StorageReader):
             _extension_registry: undoes your own transforms. zstandard needs no registration. Only
                 registered transforms run, even if the checkpoint names others.
         """
-        self.path, self.extension_registry = path, _extension_registry
+        self.fs, self.path, self.extension_registry = _FILES, path, _extension_registry
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}

@@ -3,6 +3,7 @@
 model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
 pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
 pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
+model/ or weights/  optimizer/ or optim/  model_and_optim/                 LLaMA-Factory, NeMo-RL, OLMo-core, and others
 
 Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and `optimizer_1`.
 """
@@ -10,7 +11,7 @@ Of several models and optimizers the first are `model` and `optimizer`, the next
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
@@ -28,7 +29,12 @@ __all__ = ["FORMAT", "detect", "open"]
 
 _NAME = "accelerate"
 
-_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
+_FOLDER = re.compile(
+    r"((?:pytorch_model_fsdp|optimizer)_\d+|model_and_optim|model|weights|optim|optimizer)/"
+    r"(?:\.metadata|__\d+_\d+\.distcp)"
+)
+_FOR_ITSELF = ([], ["model"], ["weights"], ["optim"], ["optimizer"])
+"""Of these folders, one alone is a checkpoint, and not a part of one."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
 )
@@ -39,6 +45,7 @@ _CUSTOM = re.compile(r"(custom_checkpoint_\d+)\.pkl")
 """What `state_dict()` of an object gave: taken apart like other files if it is plain data, else read when asked for."""
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
 """Files that hold one object of any class: it is read only when asked for."""
+_NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
@@ -46,10 +53,16 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if there are weights and something beside them, folders of FSDP, or files of each rank; or all but
     the weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
-    if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
+    if _folders(names) or _rank_files(names):
         return True
     beside = [n for n in top if _BESIDE.fullmatch(n) or _WHOLE.fullmatch(n)]
     return bool(beside) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+
+
+def _folders(names: Iterable[str]) -> list[str]:
+    """Those of DCP."""
+    found = sorted({match[1] for file in names if (match := _FOLDER.fullmatch(file))})
+    return [] if found in _FOR_ITSELF else found
 
 
 def _lost_weights(top: Collection[str]) -> bool:
@@ -73,17 +86,18 @@ def open(files: Files) -> Contents:
     """
     storage, names = files.storage, files.listed
     parts: list[tuple[str, Contents]] = []
-    folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
+    folders = _folders(names)
     by_rank = _rank_files(names)
     if not folders and not by_rank and not any(map(_WEIGHTS.fullmatch, names)):
         raise CorruptCheckpointError(
             f"{storage.url}: there are an optimizer and a scheduler, but no weights; looked for model.safetensors, "
             "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
         )
-    for folder, number in folders:
-        # the keys of a first folder begin with "model." and "optimizer." already
-        section = "" if number == "0" else f"{folder.removeprefix('pytorch_').removesuffix('_fsdp')}_{number}"
-        parts.append((section, dcp.open_folder(files, f"{folder}_{number}/")))
+    for folder in folders:
+        # the keys of a first folder of accelerate, and of weights/, begin with "model." or "optimizer." already
+        is_named = folder.endswith(("_0", "_and_optim", "weights"))
+        section = "" if is_named else folder.removeprefix("pytorch_").replace("_fsdp", "")
+        parts.append((section, dcp.open_folder(files, f"{folder}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
@@ -96,7 +110,8 @@ def open(files: Files) -> Contents:
         facts = opened.details(safetensors.HuggingFaceFacts) or facts
     if by_rank:
         parts.append(("", rank_files.open_sections(_NAME, files, by_rank)))
-    return merge(_NAME, parts, facts)
+    known = [n for n in names if any(kind.fullmatch(_NUMBER.sub("", n)) for kind in (_BESIDE, _WHOLE, _WEIGHTS))]
+    return rank_files.with_others(merge(_NAME, parts, facts), files, by_rank, known)
 
 
 def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:

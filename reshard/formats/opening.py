@@ -277,9 +277,10 @@ def _open_step(
         why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
         return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path))), url
     why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
-    is_damage = any(isinstance(error, CorruptCheckpointError) for error in skipped.values())
-    kind = CorruptCheckpointError if is_damage else CheckpointNotFoundError
-    raise kind(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
+    kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
+    kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
+    what = "in a known format" if kind is FormatError else "complete"
+    raise kind(f"no checkpoint of the run at {os.fspath(path)} is {what}. {'; '.join(why)}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
@@ -367,6 +368,11 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     )
     contents = format.open(files)
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
+    if format.name == "torch_save" and not owned_by(beside) and (nested := _nested(storage, names)):
+        raise FormatError(
+            f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
+            f"{', '.join(nested)}: open one of these, or the file, by its path"
+        )
     if format.name != "native" or not beside:
         return contents
     warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"
@@ -462,6 +468,7 @@ def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
 #     run/checkpoint-10  checkpoint-20                     Trainer
 #     project/checkpoints/checkpoint_0  checkpoint_1       accelerate
 #     run/checkpoints/epoch=0-step=10.ckpt  last.ckpt      Lightning, as files or folders
+#     run/global_step_10  step10  epoch_0_step_10          verl and VeOmni, OLMo-core, NeMo Automodel
 #
 # Names are all that is looked at: those in the folder, in its one folder of checkpoints, and in
 # those of its steps. So a folder of ten thousand others is distinguished at once from a checkpoint.
@@ -480,7 +487,9 @@ def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
 Look = Callable[[str], tuple[list[str], list[str]]]
 """The names of folders and of files directly in a folder, which is "" or ends with "/"."""
 
-_STEP = re.compile(r"(?:.*\bstep=|global_?step|(?:step|checkpoint|ckpt|iter)[-_]|)(\d+)(?:-v\d+)?(?:\.ckpt)?")
+_STEP = re.compile(
+    r"(?:.*\bstep=|(?:epoch_\d+_|global_?)?step[-_]?|(?:checkpoint|ckpt|iter)[-_]|)(\d+)(?:-v\d+)?(?:\.ckpt)?"
+)
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
 _BELOW = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 

@@ -130,7 +130,8 @@ def _check_numbers(url: str, files: list[str]) -> None:
             )
         total = kinds.pop()[1]
         have_numbers = {int(m[2]) for m in numbered if m}
-        lost = [i for i in range(1, total + 1) if i not in have_numbers]
+        first = min(1, *have_numbers)  # some count from 0
+        lost = [i for i in range(first, first + total) if i not in have_numbers]
         if lost:
             raise CorruptCheckpointError(
                 f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"

@@ -189,9 +189,9 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="holds 'c', but it does not"):
         open_checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map}))
-    for extra, what in (("a", "says that it is in pytorch_model-00001"), ("c", "does not have it")):
+    for extra, said in (("a", "pytorch_model-00001-of-00002.bin"), ("c", "no file")):
         torch.save({"b": parts["b"], extra: torch.ones(4)}, tmp_path / weight_map["b"])
-        with pytest.raises(CorruptCheckpointError, match=rf"'{extra}' is in pytorch_model-00002.*index {what}"):
+        with pytest.raises(CorruptCheckpointError, match=rf"{said} holds '{extra}', but pytorch_model-00002.* does"):
             open_checkpoint(tmp_path)
     (tmp_path / weight_map["a"]).unlink()
     with pytest.raises(CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin; .* hold 'a'"):
