@@ -70,10 +70,6 @@ _PIECE_BYTES = 16 << 20
 __getattr__ = partial(getattr, _torch)
 
 
-_FILES = _torch.FileSystem()
-"""What subclasses written for torch's readers and writers open local files with, as `self.fs`."""
-
-
 class FileSystemWriter(StorageWriter):
     """Writes `__<rank>_<n>.distcp` files, and then publishes them by writing `.metadata` in one
     atomic step.
@@ -81,6 +77,9 @@ class FileSystemWriter(StorageWriter):
     If you overwrite a checkpoint, the new files get new names, and the old files are deleted after
     the new `.metadata` is written.
     """
+
+    fs = _torch.FileSystem()
+    """With which classes derived from torch's open local files."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class FileSystemWriter(StorageWriter):
                 f"{serialization_format} would write files that no DCP reader can read. For safetensors, use "
                 "reshard.save, or reshard.convert afterwards"
             )
-        self.fs, self.path, self.single_file_per_rank = _FILES, path, single_file_per_rank
+        self.path, self.single_file_per_rank = path, single_file_per_rank
         self.thread_count, self.overwrite = thread_count, overwrite
         self.extensions = tuple(_extensions or ())
         self.save_id = uuid.uuid4().hex
@@ -254,6 +253,8 @@ class FileSystemReader(StorageReader):
     contains several formats, DCP takes precedence.
     """
 
+    fs = FileSystemWriter.fs
+
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
         """Create a reader.
 
@@ -261,7 +262,7 @@ class FileSystemReader(StorageReader):
             _extension_registry: undoes your own transforms. zstandard needs no registration. Only
                 registered transforms run, even if the checkpoint names others.
         """
-        self.fs, self.path, self.extension_registry = _FILES, path, _extension_registry
+        self.path, self.extension_registry = path, _extension_registry
         self.load_id = uuid.uuid4().hex
         self._checkpoint: Checkpoint | None = None
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}

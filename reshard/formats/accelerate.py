@@ -41,10 +41,9 @@ _WEIGHTS = re.compile(
 _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
-_CUSTOM = re.compile(r"(custom_checkpoint_\d+)\.pkl")
-"""What `state_dict()` of an object gave: taken apart like other files if it is plain data, else read when asked for."""
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
-"""Files that hold one object of any class: it is read only when asked for."""
+"""Files that hold one object of any class: it is read only when asked for. What `state_dict()` of an object gave
+(`custom_checkpoint`) is taken apart like other files if it is plain data."""
 _NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
@@ -55,8 +54,11 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     top = [n for n in names if "/" not in n]
     if _folders(names) or _rank_files(names):
         return True
-    beside = [n for n in top if _BESIDE.fullmatch(n) or _WHOLE.fullmatch(n)]
-    return bool(beside) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+    return any(map(_beside, top)) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+
+
+def _beside(file: str) -> re.Match[str] | None:
+    return _BESIDE.fullmatch(file) or _WHOLE.fullmatch(file)
 
 
 def _folders(names: Iterable[str]) -> list[str]:
@@ -69,7 +71,7 @@ def _lost_weights(top: Collection[str]) -> bool:
     """Return True if there are an optimizer and a scheduler, and no other file of weights by any name."""
     saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
     parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
-    return {"optimizer", "scheduler"} <= parts and all(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in saved)
+    return {"optimizer", "scheduler"} <= parts and all(map(_beside, saved))
 
 
 def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
@@ -102,7 +104,7 @@ def open(files: Files) -> Contents:
         if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
-            parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
+            parts.append(_whole(files[file], whole[1], apart=whole[1] != "training_args"))
     facts = None
     for section, opened in _weights(files):
         parts.append((section, opened))
@@ -110,7 +112,7 @@ def open(files: Files) -> Contents:
         facts = opened.details(safetensors.HuggingFaceFacts) or facts
     if by_rank:
         parts.append(("", rank_files.open_sections(_NAME, files, by_rank)))
-    known = [n for n in names if any(kind.fullmatch(_NUMBER.sub("", n)) for kind in (_BESIDE, _WHOLE, _WEIGHTS))]
+    known = [n for n in names if _beside(n) or _WEIGHTS.fullmatch(_NUMBER.sub("", n))]
     return rank_files.with_others(merge(_NAME, parts, facts), files, by_rank, known)
 
 

@@ -279,8 +279,7 @@ def _open_step(
     why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
     kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
     kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
-    what = "in a known format" if kind is FormatError else "complete"
-    raise kind(f"no checkpoint of the run at {os.fspath(path)} is {what}. {'; '.join(why)}")
+    raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:

@@ -12,7 +12,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, read_index
+from reshard.formats.format import Format, Writing, check_index, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -264,18 +264,14 @@ def open(files: Files) -> Contents:
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     """Of a nest, the index may list the outermost keys."""
+    held: dict[str, str] = {}
     parts = []
     for file in sorted({*weight_map.values()}):
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
-        known = {key: str(part.paths.get(key, (key,))[0]) for key in (*part.tensors, *part.objects)}
-        lost = [key for key, where in weight_map.items() if where == file and key not in {*known, *known.values()}]
-        wrong = lost or [key for key in part.tensors if file not in (weight_map.get(key), weight_map.get(known[key]))]
-        if wrong:
-            said, does = weight_map.get(wrong[0], "no file"), "it does not" if lost else f"{file} does"
-            raise CorruptCheckpointError(
-                f"{label}: it says that {said} holds {wrong[0]!r}, but {does}; the index is wrong"
-            )
         parts.append(("", part))
+        for key in (*part.tensors, *part.objects):
+            held[key if key in weight_map else str(part.paths.get(key, (key,))[0])] = file
+    check_index(label, weight_map, held)
     return merge("torch_save", parts)
 
 
