@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
+from reshard.formats.canonical import Hints, StoredOptimizer, name_ids
 from tests.same import assert_same
 from tests.torch_releases import save_alone
 
@@ -144,3 +145,28 @@ def test_numbered_files_that_count_from_zero(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(CorruptCheckpointError, match="1 of 2 files are missing, the first is number 1"):
         reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "dcp", "stages"])
+def test_the_model_alone_needs_no_names_for_the_optimizer(kind: str, tmp_path: Path) -> None:
+    """torchtune's, and any other file with `optimizer.state_dict()` beside the model."""
+    optimizer = {"state": dict(enumerate(STATES.values())), "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
+    state = {"model": W, "optimizer": optimizer}
+    if kind == "dcp":
+        dcp(tmp_path / "in", state)
+    else:
+        (tmp_path / "in").mkdir()
+        for stage in range(2 if kind == "stages" else 1):
+            torch.save(state, tmp_path / "in" / f"stage_{stage}.pt")
+    with pytest.raises(NormalizationError, match="only by integer ids"):
+        reshard.open(tmp_path / "in").normalized()
+    reshard.convert(tmp_path / "in", tmp_path / "out", format="huggingface", model_only=True)
+    found = reshard.open(tmp_path / "out")
+    assert {"head.w", "layers.0.w"} <= set(found)
+    assert found["head.w"][...].equal(W["head.w"])
+
+
+def test_fp32_masters_of_deepspeed_belong_to_the_model() -> None:
+    saved = StoredOptimizer({"0": {"fp32": torch.ones(2)}}, [{"params": [0]}])
+    with pytest.raises(NormalizationError, match="only by integer ids"):
+        name_ids(saved, Hints(None, model_only=True), None, "it")
