@@ -30,7 +30,7 @@ LAYOUTS = [*((sizes, True) for sizes in FOLDED), *((sizes, False) for sizes in R
 def plain(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(10, 14), nn.Tanh(), nn.Linear(14, 5))
-    model.register_buffer("frequencies", torch.rand(6))
+    model.register_buffer("frequencies", torch.rand(8))
     return model
 
 
@@ -111,3 +111,25 @@ def test_every_layout_resumes_every_other_with_the_same_bits(tmp_path: Path) -> 
             assert len(found) == len(LAYOUTS) * layouts
             for one in found:
                 assert_same(one, wanted)
+
+
+def saved_within(folder: Path) -> str:
+    """What a save says while torch's context has cut a buffer in place; afterwards the buffer is whole again."""
+    context = pytest.importorskip("torch.distributed.tensor.experimental").context_parallel
+    model, mesh = plain(0), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    said = "nothing"
+    with context(mesh, buffers=[model.frequencies], buffer_seq_dims=[0]):
+        assert model.frequencies.shape == (4,)
+        try:
+            reshard.save(reshard.get_model_state_dict(model), folder / "within")
+        except reshard.ReshardError as error:
+            said = str(error)
+    reshard.save(reshard.get_model_state_dict(model), folder / "after")
+    return said
+
+
+def test_a_buffer_that_is_cut_for_cp_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> None:
+    for said in gloo.run(saved_within, 2, tmp_path):
+        assert "frequencies" in said
+    assert reshard.open(tmp_path / "after")["frequencies"][...].equal(plain(0).get_buffer("frequencies"))
+    assert not (tmp_path / "within" / "manifest.json").exists()
