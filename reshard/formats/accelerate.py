@@ -33,7 +33,7 @@ _FOLDER = re.compile(
     r"((?:pytorch_model_fsdp|optimizer)_\d+|model_and_optim|model|weights|optim|optimizer)/"
     r"(?:\.metadata|__\d+_\d+\.distcp)"
 )
-_FOR_ITSELF = ([], ["model"], ["weights"], ["optim"], ["optimizer"])
+_FOR_ITSELF: list[list[str]] = [[], ["model"], ["weights"], ["optim"], ["optimizer"]]
 """Of these folders, one alone is a checkpoint, and not a part of one."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"

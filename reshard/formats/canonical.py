@@ -116,7 +116,7 @@ class Hints:
     """The hints that the caller gave. Raises NormalizationError for one that is not known."""
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
-        """`model_only`: an optimizer whose parameters have no names is left out, since only the model is wanted."""
+        """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""
         self._given, self.model_only = dict(given or {}), model_only
         unknown = sorted(set(self._given) - set(HINTS), key=str)
         if unknown:

@@ -38,7 +38,7 @@ def normalize(
     Args:
         hints: what the checkpoint cannot say; see `HINTS`.
         what: names the checkpoint in messages.
-        model_only: whether the optimizer may be left out.
+        model_only: whether the optimizer may be omitted.
 
     Raises:
         NormalizationError: a hint is missing or wrong, or two tensors would have one name.
