@@ -104,7 +104,7 @@ def open(files: Files) -> Contents:
         if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
-            parts.append(_whole(files[file], whole[1], apart=whole[1] != "training_args"))
+            parts.append(_whole(files[file], whole[1]))
     facts = None
     for section, opened in _weights(files):
         parts.append((section, opened))
@@ -116,10 +116,10 @@ def open(files: Files) -> Contents:
     return rank_files.with_others(merge(_NAME, parts, facts), files, by_rank, known)
 
 
-def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:
+def _whole(source: FileSource, key: str) -> tuple[str, Contents]:
     """A file of one object, taken apart if it may be and is a dict of plain data and tensors."""
     warnings: tuple[str, ...] = ()
-    if apart:
+    if key != "training_args":
         try:
             opened = read_torch_file(source)
             if isinstance(opened.value, dict):
@@ -147,18 +147,11 @@ def _weights(files: Files) -> list[tuple[str, Contents]]:
         if match[3] + match[4] == ".safetensors" and match[0] + ".index.json" in names:
             continue
         is_safetensors = match[3] == ".safetensors"
-        wanted = {n: size for n, size in names.items() if "/" not in n and _belongs(n, match, is_safetensors)}
+        one = match[1] + match[2] + match[3] if match[4] else match[0]
+        wanted = {n: size for n, size in names.items() if n in (match[0], "config.json") or _NUMBER.sub("", n) == one}
         opened = (safetensors if is_safetensors else torch_save).open(files.some(wanted))
         parts.append(("model" + match[2], opened))
     return parts
-
-
-def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
-    """Return True if a file is the one matched, or one of those that a matched index names."""
-    if file == match[0] or file == "config.json":
-        return True
-    shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))
-    return bool(match[4]) and bool(shards.fullmatch(file))
 
 
 FORMAT = Format(

@@ -189,7 +189,7 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="holds 'c', but no file does"):
         open_checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map}))
-    for extra, what in (("a", f"holds 'a', but {weight_map['b']} does"), ("c", "does not list 1 tensor.* such as 'c'")):
+    for extra, what in (("a", f"holds 'a', but {weight_map['b']} does"), ("c", "no file holds 'c', but pytorch_model")):
         torch.save({"b": parts["b"], extra: torch.ones(4)}, tmp_path / weight_map["b"])
         with pytest.raises(CorruptCheckpointError, match=what):
             open_checkpoint(tmp_path)
