@@ -78,6 +78,9 @@ class FileSystemWriter(StorageWriter):
     the new `.metadata` is written.
     """
 
+    fs = _torch.FileSystem()
+    """With which classes derived from torch's open local files."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -249,6 +252,8 @@ class FileSystemReader(StorageReader):
     `path` can be a folder, a file, or a URL, in any format that `reshard.open` reads. If a folder
     contains several formats, DCP takes precedence.
     """
+
+    fs = FileSystemWriter.fs
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
         """Create a reader.

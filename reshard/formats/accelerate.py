@@ -3,6 +3,7 @@
 model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
 pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
 pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
+model/ or weights/  optimizer/ or optim/  model_and_optim/                 LLaMA-Factory, NeMo-RL, OLMo-core, and others
 
 Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and `optimizer_1`.
 """
@@ -10,7 +11,7 @@ Of several models and optimizers the first are `model` and `optimizer`, the next
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
@@ -28,17 +29,22 @@ __all__ = ["FORMAT", "detect", "open"]
 
 _NAME = "accelerate"
 
-_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)/(?:\.metadata|__\d+_\d+\.distcp)")
+_FOLDER = re.compile(
+    r"((?:pytorch_model_fsdp|optimizer)_\d+|model_and_optim|model|weights|optim|optimizer)/"
+    r"(?:\.metadata|__\d+_\d+\.distcp)"
+)
+_FOR_ITSELF: list[list[str]] = [[], ["model"], ["weights"], ["optim"], ["optimizer"]]
+"""Of these folders, one alone is a checkpoint, and not a part of one."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
 )
 _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
-_CUSTOM = re.compile(r"(custom_checkpoint_\d+)\.pkl")
-"""What `state_dict()` of an object gave: taken apart like other files if it is plain data, else read when asked for."""
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
-"""Files that hold one object of any class: it is read only when asked for."""
+"""Files that hold one object of any class: it is read only when asked for. What `state_dict()` of an object gave
+(`custom_checkpoint`) is taken apart like other files if it is plain data."""
+_NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
@@ -46,17 +52,26 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if there are weights and something beside them, folders of FSDP, or files of each rank; or all but
     the weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
-    if any(map(_FOLDER.fullmatch, names)) or _rank_files(names):
+    if _folders(names) or _rank_files(names):
         return True
-    beside = [n for n in top if _BESIDE.fullmatch(n) or _WHOLE.fullmatch(n)]
-    return bool(beside) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+    return any(map(_beside, top)) and (any(map(_WEIGHTS.fullmatch, top)) or _lost_weights(top))
+
+
+def _beside(file: str) -> re.Match[str] | None:
+    return _BESIDE.fullmatch(file) or _WHOLE.fullmatch(file)
+
+
+def _folders(names: Iterable[str]) -> list[str]:
+    """Those of DCP."""
+    found = sorted({match[1] for file in names if (match := _FOLDER.fullmatch(file))})
+    return [] if found in _FOR_ITSELF else found
 
 
 def _lost_weights(top: Collection[str]) -> bool:
     """Return True if there are an optimizer and a scheduler, and no other file of weights by any name."""
     saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
     parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
-    return {"optimizer", "scheduler"} <= parts and all(_BESIDE.fullmatch(n) or _WHOLE.fullmatch(n) for n in saved)
+    return {"optimizer", "scheduler"} <= parts and all(map(_beside, saved))
 
 
 def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
@@ -73,22 +88,23 @@ def open(files: Files) -> Contents:
     """
     storage, names = files.storage, files.listed
     parts: list[tuple[str, Contents]] = []
-    folders = sorted({(m[1], m[2]) for file in names if (m := _FOLDER.fullmatch(file))})
+    folders = _folders(names)
     by_rank = _rank_files(names)
     if not folders and not by_rank and not any(map(_WEIGHTS.fullmatch, names)):
         raise CorruptCheckpointError(
             f"{storage.url}: there are an optimizer and a scheduler, but no weights; looked for model.safetensors, "
             "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
         )
-    for folder, number in folders:
-        # the keys of a first folder begin with "model." and "optimizer." already
-        section = "" if number == "0" else f"{folder.removeprefix('pytorch_').removesuffix('_fsdp')}_{number}"
-        parts.append((section, dcp.open_folder(files, f"{folder}_{number}/")))
+    for folder in folders:
+        # the keys of a first folder of accelerate, and of weights/, begin with "model." or "optimizer." already
+        is_named = folder.endswith(("_0", "_and_optim", "weights"))
+        section = "" if is_named else folder.removeprefix("pytorch_").replace("_fsdp", "")
+        parts.append((section, dcp.open_folder(files, f"{folder}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
             parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
         elif whole := _WHOLE.fullmatch(file):
-            parts.append(_whole(files[file], whole[1], apart=bool(_CUSTOM.fullmatch(file))))
+            parts.append(_whole(files[file], whole[1]))
     facts: Facts = NO_FACTS
     for section, opened in _weights(files):
         parts.append((section, opened))
@@ -96,13 +112,14 @@ def open(files: Files) -> Contents:
         facts = opened.details(safetensors.HuggingFaceFacts) or facts
     if by_rank:
         parts.append(("", rank_files.open_sections(_NAME, files, by_rank)))
-    return merge(_NAME, parts, facts)
+    known = [n for n in names if _beside(n) or _WEIGHTS.fullmatch(_NUMBER.sub("", n))]
+    return rank_files.with_others(merge(_NAME, parts, facts), files, by_rank, known)
 
 
-def _whole(source: FileSource, key: str, *, apart: bool) -> tuple[str, Contents]:
+def _whole(source: FileSource, key: str) -> tuple[str, Contents]:
     """A file of one object, taken apart if it may be and is a dict of plain data and tensors."""
     warnings: tuple[str, ...] = ()
-    if apart:
+    if key != "training_args":
         try:
             opened = read_torch_file(source)
             if isinstance(opened.value, dict):
@@ -130,18 +147,11 @@ def _weights(files: Files) -> list[tuple[str, Contents]]:
         if match[3] + match[4] == ".safetensors" and match[0] + ".index.json" in names:
             continue
         is_safetensors = match[3] == ".safetensors"
-        wanted = {n: size for n, size in names.items() if "/" not in n and _belongs(n, match, is_safetensors)}
+        one = match[1] + match[2] + match[3] if match[4] else match[0]
+        wanted = {n: size for n, size in names.items() if n in (match[0], "config.json") or _NUMBER.sub("", n) == one}
         opened = (safetensors if is_safetensors else torch_save).open(files.some(wanted))
         parts.append(("model" + match[2], opened))
     return parts
-
-
-def _belongs(file: str, match: re.Match[str], is_safetensors: bool) -> bool:
-    """Return True if a file is the one matched, or one of those that a matched index names."""
-    if file == match[0] or file == "config.json":
-        return True
-    shards = re.compile(re.escape(match[1] + match[2]) + r"-\d+-of-\d+" + re.escape(match[3]))
-    return bool(match[4]) and bool(shards.fullmatch(file))
 
 
 FORMAT = Format(

@@ -115,8 +115,9 @@ HINTS: dict[str, str] = {
 class Hints:
     """The hints that the caller gave. Raises NormalizationError for one that is not known."""
 
-    def __init__(self, given: Mapping[str, Any] | None) -> None:
-        self._given = dict(given or {})
+    def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
+        """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""
+        self._given, self.model_only = dict(given or {}), model_only
         unknown = sorted(set(self._given) - set(HINTS), key=str)
         if unknown:
             near = did_you_mean(str(unknown[0]), HINTS) or "."
@@ -356,14 +357,15 @@ def _small(value: Any) -> Any:
 
 
 def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what: str) -> StoredOptimizer:
-    """The optimizer with names for integer ids: those that it stores itself, or those of the hint.
-
-    Raises NormalizationError, asking for the hint, if ids have no names.
+    """The optimizer with names for integer ids: those that it stores itself, or those of the hint. Empty if there are
+    none, and only the model is wanted; else raises NormalizationError, asking for the hint.
     """
     if not saved.by_id:
         return saved
     names = _stored_names(saved) or hints.ids(scope) or (hints.ids() if scope is not None else None)
     used = sorted({int(i) for i in saved.state} | {i for g in saved.groups for i in g.get("params", ())})
+    if names is None and hints.model_only and not any("fp32" in states for states in saved.state.values()):
+        return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
     if names is None:
         where = "" if scope is None else f" of {scope!r}"
         example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'

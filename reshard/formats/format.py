@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = ["Format", "Normalizer", "Widen", "Writing", "read_index"]
+__all__ = ["Format", "Normalizer", "Widen", "Writing", "check_index", "read_index"]
 
 
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
@@ -109,3 +109,13 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
             f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
         )
     return files, label, places
+
+
+def check_index(label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
+    """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of each key in them."""
+    for key, file in {**dict.fromkeys(held, "no file"), **weight_map}.items():
+        there = held.get(key, "no file")
+        if there != file:
+            raise CorruptCheckpointError(
+                f"{label}: it says that {file} holds {key!r}, but {there} does; the index is wrong"
+            )

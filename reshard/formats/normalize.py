@@ -26,18 +26,25 @@ from reshard.stored.tensor import StoredTensor
 __all__ = ["canonical_contents", "keep_beside", "normalize"]
 
 
-def normalize(contents: Contents, hints: Mapping[str, Any] | None = None, what: str = "the checkpoint") -> Canonical:
+def normalize(
+    contents: Contents,
+    hints: Mapping[str, Any] | None = None,
+    what: str = "the checkpoint",
+    *,
+    model_only: bool = False,
+) -> Canonical:
     """The checkpoint's model and optimizer under canonical names.
 
     Args:
         hints: what the checkpoint cannot say; see `HINTS`.
         what: names the checkpoint in messages.
+        model_only: whether the optimizer may be omitted.
 
     Raises:
         NormalizationError: a hint is missing or wrong, or two tensors would have one name.
         CorruptCheckpointError: parts of a tensor are missing or do not fit together.
     """
-    given = Hints(hints)
+    given = Hints(hints, model_only=model_only)
     try:
         own = find_format(contents.format)
         if own is None or own.normalizer is None:
@@ -79,7 +86,7 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
 
     Raises NormalizationError where a hint is missing.
     """
-    found = normalize(contents, hints, url)
+    found = normalize(contents, hints, url, model_only=model_only)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}

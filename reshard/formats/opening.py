@@ -170,7 +170,7 @@ def _run_at(
     storage, names = found or _find(path)
     if _owns_all(storage, names, preferred):
         return none
-    owned = [name for name in marks if _OWNED.fullmatch(name)]
+    owned = _owned_by(marks)
     if MANIFEST in names and native.detect(storage, {MANIFEST: names[MANIFEST]}):
         owned.insert(0, MANIFEST)
     if owned:
@@ -279,9 +279,9 @@ def _open_step(
         why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
         return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path))), url
     why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
-    is_damage = any(isinstance(error, CorruptCheckpointError) for error in skipped.values())
-    kind = CorruptCheckpointError if is_damage else CheckpointNotFoundError
-    raise kind(f"no checkpoint of the run at {os.fspath(path)} is complete. {'; '.join(why)}")
+    kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
+    kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
+    raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
 
 
 def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
@@ -369,6 +369,11 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     )
     contents = format.open(files)
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
+    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
+        raise FormatError(
+            f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
+            f"{', '.join(nested)}: open one of these, or the file, by its path"
+        )
     if format.name != "native" or not beside:
         return contents
     warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"
@@ -455,6 +460,7 @@ def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
 #     run/checkpoint-10  checkpoint-20                     Trainer
 #     project/checkpoints/checkpoint_0  checkpoint_1       accelerate
 #     run/checkpoints/epoch=0-step=10.ckpt  last.ckpt      Lightning, as files or folders
+#     run/global_step_10  step10  epoch_0_step_10          verl and VeOmni, OLMo-core, NeMo Automodel
 #
 # Names are all that is looked at: those in the folder, in its one folder of checkpoints, and in
 # those of its steps. So a folder of ten thousand others is distinguished at once from a checkpoint.
@@ -473,7 +479,9 @@ def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
 Look = Callable[[str], tuple[list[str], list[str]]]
 """The names of folders and of files directly in a folder, which is "" or ends with "/"."""
 
-_STEP = re.compile(r"(?:.*\bstep=|global_?step|(?:step|checkpoint|ckpt|iter)[-_]|)(\d+)(?:-v\d+)?(?:\.ckpt)?")
+_STEP = re.compile(
+    r"(?:.*\bstep=|(?:epoch_\d+_|global_?)?step[-_]?|(?:checkpoint|ckpt|iter)[-_]|)(\d+)(?:-v\d+)?(?:\.ckpt)?"
+)
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
 _BELOW = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 
@@ -588,6 +596,11 @@ def steps_seen(look: Look) -> list[RunStep]:
 def marks_in(names: Iterable[str]) -> list[str]:
     """Those at the top that are called as files of a checkpoint, and not as steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
+
+
+def _owned_by(marks: Iterable[str]) -> list[str]:
+    """Return the names which say that there is a checkpoint right there, whatever other files are there."""
+    return [name for name in marks if _OWNED.fullmatch(name)]
 
 
 def is_certain(look: Look, step: RunStep) -> bool:

@@ -7,7 +7,7 @@ pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -98,11 +98,12 @@ def open(files: Files) -> Contents:
     return with_others(open_sections("rank_files", files, sections), files, sections)
 
 
-def with_others(contents: Contents, files: Files, sections: list[Section]) -> Contents:
-    """The contents, with a warning that names the files beside those of the sections."""
-    opened = {file for section in sections for file in section.files.values()}
-    others = [n for n in files.listed if n not in opened and n.endswith(_OTHERS)]
-    return replace(contents, warnings=(f"not opened: {', '.join(sorted(others)[:5])}",) if others else ())
+def with_others(contents: Contents, files: Files, sections: Iterable[Section], beside: Sequence[str] = ()) -> Contents:
+    """The contents, with a warning that names the files that are neither of the sections nor those beside them."""
+    opened = {*beside, *(file for section in sections for file in section.files.values())}
+    others = sorted(n for n in files.listed if n not in opened and n.endswith(_OTHERS))
+    warnings = [f"not opened: {', '.join(others[:5])}"] if others else []
+    return replace(contents, warnings=(*contents.warnings, *warnings))
 
 
 def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:

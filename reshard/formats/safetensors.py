@@ -12,9 +12,8 @@ import msgspec
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format, Writing, read_index
+from reshard.formats.format import Format, Writing, check_index, read_index
 from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -90,29 +89,15 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     contents = open_files(files, sorted({*weight_map.values()}))
-    for key, file in weight_map.items():
-        if key not in contents.tensors or contents.tensors[key].chunks[0].owner != file:
-            where = f"{contents.tensors[key].chunks[0].owner} does" if key in contents.tensors else "no file does"
-            raise CorruptCheckpointError(f"{label}: it says that {file} holds {key!r}, but {where}; the index is wrong")
-    extra = [key for key in contents.tensors if key not in weight_map]
-    if extra:
-        raise CorruptCheckpointError(
-            f"{label}: the index does not list {format_count(len(extra), 'tensor')} of the file, such as {extra[0]!r}"
-        )
+    check_index(label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
     return contents
 
 
 def _check_numbers(url: str, files: list[str]) -> None:
     """Raises unless the names say that the files are one checkpoint, and all of it."""
-    if len(files) < 2:
-        match = _NUMBERED.fullmatch(files[0]) if files else None
-        if match and int(match[3]) > 1 and not _SHARD.fullmatch(files[0]):
-            raise CorruptCheckpointError(
-                f"{url}: {files[0]} is one of {int(match[3])} files, and the others are missing"
-            )
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
-    if all(shards) and files:
+    if all(shards):
         have = {(int(m[1]), int(m[3])) for m in shards if m}
         ranks, parts = max(r for r, _ in have), max(int(m[4]) for m in shards if m)
         # a rank that had nothing for a part wrote no file for it, but no rank wrote nothing at all
@@ -121,7 +106,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         if gone or lost:
             what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
             raise CorruptCheckpointError(f"{url}: all shards {what} are missing")
-    elif len(files) > 1:
+    elif len(files) > 1 or all(numbered):
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
             raise FormatError(
@@ -130,7 +115,8 @@ def _check_numbers(url: str, files: list[str]) -> None:
             )
         total = kinds.pop()[1]
         have_numbers = {int(m[2]) for m in numbered if m}
-        lost = [i for i in range(1, total + 1) if i not in have_numbers]
+        first = min(1, *have_numbers)  # some count from 0
+        lost = [i for i in range(first, first + total) if i not in have_numbers]
         if lost:
             raise CorruptCheckpointError(
                 f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"

@@ -48,7 +48,7 @@ _OPTIMIZER = re.compile(
 )
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights")
 _OTHER = re.compile(
-    r"(lr_)?schedulers?|lr_scheduler.*|scheduler_state_dict|train_state|trainer_state|data_?loaders?|rng.*|random_states.*"
+    r"(lr_)?sched(uler)?s?|lr_scheduler.*|scheduler_state_dict|train_state|trainer_state|data_?loaders?|rng.*|random_states.*"
     r"|extra|extra_state|extra_states|ema.*|custom_checkpoint_\d+|dl_state_dict.*|loops|callbacks|args|config|hyper_parameters|sampler.*|scaler|grad_scaler"
     r"|epoch|global_step|step|iteration|metrics"
 )
@@ -144,10 +144,11 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def _inside(section: Tree) -> Tree:
-    """A section without another name of its own inside, as `model_1` of accelerate holds `model`."""
-    ((key, inner), *rest) = section.items()
-    same = key in _MODEL or _OPTIMIZER.fullmatch(str(key)) is not None
-    return inner if same and not rest and isinstance(inner, dict) else section
+    """A section without another name of its own inside, as `model_1` of accelerate holds `model`, or NeMo's optimizers
+    hold `optim` and a schedule, twice."""
+    named = [key for key in section if not is_beside(str(key))]
+    same = len(named) == 1 and (named[0] in _MODEL or _OPTIMIZER.fullmatch(str(named[0])) is not None)
+    return _inside(section[named[0]]) if same and isinstance(section[named[0]], dict) else section
 
 
 def _only_state(tree: Tree) -> Tree:
@@ -256,7 +257,8 @@ def _is_bare_optimizer(tree: Tree) -> bool:
     """Return True if the state is an optimizer's and nothing else."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
-    return is_flat(tree)
+    alone = [str(k).isdigit() and isinstance(v, dict) and "exp_avg" in v for k, v in tree.items()]  # states, by ids
+    return is_flat(tree) or (bool(alone) and all(alone))
 
 
 def _has_tensor(tree: Tree) -> bool:

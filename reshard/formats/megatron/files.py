@@ -52,7 +52,7 @@ class MegatronFacts(dcp.DcpFacts):
 
 def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
     """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises CorruptCheckpointError if absent."""
-    if LATEST not in names:
+    if LATEST not in names or any(name.startswith("global_step_") for name in names):  # verl calls a file so, too
         return ""
     text = bytes(storage.read(LATEST)).decode("utf-8", "replace").strip()
     folder = f"iter_{int(text):07d}/" if text.isdecimal() and len(text) < 20 else f"{text}/"

@@ -37,9 +37,7 @@ def open(files: Files) -> Contents:
     """
     sections = list(sections_of(files.listed, [ITEM]).values())
     _check_items(files, sections)
-    contents = open_sections("torch_checkpointing", files, sections)
-    listed = Section(METADATA, files={0: METADATA})
-    return with_others(contents, files, [*sections, listed])
+    return with_others(open_sections("torch_checkpointing", files, sections), files, sections, [METADATA])
 
 
 def _check_items(files: Files, sections: list[Section]) -> None:

@@ -12,7 +12,7 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, read_index
+from reshard.formats.format import Format, Writing, check_index, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -20,7 +20,7 @@ from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, Record, has_dcp
+from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, Record, has_dcp, merge
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
@@ -241,7 +241,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     if len(names) != 1 or has_dcp(names):  # what is left of DCP's files is a damaged checkpoint of its own format
         return False
     ((only, nbytes),) = names.items()
-    return looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))
+    return "/" not in only and looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))
 
 
 def open(files: Files) -> Contents:
@@ -263,22 +263,16 @@ def open(files: Files) -> Contents:
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
-    merged: dict[str, Any] = {}
+    """Of a nest, the index may list the outermost keys."""
+    held: dict[str, str] = {}
+    parts = []
     for file in sorted({*weight_map.values()}):
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
-        lost = [key for key, where in weight_map.items() if where == file and key not in part.tensors]
-        if lost:
-            raise CorruptCheckpointError(
-                f"{label}: it says that {file} holds {lost[0]!r}, but it does not; the index is wrong"
-            )
-        extra = [key for key in part.tensors if weight_map.get(key) != file]
-        if extra:
-            where = f"says that it is in {weight_map[extra[0]]}" if extra[0] in weight_map else "does not have it"
-            raise CorruptCheckpointError(
-                f"{label}: {extra[0]!r} is in {file}, but the index {where}; the index is wrong"
-            )
-        merged.update(part.tensors)
-    return Contents(merged, format="torch_save")
+        parts.append(("", part))
+        for key in (*part.tensors, *part.objects):
+            held[key if key in weight_map else str(part.paths.get(key, (key,))[0])] = file
+    check_index(label, weight_map, held)
+    return merge("torch_save", parts)
 
 
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:

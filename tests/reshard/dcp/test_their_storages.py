@@ -141,6 +141,23 @@ def test_hugging_face_files_by_torchs_writer_and_reader(tmp_path, saver):
     assert torch.equal(reshard.open(tmp_path)["a.weight"][1:3], state["a.weight"][1:3])
 
 
+def test_a_reader_that_opens_the_metadata_itself(tmp_path):
+    """As those of slime and mbridge, which replace Megatron's classes in it."""
+
+    class Reader(ours.FileSystemReader):
+        def read_metadata(self):
+            with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
+                metadata = pickle.load(file)
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    ours.save({"w": torch.ones(3), "n": 2}, checkpoint_id=tmp_path, no_dist=True)
+    for load in (theirs.load, ours.load):
+        load(target := {"w": torch.zeros(3), "n": 0}, storage_reader=Reader(tmp_path), no_dist=True)
+        assert target["w"].tolist() == [1, 1, 1]
+        assert target["n"] == 2
+
+
 def quantized(folder, tensors):
     save_file(tensors, folder / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}

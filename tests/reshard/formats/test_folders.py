@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "files of torch.save": ({"best.pt": "file", "last.pt": "file"}, r"2 files of torch.save .* open one by its path"),
     "files of two kinds": ({"best.pt": "file", "model.safetensors": "safetensors"}, r"several formats"),
     "two runs": ({"a_checkpoints/step-1": "hf", "checkpoints/step-1": "hf"}, r"runs in a_checkpoints, checkpoints"),
-    "empty steps": ({"step-10": "empty", "step-20": "empty"}, r"no checkpoint of the run .* is complete"),
+    "empty steps": ({"step-10": "empty", "step-20": "empty"}, r"no checkpoint of the run .* can be opened"),
     "empty steps, best.pt beside": ({"step-10": "empty", "best.pt": "file"}, r"no checkpoint of the run .*best\.pt"),
     "torn steps, best.pt beside": ({"step-10": "torn dcp", "best.pt": "file"}, r"no checkpoint of the run .*step-10"),
     "nothing": ({}, r"is an empty folder|nothing at memory:"),

@@ -89,7 +89,7 @@ def test_what_is_not_complete_is_passed_over_and_told(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"step-20.* no .metadata"):
         reshard.open(tmp_path, step=20)
     (tmp_path / "step-10" / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint of the run at .* is complete"):
+    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint of the run at .* can be opened"):
         reshard.open(tmp_path)
 
 
