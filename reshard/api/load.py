@@ -82,7 +82,7 @@ def load(
     Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
     containers. An optimizer that has no state yet gets it: load into the dict from `get_state_dict`. Before the first
     write, reshard proves the plan, checks that every byte range exists, and verifies the blocks that a rank reads for
-    itself. What is read for several ranks, or from an object store, is verified as it arrives.
+    itself. Data for several ranks, or from an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
@@ -93,9 +93,9 @@ def load(
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
             this can lose values, as `Tensor.to` does. "saved": the target becomes a tensor of the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
-        dry_run: change nothing, and only report, including missing, unexpected, and mismatched keys.
+        dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after it was
-            written, which is faster; if data is damaged, the error names the undefined targets. False: do not compare.
+            written: faster, but if data is damaged, the error names the undefined targets. False: do not compare.
         read_once: True or "job": each byte is read once in the job, and sent to other ranks that need it. Not with
             dtype_policy "saved". None or "host": ranks of one host read for each other where that reads less, see
             docs/reading.md. False or "rank": each rank reads for itself.

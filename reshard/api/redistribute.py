@@ -366,12 +366,12 @@ def redistribute(
     check: bool = False,
     **options: Unpack[TransferOptions],
 ) -> TransferReport:
-    """Fill `target` in place with the values of `source`, whatever the layouts of the two.
+    """Fill `target` in place with the values of `source`, from any layout to any other.
 
     Collective. Both arguments are (nested) state dicts of DTensors, ShardedTensors, plain tensors,
     and plain data. A plain tensor is a full tensor on every rank that has it, unless a layout says
     otherwise. Plain data is replaced. A rank passes None or {} for a side that it does not take
-    part in: training ranks and inference ranks may be different ones. Each byte that a rank lacks
+    part in: training and inference may run on different ranks. Each byte that a rank lacks
     is sent to it once; what it already holds is copied locally. All ranks agree on the transfer
     before any byte moves.
 

@@ -169,13 +169,13 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
 
     The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints whose
     saves began last stay, too: after a return to an earlier step, these are what the run continues from.
-    If some names have step numbers, those without, such as `best`, stay and do not count. What a
-    `CheckpointManager` keeps besides, such as its best steps, is not known here: a warning names removed steps.
+    If some names have step numbers, those without, such as `best`, stay and do not count. `prune` does not
+    know what a `CheckpointManager` keeps, such as its best steps, so a warning names removed steps.
 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
-    Damaged checkpoints, also those whose manifest was lost, and those that a save is replacing at
-    the moment stay, and do not count. Only files that saves and conversions wrote are removed: other
+    Damaged checkpoints, also those whose manifest was lost, and those that a save is replacing now
+    stay, and do not count. Only files that saves and conversions wrote are removed: other
     files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
     Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a

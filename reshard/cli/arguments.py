@@ -299,7 +299,7 @@ Naming = Annotated[
         "--naming",
         metavar="KEY=VALUE",
         autocompletion=one_of(*(f"{key}=" for key in NAMING_KEYS)),
-        help="For --names: more about a naming, such as titan=0.2 or padded_vocab=50304. Repeatable. "
+        help="For --names: an option of a naming scheme, such as titan=0.2 or padded_vocab=50304. Repeatable. "
         f"Keys: {', '.join(NAMING_KEYS)}.",
     ),
 ]

@@ -91,7 +91,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a TARGET of this format.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Write a checkpoint in another format, naming, dtype, or layout.
+    """Write a checkpoint in another format, naming scheme, dtype, or layout.
 
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """

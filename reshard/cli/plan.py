@@ -75,7 +75,7 @@ def plan(
 
     ONTO can have the axes that inspect prints, such as dp=2,tp=2: they shard each tensor as recorded in CHECKPOINT.
 
-    Exits with 1 if the proof fails, or if no rule of a topology for one of its axes matches a tensor.
+    Exits with 1 if the proof fails, or if the rules for an axis of ONTO match no tensor.
     """
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
