@@ -129,9 +129,10 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
-            nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
-            aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
-            found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
+            found.append(Step(
+                seen.step, path, checkpoint.format, sum(tensor.nbytes for tensor in checkpoint.values()),
+                "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
+            ))  # fmt: skip
     return found
 
 

@@ -144,15 +144,15 @@ class ContentsBuilder:
         """Add a per-rank value whose key is claimed."""
         self._per_rank[key] = partial(LazyMapping, makers)
 
-    def build(self, name: str, facts: Facts = NO_FACTS, **more: Any) -> Contents:
+    def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
         """Return the contents; `more` are further fields."""
         return Contents(
             LazyMapping(self._tensors), LazyMapping(self._objects), self.paths, self.containers, self.aliases,
-            LazyMapping(self._per_rank), format=name, facts=facts, **more,
+            LazyMapping(self._per_rank), format=name, facts=facts or NO_FACTS, **more,
         )  # fmt: skip
 
 
-def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts = NO_FACTS) -> Contents:
+def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
     """Return the contents of all parts, each under its section ("" for keys as they are).
 
     Raises FormatError if two parts have the same key.
