@@ -15,7 +15,7 @@ import xxhash
 from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_names, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.state import Targets
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -443,7 +443,7 @@ class Mismatches:
             idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
-                _log.warning("no key matches %s of strict=, which has no effect", format_names(idle))
+                _log.warning("no key matches %s in strict=", ", ".join(map(repr, idle)))
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))

@@ -140,15 +140,17 @@ class _Pairer:
             if held != source:
                 self.mismatched.append(
                     f"{key}: a view takes {source.fqn!r} as {source.dtype}{list(source.shape)}, but it is "
-                    f"{held.dtype}{list(held.shape)} before"
+                    f"{held.dtype}{list(held.shape)} in the source"
                 )
                 return False
         if view.shape != spec.shape:
-            self.mismatched.append(f"{key}: has shape {list(view.shape)} before, but {list(spec.shape)} after")
+            self.mismatched.append(
+                f"{key}: has shape {list(view.shape)} in the source, but {list(spec.shape)} in the target"
+            )
             return False
         if view.spec.dtype != spec.dtype:
             if not self.allow_cast:
-                self.mismatched.append(f"{key}: is {view.spec.dtype} before, but {spec.dtype} after")
+                self.mismatched.append(f"{key}: is {view.spec.dtype} in the source, but {spec.dtype} in the target")
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
         return True
@@ -192,14 +194,14 @@ class _Pairer:
                 self.used.add(source)
             elif source in self.before:
                 self.used.add(source)
-                self.mismatched.append(f"{key}: is a tensor before, but none after")
+                self.mismatched.append(f"{key}: is a tensor in the source, but not in the target")
             else:
                 self.out.missing.append(key)
         for key in list(self.out.missing):
             if self.mapping.get(key, key) in given and key not in objects:
                 self.out.missing.remove(key)
                 self.used.add(self.mapping.get(key, key))
-                self.mismatched.append(f"{key}: is not a tensor before, but is one after")
+                self.mismatched.append(f"{key}: is a tensor in the target, but not in the source")
 
 
 def _names(view: View) -> str:
@@ -215,15 +217,15 @@ def _wire(dtype: str, target: TensorSpec) -> str:
 def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], strict: bool) -> None:
     lines = [*_section("mismatched", mismatched)]
     if strict:
-        lines += _section("missing: no rank holds them before", found.missing, [*found.before])
-        lines += _section("unexpected: no rank wants them after", found.unexpected, [*found.after])
+        lines += _section("missing: no rank has them in the source", found.missing, [*found.before])
+        lines += _section("unexpected: no rank has them in the target", found.unexpected, [*found.after])
     lines += _section("named by a view or the mapping, but no target", stray, [*found.after])
     if not lines:
         return
     fixes = ["mapping= and views= define which source fills which target"]
     if strict and (found.missing or found.unexpected):
         fixes.append("strict=False ignores missing and unexpected keys")
-    if any("before, but" in line for line in mismatched):
+    if any(" in the source, but" in line for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
 

@@ -59,7 +59,7 @@ def open_storage(path: StoragePath) -> Storage:
         fix = f"open(huggingface_hub.snapshot_download({rest!r}))"
         hub = f". For a model on the Hugging Face hub, download it first and open its folder: {fix}"
     raise StorageError(
-        f"unknown scheme {scheme!r} of {text}. Use a local folder, file://, memory://, s3://, gs:// and az://{hub}"
+        f"unknown scheme {scheme!r} of {text}. Use a local folder, file://, memory://, s3://, gs://, or az://{hub}"
     )
 
 
