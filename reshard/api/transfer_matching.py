@@ -127,7 +127,7 @@ class _Pairer:
         else:
             lost = [s.fqn for s in view.sources if s.fqn not in self.before]
             if lost:
-                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which no rank holds before")
+                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which the source does not have")
                 return
         self.used.update(s.fqn for s in view.sources)
         if self._fits(key, spec, view):
@@ -150,7 +150,9 @@ class _Pairer:
             return False
         if view.spec.dtype != spec.dtype:
             if not self.allow_cast:
-                self.mismatched.append(f"{key}: is {view.spec.dtype} in the source, but {spec.dtype} in the target")
+                self.mismatched.append(
+                    f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
+                )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
         return True
@@ -225,7 +227,7 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     fixes = ["mapping= and views= define which source fills which target"]
     if strict and (found.missing or found.unexpected):
         fixes.append("strict=False ignores missing and unexpected keys")
-    if any(" in the source, but" in line for line in mismatched):
+    if any(": has dtype " in line for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
 
