@@ -71,8 +71,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
-        if not isinstance(self.progress, bool) or not isinstance(self.dry_run, bool):
-            check_flags(dry_run=self.dry_run, progress=self.progress)
+        for name in ("dry_run", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                check_flags(**{name: getattr(self, name)})
         if not isinstance(self.check, bool):
             _check_choice("check", self.check, get_args(CheckTime), ", True, False")
         if not (isinstance(self.read_once, bool) or self.read_once is None):

@@ -477,4 +477,4 @@ def test_a_report_says_what_state_dicts_leave_out_apart_from_what_is_missing() -
     assert repr(report) == "SetReport(all set; outside state dicts, unchanged: 1 ('tmp'))"
     assert report.untouched == ("tmp",)
     report = set_model_state_dict(model, {"0.weight": state["0.weight"]}, options=LENIENT)
-    assert repr(report) == "SetReport(missing 1 ('0.bias'), untouched 2 ('0.bias', 'tmp'))"
+    assert repr(report) == "SetReport(missing 1 ('0.bias'), untouched 2 ('tmp', '0.bias'))"
