@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -629,13 +629,13 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
         (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
         (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
-        (lambda: reshard.load({}, "run/step-7", progress=cast(Any, 2)), r"^progress must be True or False, got 2$"),
-        (lambda: reshard.load({}, "run/step-7", dry_run=cast(Any, "no")), r"^dry_run must be True or False, got 'no'$"),
-        (lambda: reshard.convert("run/step-7", "x", overwrite=cast(Any, "no")), r"^overwrite must be True or False"),
-        (lambda: reshard.compare("run/step-7", "x", measure=cast(Any, 1)), r"^measure must be True or False, got 1$"),
-        (lambda: reshard.verify("run/step-7", deep=cast(Any, "no")), r"^deep must be True or False, got 'no'$"),
-        (lambda: reshard.elastic.gather(["a"], "x", overwrite=cast(Any, "no")), r"^overwrite must be True or False"),
-        (lambda: reshard.redistribute({}, {}, strict=cast(Any, "partial")), r"^strict must be True or False"),
+        (lambda: reshard.load({}, "run/step-7", progress=2), r"^progress must be True or False, got 2$"),
+        (lambda: reshard.load({}, "run/step-7", dry_run="no"), r"^dry_run must be True or False, got 'no'$"),
+        (lambda: reshard.convert("run/step-7", "x", overwrite="no"), r"^overwrite must be True or False"),
+        (lambda: reshard.compare("run/step-7", "x", measure=1), r"^measure must be True or False, got 1$"),
+        (lambda: reshard.verify("run/step-7", deep="no"), r"^deep must be True or False, got 'no'$"),
+        (lambda: reshard.elastic.gather(["a"], "x", overwrite="no"), r"^overwrite must be True or False"),
+        (lambda: reshard.redistribute({}, {}, strict="partial"), r"^strict must be True or False"),
         (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
         (
             lambda: reshard.convert("run/step-7", "x", dtype="bflot16"),
