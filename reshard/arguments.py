@@ -10,7 +10,6 @@ from inspect import Parameter, signature
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 from reshard.errors import FormatError, OptionError, did_you_mean, option_error, warn_renamed
@@ -31,8 +30,7 @@ Named = TypeVar("Named")
 def renamed(**names: str) -> Callable[[Named], Named]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
-    Raises OptionError, in calls, for a flag that is neither True nor False.
-    Raises TypeError for an argument under both of its names, and for an unknown one, with a suggestion; with
+    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; with
     the call that was meant where a state or a path is given alone. `@renamed()` for functions without old names.
     """
 
@@ -42,8 +40,6 @@ def renamed(**names: str) -> Callable[[Named], Named]:
                 setattr(it, old, _Attribute(f"{it.__name__}.{old}", new))
             return it
         what = it.__qualname__.removesuffix(".__init__")
-        is_verb = it.__name__ != "__init__"  # classes look at their own
-        flags = {name for name, of in it.__annotations__.items() if of == "bool" and is_verb}
 
         @functools.wraps(it)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,9 +49,6 @@ def renamed(**names: str) -> Callable[[Named], Named]:
                     raise TypeError(f"{what}() got both {new}= and its old name {old}=: leave out {old}=")
                 warn_renamed(f"{old}= of {what}()", f"{new}=")
                 kwargs[new] = kwargs.pop(old)
-            for name in flags & kwargs.keys():
-                if not isinstance(kwargs[name], (bool, np.bool_)):  # "no" would count as True
-                    raise OptionError(f"{name} of {what}() must be True or False, got {kwargs[name]!r:.80}")
             try:
                 return it(*args, **kwargs)
             except TypeError:

@@ -27,6 +27,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.geometry.mesh import grouped
 from planners.units import format_bytes
+from reshard.api.options import check_flags
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -131,6 +132,7 @@ def compare(
     read and compared with those of `b`, not counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
+    check_flags(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
     if not (rtol >= 0 <= atol):
         raise OptionError(f"rtol and atol must be >= 0, got rtol={rtol}, atol={atol}")
     how = (rtol, atol, measure)

@@ -19,7 +19,7 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, topology_of
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
-from reshard.api.options import globs_of
+from reshard.api.options import check_flags, globs_of
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
@@ -161,6 +161,8 @@ def convert(
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("convert", path=target) as phases, group.together("convert"):
+        check_flags(overwrite=overwrite, resume=resume, check=check, progress=progress)
+        check_flags(normalized=normalized, model_only=model_only)
         globs = globs_of(select or None) or ()
         wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)

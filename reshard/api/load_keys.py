@@ -454,7 +454,7 @@ class Mismatches:
             idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
-                _log.warning("globs of strict= match no key and change nothing: %s", ", ".join(map(repr, idle)))
+                _log.warning("no key matches %s in strict=", ", ".join(map(repr, idle)))
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
 
 __all__ = [
     "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
-    "Wording", "complete", "digest_of", "globs_of", "shared",
+    "Wording", "check_flags", "complete", "digest_of", "globs_of", "shared",
 ]  # fmt: skip
 
 
@@ -71,6 +71,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
+        for name in ("dry_run", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                check_flags(**{name: getattr(self, name)})
         if not isinstance(self.check, bool):
             _check_choice("check", self.check, get_args(CheckTime), ", True, False")
         if isinstance(self.read_once, bool) or self.read_once is None:
@@ -103,6 +106,13 @@ class LoadOptions:
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOAD_OWN}
+
+
+def check_flags(**flags: object) -> None:
+    """Raises OptionError for what is not True or False, such as "no", which Python takes for True."""
+    for what, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{what} must be True or False, got {value!r}")
 
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
@@ -150,7 +160,7 @@ class SaveOptions:
                 raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
         for name in ("check_replicas", "fingerprints", "overwrite", "progress"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                check_flags(**{name: getattr(self, name)})
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
         if self.select is not None:
@@ -222,6 +232,7 @@ def complete(given: TransferOptions) -> TransferOptions:
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
+    check_flags(strict=options["strict"], check_replicas=options["check_replicas"], delta=options["delta"])
     options["views"] = views = list(options["views"])
     if options["dtype_policy"] not in ("error", "cast"):
         raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")

@@ -127,7 +127,7 @@ class _Pairer:
         else:
             lost = [s.fqn for s in view.sources if s.fqn not in self.before]
             if lost:
-                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which no rank holds before")
+                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which the source does not have")
                 return
         self.used.update(s.fqn for s in view.sources)
         if self._fits(key, spec, view):
@@ -144,13 +144,15 @@ class _Pairer:
                 )
                 return False
         if view.shape != spec.shape:
-            shapes = f"{list(view.shape)} in the source, but {list(spec.shape)} in the target"
-            self.mismatched.append(f"{key}: has shape {shapes}")
+            self.mismatched.append(
+                f"{key}: has shape {list(view.shape)} in the source, but {list(spec.shape)} in the target"
+            )
             return False
         if view.spec.dtype != spec.dtype:
             if not self.allow_cast:
-                dtypes = f"{view.spec.dtype} in the source, but {spec.dtype} in the target"
-                self.mismatched.append(f"{key}: is {dtypes}: dtype_policy='cast' converts it")
+                self.mismatched.append(
+                    f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
+                )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
         return True
@@ -201,7 +203,7 @@ class _Pairer:
             if self.mapping.get(key, key) in given and key not in objects:
                 self.out.missing.remove(key)
                 self.used.add(self.mapping.get(key, key))
-                self.mismatched.append(f"{key}: is not a tensor in the source, but is one in the target")
+                self.mismatched.append(f"{key}: is a tensor in the target, but not in the source")
 
 
 def _names(view: View) -> str:
@@ -225,6 +227,8 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     fixes = ["mapping= and views= define which source fills which target"]
     if strict and (found.missing or found.unexpected):
         fixes.append("strict=False ignores missing and unexpected keys")
+    if any(": has dtype " in line for line in mismatched):
+        fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
 
 

@@ -17,6 +17,7 @@ from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
 from reshard.api.compare import WINDOW_BYTES, compare_sides, elements_of
+from reshard.api.options import check_flags
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
@@ -78,6 +79,7 @@ def verify(
     `covered` is None. The call raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
+    check_flags(deep=deep, progress=progress)
     try:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     except (FileNotFoundError, CheckpointError) as error:

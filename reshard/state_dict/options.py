@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from planners.notebooks import Tabled
@@ -136,10 +136,7 @@ def _first_of_each(report: Any) -> str:
     names = [
         f"{what} {format_names([str(v) for v in of])}" for what, of in said.items() if isinstance(of, tuple) and of
     ]
-    return (
-        ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))])
-        or "everything was set"
-    )
+    return ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))]) or "all set"
 
 
 @renamed(uninitialised="uninitialized")
@@ -180,7 +177,10 @@ class SetReport(Tabled):
         return list(self.unexpected)
 
     def __repr__(self) -> str:
-        return f"SetReport({_first_of_each(self)})"
+        if self.missing or self.uninitialized:
+            return f"SetReport({_first_of_each(self)})"
+        said, kept = _first_of_each(replace(self, untouched=())), format_names(self.untouched)
+        return f"SetReport({said}{f'; outside state dicts, unchanged: {kept}' if self.untouched else ''})"
 
     def __iter__(self) -> Iterator[list[str]]:
         yield self.missing_keys

@@ -629,11 +629,13 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
         (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
         (lambda: reshard.save({}, "x", overwrite="no"), r"^overwrite must be True or False, got 'no'$"),
-        (
-            lambda: reshard.convert("run/step-7", "x", overwrite="no"),
-            r"^overwrite of convert\(\) must be True or False, go",
-        ),
-        (lambda: reshard.verify("run/step-7", deep=2), r"^deep of verify\(\) must be True or False, got 2$"),
+        (lambda: reshard.load({}, "run/step-7", progress=2), r"^progress must be True or False, got 2$"),
+        (lambda: reshard.load({}, "run/step-7", dry_run="no"), r"^dry_run must be True or False, got 'no'$"),
+        (lambda: reshard.convert("run/step-7", "x", overwrite="no"), r"^overwrite must be True or False"),
+        (lambda: reshard.compare("run/step-7", "x", measure=1), r"^measure must be True or False, got 1$"),
+        (lambda: reshard.verify("run/step-7", deep="no"), r"^deep must be True or False, got 'no'$"),
+        (lambda: reshard.elastic.gather(["a"], "x", overwrite="no"), r"^overwrite must be True or False"),
+        (lambda: reshard.redistribute({}, {}, strict="partial"), r"^strict must be True or False"),
         (lambda: checkpoint["model"], r"that is a part of names such as 'model.w': .nested\(\) returns the nested"),
         (
             lambda: reshard.convert("run/step-7", "x", dtype="bflot16"),

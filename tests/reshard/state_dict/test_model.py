@@ -466,3 +466,15 @@ def test_lazy_modules_take_the_shape_they_are_given() -> None:
     set_model_state_dict(target, get_model_state_dict(source))
     assert_same(dict(target.state_dict()), dict(source.state_dict()))
     assert list(get_model_state_dict(nn.Sequential(nn.LazyLinear(2)))) == ["0.weight", "0.bias"]
+
+
+def test_a_report_says_what_state_dicts_leave_out_apart_from_what_is_missing() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    state = get_model_state_dict(model)
+    assert repr(set_model_state_dict(model, state)) == "SetReport(all set)"
+    model.register_buffer("tmp", torch.ones(1), persistent=False)
+    report = set_model_state_dict(model, state)
+    assert repr(report) == "SetReport(all set; outside state dicts, unchanged: 1 ('tmp'))"
+    assert report.untouched == ("tmp",)
+    report = set_model_state_dict(model, {"0.weight": state["0.weight"]}, options=LENIENT)
+    assert repr(report) == "SetReport(missing 1 ('0.bias'), untouched 2 ('tmp', '0.bias'))"
