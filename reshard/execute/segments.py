@@ -20,7 +20,7 @@ import numpy.typing as npt
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
-from reshard.execute.work_list import compiled
+from reshard.live.fingerprint_sums import kernel
 from reshard.stored.checksums import BlockChecksums, Numbers, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
@@ -71,7 +71,7 @@ def piece_bytes(source: FileSource) -> int:
     loops do it, since splitting is free then; otherwise all of it."""
     size, blocks = segment_bytes(source), source.checksums
     whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
-    is_small = source.view() is not None and whole_blocks and compiled() is not None
+    is_small = source.view() is not None and whole_blocks and kernel() is not None
     return min(CACHED_BYTES, size) if is_small else size
 
 
