@@ -28,8 +28,12 @@ import reshard
 from benchmarks import processes
 from reshard.live import copy_streams
 
-REPEATS = 3
+REPEATS = 2
+COLUMNS = 4096
+"""Of a matrix, as in a large model."""
+TALL_COLUMNS = 256
 SIMULATED = "sim"
+ROWS = ("fingerprint", "async_save", "load", "save")
 SUITES = (
     "tests/stories/test_device.py",
     "tests/stories/test_training_on_a_device.py",
@@ -72,15 +76,12 @@ def best_s(run: Callable[[], object], device: torch.device) -> float:
     return min(times[1:])
 
 
-COLUMNS = 4096
-
-
-def state_of(nbytes: int, device: torch.device) -> dict[str, torch.Tensor]:
+def state_of(nbytes: int, device: torch.device, columns: int = COLUMNS) -> dict[str, torch.Tensor]:
     """Eight matrices in bfloat16 of so many bytes together, and one that lies transposed."""
-    rows = max(nbytes // (9 * 2 * COLUMNS), 1)
-    words = torch.arange(rows * COLUMNS, dtype=torch.int64).to(torch.bfloat16).view(rows, COLUMNS)
-    state = {f"layers.{i}.weight": (words + i).to(device) for i in range(8)}
-    state["turned"] = words.t().contiguous().to(device).t()
+    rows = max(nbytes // (9 * 2 * columns), 1)
+    words = torch.arange(rows * columns, dtype=torch.int32, device=device).to(torch.bfloat16).view(rows, columns)
+    state = {f"layers.{i}.weight": words + i for i in range(8)}
+    state["turned"] = words.t().contiguous().t()
     return state
 
 
@@ -108,31 +109,45 @@ def read_speed(path: Path, device: torch.device) -> float:
     return sum(file.stat().st_size for file in files) / best_s(read, device)
 
 
-def one_process(device: torch.device, nbytes: int, folder: Path) -> Iterator[Row]:
-    """Rows for what one process does with one device."""
-    state, raw = state_of(nbytes, device), copies(device, nbytes)
+def one_process(device: torch.device, nbytes: int, folder: Path, only: Sequence[str]) -> Iterator[Row]:
+    """Rows for what one process does with one device; `only`: "save", "async_save", "load", "fingerprint"."""
+    raw = copies(device, nbytes)
+    yield from _rows(state_of(nbytes, device), raw, device, folder, only)
+    # a quarter as large, since their rows, and not their bytes, are what may take time
+    rest = [what for what in only if what != "save"]
+    for row in _rows(state_of(nbytes // 4, device, TALL_COLUMNS), raw, device, folder, rest):
+        yield row._replace(what=f"{row.what}, {TALL_COLUMNS} columns, a quarter of the bytes")
+
+
+def _rows(
+    state: dict[str, torch.Tensor], raw: dict[str, float], device: torch.device, folder: Path, only: Sequence[str]
+) -> Iterator[Row]:
     total = sum(value.nbytes for value in state.values())
     speed = lambda run: total / best_s(run, device)  # noqa: E731
     ours, theirs = folder / "ours", folder / "theirs"
     has_peer = device.type != SIMULATED  # DCP takes pinned memory from the device's library, and that one has none
-    saved = speed(lambda: reshard.save(state, ours))
-    if has_peer:
-        yield Row("save", saved, "DCP", speed(lambda: _dcp_save(state, theirs)))
-    for stage in ("host", "device"):
-        blocked = _blocked_s(lambda stage=stage: reshard.async_save(state, ours, stage=stage), device)
-        wanted = 1 / 1.15 if stage == "host" else None
-        yield Row(f'async_save, until it returns, stage="{stage}"', total / blocked, "pinned copy", raw["from"], wanted)
-    slower = min(raw["to"], read_speed(ours, device))
-    target = {key: torch.empty_like(value) for key, value in state.items()}
-    yield Row("load", speed(lambda: reshard.load(target, ours)), "reading, or a pinned copy", slower, 0.8)
-    unchecked = speed(lambda: reshard.load(target, ours, check=False))
-    yield Row("load, nothing checked", unchecked, "reading, or a pinned copy", slower, 0.8)
-    if has_peer:
-        yield Row("load", speed(lambda: reshard.load(target, ours)), "DCP", speed(lambda: _dcp_load(target, theirs)))
-    yield Row("fingerprint", speed(lambda: reshard.fingerprint(state)), "copy on the device", raw["on"], 1 / 3)
-    plain = {key: value for key, value in state.items() if value.is_contiguous()}
-    rows_first = sum(value.nbytes for value in plain.values()) / best_s(lambda: reshard.fingerprint(plain), device)
-    yield Row("fingerprint, none transposed", rows_first, "copy on the device", raw["on"], 1 / 3)
+    if "fingerprint" in only:
+        yield Row("fingerprint", speed(lambda: reshard.fingerprint(state)), "copy on the device", raw["on"], 1 / 3)
+    if "async_save" in only:
+        for stage in ("host", "device"):
+            blocked = _blocked_s(lambda stage=stage: reshard.async_save(state, ours, stage=stage), device)
+            wanted = 1 / 1.15 if stage == "host" else None
+            what = f'async_save, until it returns, stage="{stage}"'
+            yield Row(what, total / blocked, "pinned copy", raw["from"], wanted)
+    if "load" in only:
+        reshard.save(state, ours)
+        slower = min(raw["to"], read_speed(ours, device))
+        target = {key: torch.empty_like(value) for key, value in state.items()}
+        yield Row("load", speed(lambda: reshard.load(target, ours)), "reading, or a pinned copy", slower, 0.8)
+        unchecked = speed(lambda: reshard.load(target, ours, check=False))
+        yield Row("load, nothing checked", unchecked, "reading, or a pinned copy", slower, 0.8)
+    if "save" in only:
+        saved = speed(lambda: reshard.save(state, ours))
+        if has_peer:
+            yield Row("save", saved, "DCP", speed(lambda: _dcp_save(state, theirs)))
+            if "load" in only:
+                loaded = speed(lambda: reshard.load(target, ours))
+                yield Row("load", loaded, "DCP", speed(lambda: _dcp_load(target, theirs)))
 
 
 def _blocked_s(start_save: Callable[[], Any], device: torch.device) -> float:
@@ -214,7 +229,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--suites", nargs="*", help="first run the tests on it: all, or those named here")
     parser.add_argument("--device", help='which kind, or "sim": by default that of this machine')
-    parser.add_argument("--mib", type=int, default=2048, help="how much the state holds")
+    parser.add_argument(
+        "--only", nargs="+", choices=ROWS, default=ROWS, help="which rows of one process: by default all"
+    )
+    parser.add_argument("--mib", type=int, default=4096, help="how much the state holds")
     parser.add_argument("--quick", action="store_const", dest="mib", const=64, help="64 MiB")
     options = parser.parse_args()
     kind = options.device or _accelerator()
@@ -228,7 +246,8 @@ def main() -> int:
     print(f"{module.device_count()} x {name}, torch {torch.__version__}, {nbytes / 1e9:.2f} GB\n")
     print("| what | ours, GB/s | beside | GB/s | ratio |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
-        for row in one_process(torch.device(kind, module.current_device()), nbytes, Path(folder)):
+        device = torch.device(kind, module.current_device())
+        for row in one_process(device, nbytes, Path(folder), options.only):
             print(row, flush=True)
         ranks = 2 if kind == SIMULATED else min(module.device_count(), 8)
         if ranks > 1:

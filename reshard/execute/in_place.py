@@ -14,7 +14,8 @@ import numpy as np
 from planners.geometry.box import merge_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
 from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
-from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled
+from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
+from reshard.live.fingerprint_sums import kernel
 from reshard.stored.checksums import BlockChecksums, Numbers, Range
 from reshard.stored.source import FileSource
 
@@ -103,7 +104,7 @@ class InPlace:
         def work(lot: Sequence[_TargetPiece]) -> int:
             overwritten.update(piece.copy.fqn for piece in lot)
             with ExitStack() as open_files:
-                _list(lot, open_files).run(lambda _: on_bytes(0), compiled())
+                _list(lot, open_files).run(lambda _: on_bytes(0), kernel())
             done = sum(piece.stop - piece.start for piece in lot)
             on_bytes(done)
             return done

@@ -42,7 +42,8 @@ from reshard.execute.segments import (
     touch_us_per_mib,
     unchecked_bytes,
 )
-from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled, copy_row
+from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_row
+from reshard.live.fingerprint_sums import kernel
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums, Numbers
@@ -380,7 +381,7 @@ class _MachineRun:
             for first in range(0, rounds, step):
                 with ExitStack() as open_files:
                     last = min(first + step, rounds)
-                    self._list(first, last, filler, open_files).run(self._look, compiled())
+                    self._list(first, last, filler, open_files).run(self._look, kernel())
                 self._mark_right(first, last)
                 self._look(None)
         done.received = int(self._tallies[_RECEIVED : _RECEIVED + 2].sum())

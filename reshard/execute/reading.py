@@ -18,7 +18,6 @@ import torch
 from planners.geometry.box import Box, Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
-from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, compiled
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name
 from reshard.stored.checksums import BlockChecksums, most_to_check
@@ -392,22 +391,6 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], 
         at += len(blocks)
 
 
-def _comparisons(source: FileSource, blocks: Table) -> WorkList | None:
-    """The comparisons of blocks of a file that can be seen, for the compiled loop: it needs no interpreter, and so
-    several threads hash at a time. None for others. What it finds wrong is compared again, which says what it is."""
-    view, sums = source.view(), source.checksums
-    if view is None or not isinstance(sums, BlockChecksums):
-        return None
-    source.check(0, int(blocks.max(initial=0)))
-    starts, stops, size = blocks[:, 0], blocks[:, 1], sums.block_bytes
-    memory, entries = Memory(), np.zeros(len(blocks), ENTRY)
-    entries["kind"] = Kind.COMPARE
-    entries["of"][:, 0] = memory.add(np.frombuffer(view, np.uint8))
-    entries["of"][:, 1:5] = np.stack((starts, stops - starts, np.full_like(starts, size), starts // size), axis=1)
-    nothing = np.zeros(0, COPY), sums.digests, np.zeros(0, np.int64)
-    return WorkList(memory, entries, *nothing, lambda _: partial(source.compare_blocks, blocks))
-
-
 def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:
     """Read and compare all blocks, without a copy: what was hashed through a view is copied from it, too.
 
@@ -419,15 +402,9 @@ def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None
         step = max(1, min(-(-len(blocks) // threads), _LOT_BLOCKS))
         lots += [(source, blocks[i : i + step]) for i in range(0, len(blocks), step)]
 
-    loop = compiled()
-
     def compare(lot: tuple[FileSource, Table]) -> None:
         source, blocks = lot
-        if loop is None or (work := _comparisons(source, blocks)) is None:
-            source.compare_blocks(blocks)
-        else:
-            work.run(lambda _: on_bytes(0), loop)
-            source.found_right(blocks)
+        source.compare_blocks(blocks)
         on_bytes(int((blocks[:, 1] - blocks[:, 0]).sum()))
 
     on_threads(compare, lots, threads, "reshard-check")

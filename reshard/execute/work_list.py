@@ -25,7 +25,7 @@ from enum import IntEnum
 from functools import lru_cache, partial
 from operator import mul
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,11 @@ import xxhash
 from planners.geometry.box import Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_sums import Kernel
 from reshard.stored.tensor import copy_view
 
 __all__ = [
-    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "compiled", "copy_row",
+    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "copy_row",
 ]  # fmt: skip
 
 Table = npt.NDArray[Any]
@@ -88,26 +88,6 @@ class Ending(IntEnum):
     """The system refused to read; what comes with it is its errno."""
     CHANGED = 6
     """A block has another digest; what comes with it is the block's number within the entry."""
-
-
-class _Loop(Protocol):
-    def run(
-        self,
-        regions: Table,
-        entries: Table,
-        copies: Table,
-        digests: Table,
-        tallies: Table,
-        first: int,
-        limit_ns: int,
-        /,
-    ) -> tuple[int, int, int]:
-        """Return where it ended, why, and what comes with that."""
-
-
-def compiled() -> _Loop | None:
-    """The compiled loop, if `reshard-kernels` is installed."""
-    return cast("_Loop | None", kernel())
 
 
 class Memory:
@@ -166,7 +146,7 @@ class WorkList:
         """The tables in the form that both ways of running use."""
         return self.memory.table(), self.entries, self.copies, self.digests, self.tallies
 
-    def run(self, look: Callable[[tuple[int, int] | None], None], loop: _Loop | None) -> None:
+    def run(self, look: Callable[[tuple[int, int] | None], None], loop: Kernel | None) -> None:
         """Run all entries.
 
         Args:

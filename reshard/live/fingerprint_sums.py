@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, Protocol, cast
+from threading import Lock
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -339,7 +340,7 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     any strides.
 
     Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the
-    compiled loop) and up to 64 MiB of digits, kept for the next tensor of the same geometry.
+    compiled loop) and up to 128 MiB of digits, kept for the next tensor of the same geometry.
     """
     if words.device.type == "cpu" and (loop := kernel()) is not None:
         return add_sums(*(sums for matrix in matrices(words, axes) for sums in fold_matrix(loop, matrix, key)))
@@ -384,11 +385,29 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
         yield Term(digits, (row_limbs, column_limbs))
 
 
-@lru_cache(maxsize=64)
+_KEPT_BYTES = 128 << 20
+_KEPT = 512
+_kept: dict[tuple[Key, tuple[Axis, ...], Tile, torch.device], torch.Tensor] = {}
+"""Digits by what they belong to; those used last come last."""
+_lock = Lock()
+
+
 def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
     """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the
     tile), float64."""
-    return torch.from_numpy(to_limbs(_products(key, axes, tile))).to(device)
+    place = key, axes, tile, device
+    with _lock:
+        found = _kept.pop(place, None)
+        if found is not None:
+            _kept[place] = found
+            return found
+    found = torch.from_numpy(to_limbs(_products(key, axes, tile))).to(device)
+    with _lock:
+        _kept[place] = found
+        excess = sum(digits.nbytes for digits in _kept.values()) - _KEPT_BYTES
+        while excess > 0 or len(_kept) > _KEPT:
+            excess -= _kept.pop(next(iter(_kept))).nbytes
+    return found
 
 
 def _products(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
@@ -471,6 +490,10 @@ THREAD_WORDS = 1 << 20
 class Kernel(Protocol):
     """What of `reshard_kernels` is called."""
 
+    REGION: np.dtype[Any]
+    ENTRY: np.dtype[Any]
+    COPY: np.dtype[Any]
+
     def table(self, numbers: Residues, /) -> npt.NDArray[np.int32]:
         """Columns' numbers, as the other two want them."""
 
@@ -479,6 +502,19 @@ class Kernel(Protocol):
 
     def fold_rows(self, words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], /) -> Residues:
         """The sum of each row by itself, (LANES, rows)."""
+
+    def run(
+        self,
+        regions: npt.NDArray[Any],
+        entries: npt.NDArray[Any],
+        copies: npt.NDArray[Any],
+        digests: npt.NDArray[Any],
+        tallies: npt.NDArray[Any],
+        first: int,
+        limit_ns: int,
+        /,
+    ) -> tuple[int, int, int]:
+        """Run a list of `reshard.execute.work_list`. Return where it ended, why, and what comes with that."""
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.box import ByteRuns, Window
+from reshard.live.fingerprint_sums import kernel
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
@@ -47,6 +48,8 @@ Range = tuple[int, int]
 """First byte, and one past the last."""
 Numbers = npt.NDArray[np.int64]
 
+_DONE, _COMPARE, _NO_LIMIT_NS = 0, 1, 1 << 60
+"""What `reshard.execute.work_list` calls these."""
 _NEAR_BYTES = 64 << 10
 """Runs of bytes with smaller gaps are looked up together."""
 
@@ -201,14 +204,30 @@ class BlockChecksums(Checksums):
     def compare(self, view: memoryview, blocks: Numbers) -> list[Range]:
         """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
         those that are wrong."""
+        numbers = blocks[:, 0] // self.block_bytes
+        if self._are_right(view, blocks, numbers):
+            np.frombuffer(self._seen, np.uint8)[numbers] = 1
+            return []
         found = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in blocks.tolist()]
-        right = np.array(found, np.uint64) == self.digests[blocks[:, 0] // self.block_bytes]
-        self.found_right(blocks[right])
+        right = np.array(found, np.uint64) == self.digests[numbers]
+        np.frombuffer(self._seen, np.uint8)[numbers[right]] = 1
         return list(map(tuple, blocks[~right].tolist()))
 
-    def found_right(self, blocks: Numbers) -> None:
-        """Blocks, (n, 2), are right, and not pending any more."""
-        np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] = 1
+    def _are_right(self, view: memoryview, blocks: Numbers, numbers: Numbers) -> bool:
+        """Return whether the compiled loop is there and finds all of these blocks right. It runs without the
+        interpreter's lock, so that threads hash at the same time."""
+        loop = kernel()
+        if loop is None or not len(blocks):
+            return False
+        data = np.frombuffer(view, np.uint8)
+        region = np.array([data.ctypes.data, data.nbytes, 0], np.int64).view(loop.REGION)
+        first = np.flatnonzero(np.diff(blocks[:, 0], prepend=blocks[:1, 0]) != self.block_bytes)
+        entries = np.zeros((len(first), 8), np.int64)
+        entries[:, 0], entries[:, 4] = _COMPARE, self.block_bytes
+        entries[:, 2], entries[:, 5] = blocks[first, 0], numbers[first]
+        entries[:, 3] = blocks[np.append(first[1:], len(blocks)) - 1, 1] - blocks[first, 0]
+        lists = region, entries.reshape(-1).view(loop.ENTRY), np.zeros(0, loop.COPY)
+        return loop.run(*lists, self.digests, np.zeros(0, np.int64), 0, _NO_LIMIT_NS)[1] == _DONE
 
     def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
         """For each range [start, stop), return whether a block that shares bytes with it was not

@@ -192,12 +192,6 @@ class FileSource(Source):
         self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
         self._refuse(bad)
 
-    def found_right(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Blocks were compared elsewhere, and are right."""
-        assert isinstance(self.checksums, BlockChecksums)
-        self.checksums.found_right(blocks)
-        self.checking.add(compared=int((blocks[:, 1] - blocks[:, 0]).sum()))
-
     def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
         """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is right."""
         assert self.checksums is not None

@@ -269,7 +269,7 @@ def test_modes_of_torch_do_not_matter():
     whole = partial(tensor)
     modes = [torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.device("meta"), torch.enable_grad()]
     for n, mode in enumerate(modes):
-        fold_module._limbs.cache_clear()
+        fold_module._kept.clear()
         words_module._tried.cache_clear()
         with mode:
             inside = partial(tensor.requires_grad_(n == 3))
@@ -446,3 +446,21 @@ def test_of_what_is_neither_a_state_nor_a_checkpoint_is_refused(wrong):
         fingerprint(wrong)
     with pytest.raises(CheckpointNotFoundError):
         fingerprint("/nowhere/at/all")
+
+
+def test_digits_are_kept_by_their_bytes_and_those_used_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold_module, "_kept", {})
+    monkeypatch.setattr(fold_module, "_KEPT_BYTES", 3 * 64 * 100)
+
+    def digits(dim: int) -> torch.Tensor:
+        return fold_module._limbs(PUBLIC, (Axis(dim, ((0, 100),)),), ((0, 100),), torch.device("cpu"))
+
+    first, second = digits(0), digits(1)
+    digits(2)
+    assert digits(0) is first
+    digits(3)  # one too many: the one that was not used for longest goes
+    assert digits(0) is first
+    again = digits(1)
+    assert again is not second
+    assert torch.equal(again, second)
+    assert sum(one.nbytes for one in fold_module._kept.values()) <= 3 * 64 * 100

@@ -29,9 +29,10 @@ from reshard.execute.work_list import (
     Memory,
     NumpyRun,
     WorkList,
-    compiled,
     copy_row,
 )
+from reshard.live.fingerprint_sums import kernel
+from reshard.stored import checksums
 
 ROOT = Path(__file__).parents[3]
 FILE_BYTES, BLOCK = 5000, 64
@@ -42,7 +43,7 @@ NUMPY, COMPILED = "numpy", "compiled"
 def loop(request: pytest.FixtureRequest) -> Any:
     if request.param == NUMPY:
         return None
-    found = compiled()
+    found = kernel()
     if found is None:
         pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
     return found
@@ -284,7 +285,7 @@ def tried(begun: Any, rows: Any, table: Any, digests: Any) -> tuple[Any, ...]:
 def fuzz(lists: int, seed: int, path: Path) -> set[int]:
     """Random lists by both; the ways in which they ended. Raises AssertionError."""
     path.write_bytes(np.random.default_rng(seed).integers(0, 256, FILE_BYTES, np.uint8).tobytes())
-    loop, seen, file = compiled(), set(), os.open(path, os.O_RDONLY)
+    loop, seen, file = kernel(), set(), os.open(path, os.O_RDONLY)
     assert loop is not None
 
     def by_numpy(*tables: Any) -> Any:
@@ -313,24 +314,24 @@ def test_a_copy_that_writes_elements_over_each_other_is_no_random_one() -> None:
 
 
 def test_random_lists_do_the_same_by_both(tmp_path: Path) -> None:
-    if compiled() is None:
+    if kernel() is None:
         pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
     assert fuzz(3000, 1, tmp_path / "data") == {Ending.DONE, Ending.OUTSIDE, Ending.ENDED, Ending.CHANGED}
 
 
 def hashes(lengths: Iterable[int]) -> None:
     """Digests by each set of instructions, of memory that begins anywhere. Raises AssertionError."""
-    kernel: Any = compiled()
+    loops: Any = kernel()
     data = np.random.default_rng(3).integers(0, 256, 70_000, np.uint8)
     for nbytes in lengths:
         for start in (0, 1, 63):
             piece = data[: start + nbytes].copy()[start:]  # ends where its memory does
-            found = {kernel.digest(piece, widest=widest) for widest in range(3)}
+            found = {loops.digest(piece, widest=widest) for widest in range(3)}
             assert found == {xxhash.xxh3_64_intdigest(piece.tobytes())}, (nbytes, start)
 
 
 def test_each_set_of_instructions_gives_the_digest_that_xxhash_gives() -> None:
-    if compiled() is None:
+    if kernel() is None:
         pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
     # 240 is the longest short input; 1,024 bytes are a block of its loop
     hashes([*range(1100), *(1024 * n + more for n in (2, 16, 64) for more in (-1, 0, 1, 63, 64, 65))])
@@ -365,3 +366,33 @@ if __name__ == "__main__":
         lists, seed = map(int, sys.argv[1:])
         fuzz(lists, seed, Path(folder, "data"))
         print(f"{lists} random lists, seed {seed}: numpy and the compiled loop did the same")
+
+
+@pytest.mark.parametrize("by", [NUMPY, COMPILED])
+@pytest.mark.parametrize(("nbytes", "block"), [(0, 64), (1, 1), (7, 1), (64, 64), (1000, 64), (1024, 64)])
+def test_blocks_of_a_file_are_compared_alike_with_the_compiled_loop_and_without(
+    by: str, nbytes: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == NUMPY:
+        monkeypatch.setattr(checksums, "kernel", lambda: None)
+    elif kernel() is None:
+        pytest.skip("reshard-kernels is not installed: make installs it where there is a C compiler")
+    data = bytearray(random.Random(nbytes).randbytes(nbytes))
+    sums = b"".join(
+        xxhash.xxh3_64_intdigest(data[i : i + block]).to_bytes(8, "little") for i in range(0, nbytes, block)
+    )
+    for chosen in (slice(None), slice(None, None, 2), slice(1, None), slice(-1, None)):
+        for wrong in (None, 0, nbytes // 2, nbytes - 1):
+            found = checksums.BlockChecksums(nbytes, block, lambda: sums)
+            blocks = found.bounds(np.ones(-(-nbytes // block), np.bool_))[chosen]
+            bad = bytearray(data)
+            if wrong is not None and nbytes:
+                bad[wrong] ^= 1
+            expected = [] if wrong is None else [(a, b) for a, b in blocks.tolist() if a <= wrong < b]
+            assert found.compare(memoryview(bytes(bad)), blocks) == expected
+            pending = [row for row in found.pending(0, nbytes) if list(row) in blocks.tolist()]
+            assert pending == expected
+    if nbytes:  # of a file that was cut short since it was listed, the last block is wrong
+        found = checksums.BlockChecksums(nbytes, block, lambda: sums)
+        blocks = found.bounds(np.ones(-(-nbytes // block), np.bool_))
+        assert found.compare(memoryview(bytes(data))[:-1], blocks) == [tuple(blocks[-1].tolist())]
