@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 473_400,
+    "tokens": 473_700,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.65,
@@ -45,9 +45,9 @@ MOST = {
     "folders of safetensors": 3,
     "folders of GGUF": 2,
     "folders of torchsnapshot": 1,
-    "load: modules": 43,
+    "load: modules": 42,
     "load: folders": 11,
-    "load: functions": 417,
+    "load: functions": 416,
     "save: modules": 37,
     "save: folders": 10,
     "save: functions": 354,  # one less with the compiled kernel
