@@ -175,7 +175,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:
-    """What is said of each tensor of a selection: the same as in the complete checkpoint, which names the axes."""
+    """The description of each tensor of a selection: the same as in the complete checkpoint, which names the axes."""
     holders = {name: whole.aliases.get(name, name) for name in checkpoint.layout}
     found = whole.layout.described(holders.values(), describe)
     return {name: found[holder] for name, holder in holders.items()}
