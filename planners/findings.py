@@ -78,7 +78,7 @@ class Coverage:
     def __str__(self) -> str:
         return (
             f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
-            f"{self.total_bytes} bytes of values read, {self.checked_bytes} compared"
+            f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked"
             + (f"; {self.leaves_open}" if self.leaves_open else "")
         )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import ReadItem, plan_reads
 from planners.plans.plan import verify
-from planners.units import format_bytes
+from planners.units import format_bytes, format_count
 from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.reports import CheckedReport, FilledReport
@@ -567,7 +567,7 @@ class LoadReport(FilledReport, CheckedReport):
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
-        head = f"{verdict}, {did} {len(self.loaded)} keys of {self.path!r} ({self.format})"
+        head = f"{verdict}, {did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
         extra = "not_requested" if self.ok else "unexpected"
         kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = self._first_of_each(*kinds)

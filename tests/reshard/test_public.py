@@ -128,7 +128,7 @@ def test_reports_are_one_short_line(tmp_path) -> None:
         assert "\n" not in shown
         assert len(shown) < 600
 
-    assert repr(report).startswith("LoadReport(not ok, loaded 2000 keys of ")
+    assert repr(report).startswith("LoadReport(not ok, loaded 2,000 keys of ")
     assert "missing 2000 ('more.0', 'more.1', 'more.2', ...)" in repr(report)
     assert repr(done).startswith("SetReport(missing 2 ('weight', 'bias'), unexpected 2000 ('x0', 'x1', 'x2', ...)")
     assert "2,000 tensors" in repr(saved)
