@@ -543,7 +543,7 @@ def agreed_plan(
         data, first = None, None
         try:
             if kept is not None and first_word is not None and group.rank == 0:
-                with phase("find base"):
+                with phase("read target"):
                     first = first_word(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):

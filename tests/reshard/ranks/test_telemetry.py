@@ -132,7 +132,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     assert [*phases] == [
         "wait for earlier saves",
         "plan",
-        "find base",
+        "read target",
         "stage",
         "claim",
         "write",
