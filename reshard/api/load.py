@@ -558,8 +558,9 @@ class LoadReport(FilledReport, CheckedReport):
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and no value of the target was lost. What only the
-        checkpoint has counts unless strict="subset" leaves it there."""
+        """True if both sides have the same keys, shapes, and types, and no tensor of the target was lost. Unexpected
+        keys make it False, unless strict="subset" allows them. A plain value replaces the target's, whatever its
+        type."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 

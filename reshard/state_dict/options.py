@@ -136,7 +136,7 @@ def _first_of_each(report: Any) -> str:
     names = [
         f"{what} {format_names([str(v) for v in of])}" for what, of in said.items() if isinstance(of, tuple) and of
     ]
-    return ", ".join([*names, *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))]) or "all set"
+    return ", ".join([*(names or ["all set"]), *(repr(of) for of in said.values() if isinstance(of, OptimizerReport))])
 
 
 @renamed(uninitialised="uninitialized")

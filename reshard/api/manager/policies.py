@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
-from reshard.errors import OptionError, did_you_mean, format_names
+from reshard.errors import OptionError
 
 __all__ = ["Every", "Preemption", "checked_metrics", "checked_step"]
 
@@ -122,8 +122,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
         found[str(name)] = number
     if wanted and found and wanted not in found:
         raise OptionError(
-            f"keep ranks steps by the metric {wanted!r}, but metrics= has {format_names(found)}"
-            f"{did_you_mean(wanted, found) or '.'} Nothing was saved at this step. At steps without {wanted!r}, leave "
-            "metrics= out"
+            f"keep ranks steps by the metric {wanted!r}, but metrics= has only "
+            f"{', '.join(map(repr, found))}: pass {wanted!r}. Nothing was saved at this step. At steps without it, "
+            "leave metrics= out"
         )
     return found

@@ -41,6 +41,7 @@ from reshard.errors import (
 )
 from reshard.native import commit as generations
 from tests import gloo
+from tests.kernels import NUMPY, summed_up_by
 from tests.reshard.api import elastic_jobs
 from tests.same import bits
 from tests.simulated_hosts import Job, cut, global_of
@@ -249,7 +250,7 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
     assert "does not have the same 'w', by fingerprint" in older.skipped[0]
     assert is_step(found, 5)
     assert not files(tmp_path / "copy1", "b")
-    with mock.patch("reshard.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
+    with summed_up_by(NUMPY), mock.patch("reshard.stored.checksums.xxhash.xxh3_64_intdigest", return_value=1):
         damaged, _ = ends(2, tmp_path / "same")
     assert isinstance(damaged, ReshardError)
     newer, found = ends(3, tmp_path / "after")

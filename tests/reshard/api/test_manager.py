@@ -607,8 +607,8 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
     state, keep = {"w": torch.zeros(3)}, Keep(last=1, best=1, metric="val_loss")
     with reshard.CheckpointManager(tmp_path, every=Every(steps=2), keep=keep) as manager:
         words = (
-            r"keep ranks steps by the metric 'val_loss', but metrics= has 1 \('loss'\): did you mean 'loss'\? "
-            r"Nothing was saved.*At steps without 'val_loss', leave metrics= out"
+            r"keep ranks steps by the metric 'val_loss', but metrics= has only 'loss': pass 'val_loss'. "
+            r"Nothing was saved.*At steps without it, leave metrics= out"
         )
         with pytest.raises(OptionError, match=words):
             manager.save(1, state, {"loss": 1.0})  # though the step is not due: the first call says it
