@@ -143,7 +143,7 @@ def convert(
         process_group: with torch.distributed initialized, the ranks that share the work. All must
             see the target.
         alone: this process converts by itself, even in a running job.
-        overwrite: replace an existing checkpoint or file at `target` once the new one is complete.
+        overwrite: replace an existing checkpoint of the same format at `target` once the new one is complete.
             False: an existing one is an error.
         resume: continue an interrupted conversion with the same arguments.
         progress: show a progress bar if stderr is a terminal.

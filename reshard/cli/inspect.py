@@ -60,8 +60,8 @@ def inspect(
 
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
-    Exits with 1 if regions of a tensor are missing or overlap, if a file is missing, too short, or
-    damaged, or if no checkpoint of a run is complete.
+    Exits with 1 if regions of a tensor are missing or overlap, if a file is missing or too short, if
+    metadata is damaged, or if no checkpoint of a run is complete. To check values, use verify.
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")

@@ -98,6 +98,13 @@ def _call(folder: Path, verb: str, deadline_s: float, mesh: Any) -> Callable[[in
     return calls[verb]  # type: ignore[return-value]
 
 
+def _publish(file: Path, text: str) -> None:
+    """Write a file that the trial reads at any moment: it sees the old text or the new one."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.rename(file)
+
+
 def body(
     folder: Path, verb: str, deadline_s: float, *, lives_on: bool, ahead: Callable[[], float] | None = None
 ) -> None:
@@ -120,12 +127,12 @@ def body(
     dist.barrier()
     stacks = (folder / f"stacks-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
-    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    _publish(folder / f"ready-{rank}", str(os.getpid()))
     rows: list[dict[str, Any]] = []
     step, until = 1, time.monotonic() + _LAST_S
     while time.monotonic() < until:
         step += 1
-        (folder / f"at-{rank}").write_text(str(step))
+        _publish(folder / f"at-{rank}", str(step))
         said, began = "", time.monotonic()
         try:
             call(step)
@@ -139,8 +146,7 @@ def body(
                 break
         elif said:
             break
-    (folder / f"part-{rank}").write_text(json.dumps(rows))
-    (folder / f"part-{rank}").rename(folder / f"end-{rank}")
+    _publish(folder / f"end-{rank}", json.dumps(rows))
     os._exit(0)
 
 

@@ -51,7 +51,7 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
     yield "`torchtitan`", TITAN, known["torchtitan"]
     assert known["vllm"] == known["sglang"]
     yield "`vllm`, `sglang`", ENGINE, known["vllm"]
-    yield "`gguf`", "By llama.cpp's names and order of rows; not run", known["gguf"]
+    yield "`gguf`", "Follows llama.cpp's names and row order; not run", known["gguf"]
     yield "`transformer_engine`", "By its documentation; not run", known["transformer_engine"]
 
 
