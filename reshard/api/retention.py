@@ -129,10 +129,9 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
         except CheckpointError as error:
             found.append(Step(seen.step, path, None, 0, str(error)))
         else:
-            found.append(Step(
-                seen.step, path, checkpoint.format, sum(tensor.nbytes for tensor in checkpoint.values()),
-                "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
-            ))  # fmt: skip
+            aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
+            nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
+            found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
     return found
 
 

@@ -9,9 +9,17 @@ import torch
 
 import reshard
 from reshard.errors import CorruptCheckpointError
+from reshard.execute.work_list import Ending, Kind
+from reshard.stored import checksums
 from tests.kernels import COMPILED, NUMPY, summed_up_by
 
 BLOCK_BYTES = 64 << 10
+
+
+def test_the_numbers_of_the_compiled_loop_are_those_of_work_lists() -> None:
+    """Checksums are in a lower package than the lists, and cannot import them."""
+    assert checksums._COMPARE == Kind.COMPARE
+    assert checksums._DONE == Ending.DONE
 
 
 def _found(folder: Path, threads: int) -> tuple[str, object]:
