@@ -218,8 +218,8 @@ class OwnState(dict[str, Any]):
         if not isinstance(value, LRScheduler | GradScaler):
             return state
         made = cls(state)
-        made.advice = f"the saved one had other settings than this {type(value).__name__}: build it as then: the "
-        made.advice += "same class, and for a GradScaler the same enabled="
+        made.advice = f"the checkpoint has other settings than this {type(value).__name__}. Create it as the saved run "
+        made.advice += "did: of the same class, and a GradScaler with the same enabled="
         return made
 
     @classmethod

@@ -69,7 +69,7 @@ def test_only_a_scheduler_of_the_same_class_takes_what_was_saved(kind: str, othe
             assert report.load.ok
             assert same(now(before)[1], now(after)[1])
             return
-        with pytest.raises(KeyMismatchError, match=r"fix: run\.schedules\.0: the saved one had other settings"):
+        with pytest.raises(KeyMismatchError, match=r"fix: run\.schedules\.0: the checkpoint has other settings"):
             manager.restore(after)
         assert torch.equal(now(after)[-1], untouched)
         assert after["step"] == 0
@@ -87,7 +87,7 @@ def test_a_disabled_scaler_and_an_enabled_one(was_enabled: bool, tmp_path: Path)
     before, after = state_of("step", enabled=was_enabled, steps=2), state_of("step", enabled=not was_enabled, fill=3.0)
     untouched = now(after)
     with saved(tmp_path, before) as manager:
-        with pytest.raises(KeyMismatchError, match=r"(?s)run\.scaler: the saved .* enabled=.*run\.scaler\.scale"):
+        with pytest.raises(KeyMismatchError, match=r"(?s)run\.scaler: the checkpoint .* enabled=.*run\.scaler\.scale"):
             manager.restore(after)
         assert same(now(after), untouched)
 
