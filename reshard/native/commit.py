@@ -411,11 +411,17 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation, its claim last, so that an interrupted removal is continued."""
-    folder = folder_of(save_id)
-    names = storage.names(f"{folder}/") if names is None else names
-    for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
+    """Remove a generation. Its claim goes last, after all else is durably gone: data without a claim is taken for a
+    save whose manifest was lost."""
+    claim = f"{folder_of(save_id)}/{CLAIM}"
+    names = storage.names(f"{folder_of(save_id)}/") if names is None else names
+    *some, last = [name for name in names if name != claim] or [claim]
+    for name in some:
         storage.delete(name)
+    if claim in names:
+        storage.retract(last)
+        last = claim
+    storage.delete(last)
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:

@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import resource
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -334,6 +336,28 @@ def test_a_publish_whose_first_file_was_cleaned_up_is_repeated(tmp_path: Path, m
     with pytest.raises(CheckpointNotFoundError):
         storage.publish("manifest.json", b"new")
     assert storage.list() == {"manifest.json": 2}
+
+
+def test_a_publish_whose_folder_was_cleaned_up_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `prune` does with a checkpoint that another `prune` is about to remove."""
+    real_fsync, removed = os.fsync, 0
+
+    def fsync(file: int) -> None:
+        nonlocal removed
+        real_fsync(file)
+        if stat.S_ISREG(os.fstat(file).st_mode) and removed < times:
+            removed += 1
+            shutil.rmtree(tmp_path / "step")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = LocalStorage(tmp_path)
+    times = 2
+    storage.publish("step/claim.json", b"{}")
+    assert (removed, storage.list()) == (2, {"step/claim.json": 2})
+    removed, times = 0, 100
+    with pytest.raises(CheckpointNotFoundError):
+        storage.publish("step/claim.json", b"new")
+    assert (removed, storage.list()) == (3, {})
 
 
 def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
