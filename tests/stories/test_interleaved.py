@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from reshard.api import redistribute
 from reshard.native import commit
 from tests.interleaved import scale
 from tests.interleaved.scale import counted
@@ -95,10 +96,21 @@ def _no_last_look() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _nothing_is_undefined() -> Iterator[None]:
+    """As if a transfer that fails midway had moved nothing."""
+    with mock.patch.object(redistribute.Prepared, "_undefined", lambda self, error: error):
+        yield
+
+
 @pytest.mark.parametrize(
-    ("broken", "verb"), [(_manifest_before_data, "save over another"), (_no_last_look, "save, two jobs")]
+    ("broken", "verb", "fault", "count"),
+    [
+        (_manifest_before_data, "save over another", "none", 8),
+        (_no_last_look, "save, two jobs", "none", 8),
+        (_nothing_is_undefined, "redistribute", "kill", 24),
+    ],
 )
-def test_what_is_broken_on_purpose_is_found(broken, verb: str, root: Path) -> None:
+def test_what_is_broken_on_purpose_is_found(broken, verb: str, fault: str, count: int, root: Path) -> None:
     with broken():
-        found = [trial(f"broken.{i}", verb, "none", root=root).violations for i in range(8)]
-    assert any(found)
+        assert any(trial(f"broken.{i}", verb, fault, root=root).violations for i in range(count))
