@@ -46,7 +46,7 @@ from reshard.stored.contents import has_dcp
 
 __all__ = [
     "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "folder_of",
-    "generations_in", "index_problem", "is_alive", "new_save_id", "published", "refuse_foreign", "release", "remove",
+    "generations_in", "has_claim", "index_problem", "is_alive", "new_save_id", "published", "refuse_foreign", "release", "remove",
     "remove_dead", "remove_empty", "replaced_by_save", "save_id_of", "unpublish",
 ]  # fmt: skip
 
@@ -146,7 +146,7 @@ class Generation:
                 f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later "
                 "one is kept, and this one is discarded. Give each job its own folder"
             )
-        if f"{self.folder}/{CLAIM}" not in self.storage.names(f"{self.folder}/{CLAIM}"):
+        if not has_claim(self.storage, self.save_id):
             raise StorageError(
                 f"{where}: another process considered this save dead and deleted its files: nothing was published"
             )
@@ -328,6 +328,12 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
             return
 
 
+def has_claim(storage: Storage, save_id: str) -> bool:
+    """Return whether the generation is claimed: it was neither published nor given up."""
+    name = f"{folder_of(save_id)}/{CLAIM}"
+    return name in storage.names(name)
+
+
 def release(storage: Storage, save_id: str) -> None:
     """Record that the generation is published or given up. From now on it stays only while a manifest names it."""
     storage.delete(f"{folder_of(save_id)}/{CLAIM}")
@@ -422,6 +428,8 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
         storage.retract(last)
         last = claim
     storage.delete(last)
+    for name in storage.names(f"{folder_of(save_id)}/"):  # of a rank that was late, and went on meanwhile
+        storage.delete(name)
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:

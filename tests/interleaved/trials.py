@@ -621,6 +621,7 @@ class _Trial:
             elif victims and isinstance(error, _NAMING) and not self._may_fail(job, error):
                 hosts = {f"[{self.machines[gone]}]" for gone in victims}  # as gloo gives the address
                 ranks = {words for gone in victims for words in (f"rank {gone} ", f"rank {gone}'", f"ranks {gone}")}
+                ranks |= {f"rank {done} (process" for done in left.keys() - errors.keys()}  # which has exited since
                 if not any(words in f"{error} " for words in hosts | ranks):
                     self._wrong(f"{job}: rank {rank} does not name {victims}: {error}")
             elif not victims and not culprits and not self._may_fail(job, error):

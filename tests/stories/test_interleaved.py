@@ -40,6 +40,14 @@ def test_the_old_or_the_new_one_whatever_happens(verb: str, root: Path) -> None:
         assert not outcome.violations, f"{outcome.violations}; {outcome.fault}, {outcome.size} ranks"
 
 
+@pytest.mark.parametrize(
+    ("verb", "seed"),
+    [("save, prune beside", "d31.4.21"), ("save, base beside", "d31.20.21"), ("save, base beside", "d31.47.39")],
+)
+def test_a_rank_that_is_late_leaves_no_data_of_a_save_that_others_gave_up(verb: str, seed: str, root: Path) -> None:
+    assert not trial(seed, verb, "pause", root=root).violations
+
+
 def test_a_seed_gives_the_same_run_again(root: Path) -> None:
     for verb, fault in (("save, base replaced", "kill"), ("async_save", "pause")):
         first, again = (trial("ci.1", verb, fault, root=root) for _ in range(2))

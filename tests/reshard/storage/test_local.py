@@ -377,7 +377,22 @@ def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, mon
     assert removed
 
 
-@pytest.mark.parametrize("write", ["publish", "create", "link"])
+def test_who_comes_late_makes_no_folder_that_another_process_removed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish("a", b"data")
+    late = storage.without_new_folders()
+    for write in (late.create, lambda name: late.open_shared(name, 8)):
+        with pytest.raises(StorageError, match=r"cannot create gone/b in .*: another process removed its folder"):
+            write("gone/b")
+    with pytest.raises(CheckpointNotFoundError):
+        storage.link("a", "gone/b")
+    assert storage.list() == {"a": 4}
+    _write(late, "b", b"x")
+    _write(storage, "new/b", b"x")
+    assert storage.list() == {"a": 4, "b": 1, "new/b": 1}
+
+
+@pytest.mark.parametrize("write", ["publish", "create"])
 def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_again(
     write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,10 +409,8 @@ def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_aga
     monkeypatch.setattr(os, "mkdir", mkdir)
     if write == "publish":
         storage.publish("outer/inner/b", b"data")
-    elif write == "create":
+    else:
         with storage.create("outer/inner/b") as out:
             out.write(b"data")
-    else:
-        assert storage.link("a", "outer/inner/b")
     assert storage.read("outer/inner/b") == b"data"
     assert len(removed) == 3
