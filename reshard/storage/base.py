@@ -124,7 +124,7 @@ class Storage(ABC):
         """Give an object, which does not change any more, a second name, without reading its bytes: it stays as long
         as it has one of them. A second time does nothing. False where this storage cannot. No folder is made.
 
-        Raises CheckpointNotFoundError if there is no such object, or no such folder.
+        Raises CheckpointNotFoundError if there is no such object.
         """
         return False
 

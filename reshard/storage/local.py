@@ -157,27 +157,29 @@ class LocalStorage(Storage):
         self.publish_while(name, data, lambda: None)
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        for _ in range(2):
-            with suppress(CheckpointNotFoundError):  # another process took it for a leftover, and cleaned up
-                self._publish_once(name, data, check)
-                return
-        self._publish_once(name, data, check)
-
-    def _publish_once(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        path, beside = self._path(name), temporary_name(name, secrets.token_hex(8))
-        with self.create(beside) as out:
-            out.write(data)
-        try:
-            with self._errors("publish", name):
-                check()
-                os.replace(self.root / beside, path)
-                sync_folder(path.parent)
-        except ReshardError as error:
+        path = self._path(name)
+        for last in (False, False, True):
+            beside = temporary_name(name, secrets.token_hex(8))
             try:
-                self.delete(beside)
-            except ReshardError as second:  # the first error is what the caller must see
-                error.add_note(f"removing the unfinished object failed too: {second}")
-            raise
+                with self.create(beside) as out:
+                    out.write(data)
+            except CheckpointNotFoundError:  # another process took it for a leftover, and removed it, or its folder
+                if last:
+                    raise
+                continue
+            try:
+                with self._errors("publish", name):
+                    check()
+                    os.replace(self.root / beside, path)
+                    sync_folder(path.parent)
+                return
+            except ReshardError as error:
+                try:
+                    self.delete(beside)
+                except ReshardError as second:  # the first error is what the caller must see
+                    error.add_note(f"removing the unfinished object failed too: {second}")
+                if last or not isinstance(error, CheckpointNotFoundError):
+                    raise
 
     def temporary(self, name: str, token: str) -> str:
         return temporary_name(name, token)
@@ -199,6 +201,10 @@ class LocalStorage(Storage):
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     return False
+                if isinstance(error, FileNotFoundError) and path.exists():
+                    raise StorageError(
+                        f"cannot link {name} in {self.url}: another process removed the folder of {other}"
+                    ) from error
                 raise
             sync_folder(beside.parent)
             return True

@@ -351,12 +351,12 @@ def stored() -> Scenario:
     def check(folder: Path, done: bool, days_later: bool) -> str:
         found = open_storage(folder).list()
         if done:
-            same(sorted(found), ["new/b", "old/a"])
+            same(sorted(found), ["new/a", "new/b", "old/a"])
         return str(sorted(found))
 
     def begin(folder: Path) -> None:
-        for name in ("a", "c"):
-            open_storage(folder).publish(f"old/{name}", b"x")
+        for name in ("new/a", "old/a", "old/c"):
+            open_storage(folder).publish(name, b"x")
 
     return Scenario(begin, run, check)
 

@@ -18,7 +18,7 @@ from tests.power.trials import recorded, scratch, tried
 NEEDED = {
     "local._LocalWriter._commit": "save over",
     "local._LocalWriter._commit of a folder": "save over",
-    "local.LocalStorage._publish_once of a folder": "save on a base",
+    "local.LocalStorage.publish_while of a folder": "save on a base",
     "local.LocalStorage.commit of a folder": "convert to torch_save",
     "local.LocalStorage.link of a folder": "storage",
     "local.LocalStorage.retract of a folder": "prune",
