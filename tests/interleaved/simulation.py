@@ -745,15 +745,17 @@ def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
     return rows
 
 
-def _at_once(simulation: Simulation) -> Callable[[commit.Generation], None]:
+def _at_once(simulation: Simulation) -> Callable[[commit.Generation, Callable[[], None] | None], None]:
     """The last look before a manifest is published and its rename are one: no file system has a rename on condition,
     and tests/faults.md says so."""
     real = commit.Generation._check_current
 
-    def check(generation: commit.Generation) -> None:
+    def check(generation: commit.Generation, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            before()
         simulation.replaces[generation.save_id] = generation.replaces
         with simulation.calm():
-            real(generation)
+            real(generation, None)
 
     return check
 
