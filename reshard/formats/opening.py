@@ -389,7 +389,7 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
         parent, _, last = text.rstrip("/").rpartition("/")
         if "*" in last:  # some files of a folder that holds more than one checkpoint
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
-            found = {name: size for name, size in storage.list().items() if "/" not in name}
+            found = {n: size for n, size in storage.list(re.split(r"[*?[]", last)[0]).items() if "/" not in n}
             return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
         scheme = urlsplit(text).scheme if "://" in text else "file"
         try:

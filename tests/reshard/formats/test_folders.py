@@ -270,3 +270,9 @@ def test_an_index_of_other_files_beside_ours_is_found(tmp_path: Path, templates:
     assert opened.format == "native"
     assert any("was not opened" in warning for warning in opened.warnings)
     assert not reshard.verify(opened).ok
+
+
+def test_a_pattern_may_have_brackets_before_its_asterisk(tmp_path: Path) -> None:
+    for name in ("a-1-of-2", "a-2-of-2", "b-1-of-1"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert set(reshard.open(f"{tmp_path}/[a]-?-*.safetensors").keys()) == {"a-1-of-2", "a-2-of-2"}
