@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +39,9 @@ from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at",
-    "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path",
-    "steps_at",
+    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
+    "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of",
+    "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def _run_at(
     none = _Run([], [])
     if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
         return none
-    look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
+    look: Look = partial(look_in, found[1]) if found is not None else partial(look_at, _local(path_text(path)))
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
@@ -191,14 +192,14 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
     return any(format.is_composite and format.detect(storage, names) for format in formats())
 
 
-def run_in(names: Iterable[str]) -> str:
+def run_in(names: Collection[str]) -> str:
     """The newest steps, for a message, if these are the names in the folder of a run; else ""."""
-    look = look_in(names)
+    look = partial(look_in, names)
     steps = steps_seen(look)
     return _listed(steps) if any(is_certain(look, step) for step in steps) else ""
 
 
-def refuse_run(url: str, names: Iterable[str]) -> None:
+def refuse_run(url: str, names: Collection[str]) -> None:
     """Raise FormatError if these are the names in the folder of a run.
 
     With a checkpoint at its top, the path could mean either.
@@ -548,33 +549,24 @@ def discarded_in(storage: Storage, below: str = "") -> set[str]:
     return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
 
 
-def look_at(folder: str) -> Look:
-    """Look at a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
-
-    def look(below: str) -> tuple[list[str], list[str]]:
-        folders: list[str] = []
-        files: list[str] = []
-        try:
-            with os.scandir(os.path.join(folder, below)) as entries:
-                for entry in entries:
-                    (folders if entry.is_dir() else files).append(entry.name)
-        except (OSError, ValueError):
-            return [], []
-        return folders, files
-
-    return look
+def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
+    """Look below a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
+    folders: list[str] = []
+    files: list[str] = []
+    try:
+        with os.scandir(os.path.join(folder, below)) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+    except (OSError, ValueError):
+        return [], []
+    return folders, files
 
 
-def look_in(names: Iterable[str]) -> Look:
+def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
     """Look at names that were listed already."""
-    listed = list(names)
-
-    def look(below: str) -> tuple[list[str], list[str]]:
-        inside = [name.removeprefix(below).partition("/") for name in listed if name.startswith(below)]
-        folders = dict.fromkeys(head for head, slash, _ in inside if slash)
-        return list(folders), [head for head, slash, _ in inside if not slash]
-
-    return look
+    inside = [name.removeprefix(below).partition("/") for name in names if name.startswith(below)]
+    folders = dict.fromkeys(head for head, slash, _ in inside if slash)
+    return list(folders), [head for head, slash, _ in inside if not slash]
 
 
 def steps_seen(look: Look) -> list[RunStep]:
