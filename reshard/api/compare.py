@@ -65,7 +65,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import LazyTensor, StoredTensor, box_bytes, read_box
+from reshard.stored.tensor import LazyTensor, box_bytes, read_box, read_value
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
@@ -630,12 +630,8 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
             yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
         for rank in ranks:
-            if not _equal(_read(x[rank]), _read(y[rank])):
+            if not _equal(read_value(x[rank]), read_value(y[rank])):
                 yield key, f"differs between {left.label} and {right.label} on rank {rank}"
-
-
-def _read(value: Any) -> Any:
-    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -23,7 +23,7 @@ from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
 from reshard.ranks.global_state import agree_on_values, lies_on_device
 from reshard.ranks.group import Group, sending_kinds
-from reshard.state import IntKey
+from reshard.state import plain_key
 
 __all__ = [
     "Agreed", "TensorMatches", "TensorTransfer", "TransferSide",
@@ -485,5 +485,5 @@ def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, o
 
 def _at(root: Any, path: tuple[Any, ...]) -> Any:
     for part in path:
-        root = root[part.value if isinstance(part, IntKey) else part]
+        root = root[plain_key(part)]
     return root

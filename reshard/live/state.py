@@ -28,7 +28,7 @@ from reshard.live.tensors import (
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
-from reshard.state import IntKey, KeyPath, State, is_selected, key_of
+from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
     "LiveState", "OwnState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
@@ -461,10 +461,10 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
             setattr(local, str(part), holder(value).view(getattr(local, str(part)).shape))
             return
         if not isinstance(container, tuple):
-            container[_index(part)] = value
+            container[plain_key(part)] = value
             return
         items = list(container)
-        items[_index(part)] = value
+        items[plain_key(part)] = value
         value = rebuilt(container, items)
 
 
@@ -472,8 +472,4 @@ def _inside(here: Any, part: str | int | IntKey) -> Any:
     """Return the child of a container, or of a tensor that consists of others, at one part of a
     path.
     """
-    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
-
-
-def _index(part: str | int | IntKey) -> Any:
-    return part.value if isinstance(part, IntKey) else part
+    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[plain_key(part)]
