@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from planners.geometry.layout import TensorLayout, TensorSpec
+from planners.geometry.layout import Shape, TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
@@ -35,7 +35,7 @@ class WeightPlace(NamedTuple):
     """The position of a tensor in a bucket."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     start: int
     """Offset of its first byte."""
@@ -46,7 +46,7 @@ class ChangedElements(NamedTuple):
     """The elements of a tensor that changed since the last pass."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     positions: torch.Tensor | None
     """In the flattened tensor, ascending, as int64; None if all elements are given."""
     values: torch.Tensor
@@ -279,7 +279,7 @@ class WeightSource:
             held_bytes += spec.nbytes
         yield batch
 
-    def _local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+    def _local_shape(self, spec: TensorSpec) -> Shape:
         layout = self._layouts.get(spec.fqn)
         return spec.shape if layout is None else layout.parts(self._group.job_rank)[0].sizes
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.box import Box, merge_ranges
-from planners.geometry.layout import Part
+from planners.geometry.layout import Part, Shape
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_sums import (
@@ -505,7 +505,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     place: bytes
     """8 bytes that are equal for ranks that hold the same elements; empty for none."""
     sums: bytes
@@ -520,7 +520,7 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     rank: int
     """The first of them."""
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     total: bytes
     """Of elements of which all holders have sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
