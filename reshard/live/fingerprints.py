@@ -16,6 +16,7 @@ import torch
 
 from planners.geometry.box import Box, merge_ranges
 from planners.geometry.layout import Part, Shape
+from planners.geometry.mesh import distinct
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_sums import (
@@ -656,10 +657,7 @@ def unpack_tally(packed: bytes, every: Iterable[K]) -> dict[K, Partial]:
 def add_tallies(packed: Sequence[bytes]) -> bytes:
     """Return the packed sum of packed tallies."""
     parts = [_rows(one) for one in packed]
-    ordered = np.sort(np.concatenate([part["number"] for part in parts]))
-    is_new = np.ones(len(ordered), dtype=bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    numbers = ordered[is_new]  # as np.unique, which imports numpy.ma
+    numbers = distinct(np.concatenate([part["number"] for part in parts]))
     total = np.zeros(len(numbers), _ROW)
     total["number"] = numbers
     for part in parts:
