@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from planners.geometry.layout import StateLayout
+from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.topologies import Topology
 from planners.units import format_count
 from reshard.api.task_shares import absolute, files_of
@@ -142,10 +142,10 @@ class ConvertJob:
 
     def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
         contents, onto = state.contents, self.onto
-        if isinstance(onto, Topology):
-            onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
         if onto is not None:
-            _check_onto(onto, state)
+            specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+            onto = onto.layout(specs) if isinstance(onto, Topology) else onto
+            _check_onto(onto, specs)
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
             contents = self.writing.form(found, contents, self.hints, _widened, state.url)
@@ -183,8 +183,7 @@ def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
         )
 
 
-def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
-    specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:
     wrong = [name for name, spec in specs.items() if name not in onto or onto[name].spec != spec]
     wrong += [name for name in onto if name not in specs]
     if wrong:

@@ -33,7 +33,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
+from reshard.state import NUMBERED, KeyPath, is_selected, key_of, plain_key
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import StoredTensor
 
@@ -358,7 +358,7 @@ def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
 def _kind_at(value: Any, path: KeyPath) -> str:
     """See `mapping_kind`, of what is at a path of a nest; the class of what is no mapping."""
     for part in path:
-        value = value[part.value if isinstance(part, IntKey) else part]
+        value = value[plain_key(part)]
     return mapping_kind(value) if isinstance(value, Mapping) else class_name(value)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
-from reshard.state import IntKey
+from reshard.state import IntKey, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = ["Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
@@ -63,7 +63,7 @@ def nest(contents: Contents) -> Tree:
     leaves += [(key, False) for key in contents.objects]
     for key, is_tensor in leaves:
         path = contents.paths.get(key, (key,)) or (key,)
-        parts = [part.value if isinstance(part, IntKey) else part for part in path]
+        parts = [*map(plain_key, path)]
         # an int key of a dict becomes text, so that only lists have ints
         parts = [str(p) if isinstance(q, IntKey) else p for p, q in zip(parts, path)]
         if not _insert(root, parts, StoredLeaf(contents, key, is_tensor)):
