@@ -147,9 +147,10 @@ def _run_at(
         found: of what is not a local path; of that all names are not listed before they must be.
     """
     none = _Run([], [])
-    if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
+    text = "" if isinstance(path, Storage) else path_text(path)
+    if ("*" in text and not os.path.lexists(_local(text))) or (text and found and _file_of(text) in found[1]):
         return none
-    look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
+    look = look_in(found[1]) if found is not None else look_at(_local(text))
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
@@ -387,10 +388,11 @@ def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, in
     else:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
-        if "*" in last:  # some files of a folder that holds more than one checkpoint
+        if "*" in last and not os.path.lexists(_local(text)):  # some files of a folder
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
-            found = {name: size for name, size in storage.list().items() if "/" not in name}
-            return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
+            found = storage.list().items()
+            if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
+                return storage, fitting
         scheme = urlsplit(text).scheme if "://" in text else "file"
         try:
             single = Path(_local(text)).is_file() if scheme == "file" else bool(_file_of(text))
