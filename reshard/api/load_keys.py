@@ -343,8 +343,10 @@ def _is_empty(nest: Any) -> bool:
 def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
     """The saved value with what its format does not record, as it is in the live one: dicts that are empty, and, if
     all keys are recorded as text, which keys are ints."""
-    if type(value) is list and isinstance(live, list) and len(value) == len(live):
-        return [_as_nested(item, other, keys_are_text) for item, other in zip(value, live)]
+    if type(value) is list and isinstance(live, list):
+        if keys_are_text and _is_empty(live[len(value) :]):
+            value = [*value, *copy_containers(live[len(value) :])]
+        return [*(_as_nested(item, other, keys_are_text) for item, other in zip(value, live)), *value[len(live) :]]
     if type(value) is not dict or not isinstance(live, Mapping):
         return value
     ints = {str(key): key for key in live if keys_are_text and type(key) is int and key.bit_length() <= 256}

@@ -146,7 +146,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
         found: of what is not a local path; of that all names are not listed before they must be.
     """
     none = _Run([], [])
-    if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
+    text = "" if isinstance(path, Storage) else path_text(path)
+    if ("*" in text and not os.path.lexists(_local(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
     look: Look = partial(look_at, _local(path) or "") if found is None else partial(look_in, found[1])
     steps, marks = steps_seen(look), marks_in(look("")[1])
@@ -384,10 +385,11 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     else:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
-        if "*" in last:  # some files of a folder that holds more than one checkpoint
+        if "*" in last and not os.path.lexists(_local(text) or ""):  # some files of a folder
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
-            found = {n: size for n, size in storage.list(re.split(r"[*?[]", last)[0]).items() if "/" not in n}
-            return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
+            found = storage.list(re.split(r"[*?[]", last)[0]).items()
+            if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
+                return storage, fitting
         local = _local(text)
         try:
             single = bool(_file_of(text)) if local is None else Path(local).is_file()
