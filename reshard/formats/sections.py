@@ -44,7 +44,7 @@ Tree = dict[Any, Any]
 
 _OPTIMIZER = re.compile(
     r"(optim|optims|optimizer|optimizers|opt|opt_state|optim_state|optimizer_state|optimizer_states|optimizer_\d+"
-    r"|optim_state_dict|optimizer_state_dict|optimizer_state_dicts)"
+    r"|optimizer_parts|optim_state_dict|optimizer_state_dict|optimizer_state_dicts)"
 )
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights")
 _OTHER = re.compile(
@@ -272,5 +272,6 @@ def _as_trees(tree: Tree) -> list[Tree]:
     if numbered and all(isinstance(one, Mapping) and ("state" in one or "param_groups" in one) for one in inside):
         return [tree[key] for key in sorted(tree, key=int)]
     if inside and all(isinstance(one, Mapping) and is_nested(one) for one in inside):
-        return inside
+        numbered = all(_NUMBER.search(str(key)) for key in tree)  # stage_2 before stage_10
+        return [tree[key] for key in sorted(tree, key=_natural)] if numbered else inside
     return [tree]

@@ -61,6 +61,32 @@ def test_an_optimizer_beside_its_schedule(tmp_path: Path) -> None:
     assert sorted(states) == sorted(W)
 
 
+def test_optimizers_of_pipeline_stages_in_one_dict(tmp_path: Path) -> None:
+    """NeMo Automodel's, of adapters with experts or a quantized base: each stage's has ids from 0."""
+    names = [f"layers.{stage}.w" for stage in range(12)]
+    dcp(tmp_path / "model", {name: torch.ones(2) for name in names})
+    parts = {
+        f"stage_{number}": {
+            "state": {0: {"exp_avg": torch.full((2,), float(number)), "step": torch.tensor(1.0)}},
+            "param_groups": [{"lr": 0.5, "params": [0]}],
+        }
+        for number in range(12)
+    }
+    dcp(tmp_path / "optim", {"optim": {"optimizer_parts": parts}, "sched": {"last_epoch": 2}})
+
+    found = reshard.open(tmp_path)
+
+    with pytest.raises(NormalizationError, match=r"optimizer 0 of .* only by integer ids.*'param_names': \{0: \["):
+        found.normalized()
+    with pytest.raises(NormalizationError, match=r"several optimizers, stages.* give \{0: \[names\], 1: "):
+        found.normalized({"param_names": names})
+    optimizer = found.normalized({"param_names": {number: [name] for number, name in enumerate(names)}})["optim"]
+    assert {name: state["exp_avg"][0].item() for name, state in optimizer["state"].items()} == {
+        name: number for number, name in enumerate(names)
+    }
+    assert [group["params"] for group in optimizer["param_groups"]] == [[name] for name in names]
+
+
 def test_a_model_alone_in_a_folder_below_is_named(tmp_path: Path) -> None:
     dcp(tmp_path / "model", W)
     with pytest.raises(FormatError, match="in its subfolders model: open one of these"):
