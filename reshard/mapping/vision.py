@@ -2,11 +2,12 @@
 
     family                      on disk                 in memory               Megatron
     qwen2_vl, qwen2_5_vl        model.                  model.language_model.   language_model.
+    thinkers of Qwen Omni       model.                  model.language_model.
     qwen3_vl, qwen3_vl_moe      model.language_model.   model.language_model.   language_model.
     qwen3_5, qwen3_5_moe        model.language_model.   model.language_model.   language_model.
     glm4v_moe                   model.language_model.   model.language_model.   language_model.
     glm4v, glm46v, glm_ocr,     model.language_model.   model.language_model.
-    gemma4
+    gemma3n, gemma4
     llama4                      language_model.model.   language_model.model.   language_model.
     gemma3, mistral3            language_model.model.   model.language_model.   language_model.
     minimax_m3_vl               language_model.model.   model.language_model.
@@ -33,24 +34,29 @@ _LLAVA = "language_model.model.", "language_model."
 _ON_DISK = {
     family: before
     for families, before in {
-        "qwen2_vl qwen2_5_vl": ("model.", ""),
+        "qwen2_vl qwen2_5_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker": ("model.", ""),
         "gemma3": ("language_model.model.", ""),
         "llama4 mistral3 minimax_m3_vl llava llava_next llava_onevision internvl aya_vision got_ocr2 paligemma "
         "vipllava": _LLAVA,
         "idefics3 smolvlm": ("model.text_model.", ""),
-        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm46v glm_ocr glm4v_moe gemma4 cohere2_vision lfm2_vl "
-        "exaone4_5 video_llama_3 ovis2 deepseek_vl": ("model.language_model.", ""),
+        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm46v glm_ocr glm4v_moe gemma4 gemma3n cohere2_vision "
+        "lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl": ("model.language_model.", ""),
     }.items()
     for family in families.split()
 }
 """What stands before the names of the decoder, and before its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
 _PER_LAYER = tuple(
-    f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+    f"{x}.weight"
+    for x in (
+        *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+        *("altup_projections.{i}", "altup_unembed_projections.{i}"),
+    )
 )
-"""What Gemma 4's decoder has beside its layers."""
+"""What the decoders of Gemma 3n and 4 have beside their layers."""
 _MEMORY = {
     "visual.{rest+}": "model.visual.{rest+}",
+    "audio_tower.{rest+}": "model.audio_tower.{rest+}",
     "vision_tower.{rest+}": "model.vision_tower.{rest+}",
     "multi_modal_projector.{rest+}": "model.multi_modal_projector.{rest+}",
     "image_newline": "model.image_newline",

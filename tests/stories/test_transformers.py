@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks: their wa
 
 SHARD_BYTES = 20_000
 TOLD_BY_CONFIG = ["phimoe", "hy_v3", "exaone", "nemotron_h", "laguna", "axk1"]
-TOLD_BY_CONFIG += ["longcat_flash", "kimi_linear", "bailing_hybrid", "sarvam_moe", "olmo_hybrid"]
+TOLD_BY_CONFIG += ["longcat_flash", "kimi_linear", "bailing_hybrid", "sarvam_moe", "olmo_hybrid", "axk2"]
 """Families with names on disk that other families have in memory, or that are nobody else's: only the config tells
 what they are in memory, and so `ready` does. The router of PhiMoE has Mixtral's name on disk, for one. LongCat's
 experts without weights have a gate in transformers 5.24, and nothing else."""
