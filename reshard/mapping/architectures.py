@@ -293,7 +293,7 @@ _TABLE = {
         joined=("mlp", "mlp.shared_experts"),
     ),
     "llava llava_next llava_onevision internvl aya_vision cohere2_vision got_ocr2 paligemma vipllava idefics3 "
-    "smolvlm lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl": _AROUND,
+    "smolvlm lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl kimi_k25": _AROUND,
     "glm4v glm46v glm_ocr": Architecture(names=_GLM4_NORMS, fused=("gate_up",), norms=_BOTH_SIDES),
     "glm4v_moe": replace(_MOE, namings=_MEGATRON),
     "gemma4_text gemma4 gemma3n_text gemma3n": Architecture(norms=_BOTH_SIDES),
@@ -334,6 +334,8 @@ class Decoder:
     """Rows of one key head and of one value head of linear attention."""
     text: str = ""
     """The `model_type` of the decoder within a vision-language model."""
+    vision_size: int = 0
+    """Elements of a vector in the vision tower, in vision-language models."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -412,6 +414,7 @@ class Decoder:
             (_number(config, "linear_num_key_heads", 1), _number(config, "linear_num_value_heads", 1)),
             (_number(config, "linear_key_head_dim", 1), _number(config, "linear_value_head_dim", 1)),
             text,
+            _number(seen, "hidden_size"),
         )
 
 

@@ -681,7 +681,8 @@ def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     made = decoder | Mapping(renames(known.outer))
     if known.experts == "apart":
         made = plain | in_memory_to_disk(fill, known.gated).inverse()
-    return made | Mapping(rules) | decoder.inverse() | vision.in_memory(model.family)
+    size = model.vision_size // max(model.vision_heads, 1)
+    return made | Mapping(rules) | decoder.inverse() | vision.in_memory(model.family, size)
 
 
 def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:

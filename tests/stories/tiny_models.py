@@ -313,6 +313,11 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ovis2": ("Ovis2", _of("qwen2"), {**_PICTURES, "intermediate_size": 24, "vocab_size": 16}),
     "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker", _ROPE, {**_EYES, "fullatt_block_indexes": [1]}),
     "qwen3_omni_moe_thinker": ("Qwen3OmniMoeThinker", {**_ROPE, **_MOE, "head_dim": 8}, _DEEP),
+    "kimi_k25": (
+        "Kimi_K25",
+        _of("deepseek_v3", **_LATENT),
+        {**_PICTURES, "intermediate_size": 24, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "deepseek_vl": ("DeepseekVL", _of("llama"), {**_CLIP, "model_type": "siglip_vision_model"}),
 }
 """The class's first part, and what its configs say of the decoder and of the vision tower."""
@@ -338,6 +343,7 @@ def fresh(name: str) -> Any:
         tied |= {"hidden_size": 32, "vocab_size": 53} if name == "ovis2" else {}  # which it reads there
         more = {"text_config": {**_BASE, **text}, "vision_config": eyes, **tied}
         more |= {"audio_config": _HEARS} if "omni" in name else {}
+        more |= {"projection_hidden_size": 16} if name == "kimi_k25" else {}
     else:
         config, cls, more = _OTHERS[name]
         more = {**more, **(_LAYERS if name == "bart" else {}), "vocab_size": 53, "decoder_ffn_dim": 48, "num_heads": 4}
