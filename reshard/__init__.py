@@ -6,7 +6,17 @@ Each name is imported on first use, so `import reshard` is fast and loads only w
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
+
+_planners = os.path.join(os.path.dirname(os.path.dirname(__file__)), "planners")
+_found = importlib.util.find_spec("planners")
+if _found and os.path.realpath(os.path.dirname(_found.origin or "")) != os.path.realpath(_planners):
+    raise ImportError(
+        f"reshard needs its own package planners, in {_planners}, but Python finds {_found.origin} first: rename "
+        "that, or remove its folder from sys.path"
+    )
 
 _PUBLIC = {
     "api.compare": "CompareReport compare",
