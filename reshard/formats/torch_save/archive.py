@@ -125,10 +125,10 @@ class TorchArchive:
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)
 
-    def value(self, allow: Callable[[str], bool] | None = None) -> Any:
+    def value(self) -> Any:
         """Return what was saved, with a `TensorRef` for each tensor and a `Record` for each object
         of an unknown class."""
-        return load_pickle(self.read("data.pkl"), where=self.label, allow=allow)
+        return load_pickle(self.read("data.pkl"), where=self.label)
 
     def place(self, ref: TensorRef) -> Extent:
         """Return where the elements of a tensor are. Raises CorruptCheckpointError if its storage
