@@ -15,19 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from planners.errors import CodecError, PlanError, did_you_mean
+from planners.geometry.arrays import Ints, grouped, outer_sum
 from planners.geometry.box import Box, flat_boxes
-from planners.geometry.mesh import (
-    Ints,
-    Mesh,
-    Ownership,
-    Placement,
-    Replicate,
-    axis_names,
-    grouped,
-    outer_sum,
-    ownership,
-    parse_placements,
-)
+from planners.geometry.intervals import Ownership, ownership
+from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
 
 __all__ = [
     "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm",

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError
+from planners.geometry.arrays import Ints, distinct
 from planners.geometry.box import Box, Dims
+from planners.geometry.intervals import Segments, overlap
 from planners.geometry.layout import Form, ProductForm, ProductGeometry, Shape, local_boxes
-from planners.geometry.mesh import Ints, Segments, distinct, overlap
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import CoverageError
+from planners.geometry.arrays import Ints, grouped, outer_sum, ravel, unravel
 from planners.geometry.box import Box
+from planners.geometry.intervals import SegmentRow, Segments
 from planners.geometry.layout import Form, ProductGeometry, Shape, StateLayout, TensorLayout, local_boxes
-from planners.geometry.mesh import Ints, SegmentRow, Segments, grouped, outer_sum, ravel, unravel
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
 __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]

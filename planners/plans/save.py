@@ -12,9 +12,9 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
+from planners.geometry.arrays import Ints, distinct, grouped, unravel
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
-from planners.geometry.mesh import Ints, distinct, grouped, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 

@@ -37,7 +37,7 @@ from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath

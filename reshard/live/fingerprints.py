@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from planners.geometry.arrays import distinct
 from planners.geometry.box import Box, merge_ranges
 from planners.geometry.layout import Part, Shape
-from planners.geometry.mesh import distinct
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.live.fingerprint_sums import (
+from reshard.live.fingerprint_arithmetic import (
     LANES,
     PRIME,
     PUBLIC,

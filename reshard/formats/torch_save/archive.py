@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
-from reshard.stored.crc32 import RecordChecksums, crc32
+from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 

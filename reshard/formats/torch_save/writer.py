@@ -23,7 +23,7 @@ from reshard.live.tree import builtin_kinds, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Record
-from reshard.stored.crc32 import combined, crc32
+from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
 from reshard.stored.tensor import Extent
 
