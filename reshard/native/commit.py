@@ -417,7 +417,7 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
         storage.retract(last)
         last = claim
     storage.delete(last)
-    for name in storage.names(f"{folder_of(save_id)}/"):  # of a rank that was late, and went on meanwhile
+    for name in storage.names(f"{folder_of(save_id)}/"):  # of a rank that was late, and continued
         storage.delete(name)
 
 
