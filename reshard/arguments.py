@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from reshard.errors import FormatError, OptionError, did_you_mean, option_error, warn_renamed
+from reshard.errors import FormatError, OptionError, did_you_mean, format_value, option_error, warn_renamed
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
@@ -77,8 +77,10 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):
         taken = ", ".join(name for name in places if name != "self") or "nothing"
-        words = f"{what}() takes {taken} by position, and all else by name, such as {by_name[0]}="
-        raise TypeError(f"{words}: got {args[len(places)]!r:.80}, too") from None
+        extra = args[len(places) :]
+        such = "=, ".join(by_name[: len(extra)])
+        words = f"{what}() takes {taken} by position, and all else by name, such as {such}="
+        raise TypeError(f"{words}: got {format_value(extra[0])}, too") from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:

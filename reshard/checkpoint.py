@@ -17,7 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
 from reshard.arguments import no_attribute, renamed
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError
+from reshard.errors import CheckpointError, KeyMismatchError, OptionError, format_value
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -368,6 +368,6 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
     if not isinstance(step, int | None):
-        raise OptionError(f"step must be an integer, got {step!r}")
+        raise OptionError(f"step must be an integer, got {format_value(step)}")
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from planners.errors import (
+    ProofError,
     ReshardError as ReshardError,
     did_you_mean as did_you_mean,
     sentence as sentence,
@@ -20,8 +21,8 @@ __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError",
     "NormalizationError", "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
-    "UndefinedTargetsError", "UnsafeDataError", "format_names", "format_ranks", "framework", "option_error",
-    "renamed_in", "warn_renamed",
+    "UndefinedTargetsError", "UnsafeDataError", "VerificationError", "format_names", "format_ranks",
+    "format_value", "framework", "option_error", "renamed_in", "warn_renamed",
 ]  # fmt: skip
 
 
@@ -48,6 +49,10 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
     places: tuple[tuple[str, int, int], ...] = ()
     """The file, the first byte, and one past the last, of what is missing or was changed, where that is known."""
+
+
+class VerificationError(CorruptCheckpointError, ProofError):
+    """`raise_if_failed()` was called on the report of `verify` or `compare`, which found damage."""
 
 
 class UnsafeDataError(CheckpointError, ValueError):
@@ -163,6 +168,18 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
     more = f" and more, {len(every)} in all" if len(spans) > limit else ""
     return f"rank{'s' * (len(every) != 1)} {words}{more}"
+
+
+def format_value(value: Any) -> str:
+    """Return a short repr for a message, or only the class of a tensor or of a container that may have some."""
+    is_nest = isinstance(value, Collection) and not isinstance(value, str | bytes)
+    if hasattr(value, "shape") or (is_nest and (isinstance(value, Mapping) or not all(map(_is_plain, value)))):
+        return f"a {type(value).__name__}"
+    return f"{value!r:.80}"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | float | int)
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:

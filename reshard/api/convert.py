@@ -75,7 +75,7 @@ class ConvertReport(WrittenReport, CheckedReport):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", omitted {format_names(self.left_out)}" if self.left_out else ""
+        odd = f", left_out {format_names(self.left_out)}" if self.left_out else ""
         retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
         odd += f", retyped {format_names(retyped)}" if retyped else ""
         odd += f", {self.unchecked}" if self.unchecked else ""

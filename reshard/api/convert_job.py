@@ -30,6 +30,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
     did_you_mean,
+    format_value,
     option_error,
 )
 from reshard.formats.format import Writing
@@ -71,21 +72,24 @@ class ConvertJob:
         """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not fit together."""
         if not isinstance(self.onto, StateLayout | Topology | None):
             raise OptionError(
-                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {self.onto!r:.60}"
+                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {format_value(self.onto)}"
             )
         if not isinstance(self.mapping, Mapping | StateMapping | None):
-            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
+            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(self.mapping)}")
         if self.dtype is not None:
             try:
                 floating = is_floating(self.dtype)
             except FormatError as error:
                 raise option_error(str(error), FormatError) from None
             if not floating:
-                raise option_error(f"dtype must be a floating-point type, got {self.dtype!r}: {LOSES}", FormatError)
+                raise option_error(
+                    f"dtype must be a floating-point type, got {format_value(self.dtype)}: {LOSES}", FormatError
+                )
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} {NOT_SHARDED}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {self.max_shard_bytes!r}"
+            got = format_value(self.max_shard_bytes)
+            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
             raise option_error(words, FormatError)
         if self.writing.is_one_file and isinstance(self.target, Storage):
             raise FormatError(f"{self.format} writes one file: give its path")

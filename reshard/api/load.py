@@ -30,6 +30,7 @@ from reshard.errors import (
     LayoutError,
     OptionError,
     format_names,
+    format_value,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -169,7 +170,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     from reshard.mapping import Mapping as StateMapping
 
     if not isinstance(mapping, StateMapping):
-        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(mapping)}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped

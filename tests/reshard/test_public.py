@@ -361,7 +361,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         ),
         (
             lambda: reshard.set_state_dict(torch.nn.Linear(1, 1), [], {}, {}),
-            r"^set_state_dict\(\) takes model, optimizers by position, .* such as model_state_dict=: got {}, too$",
+            r"^set_state_dict\(\) takes model, optimizers by position, .* such as model_state_dict=, optim_state_dict=: got a dict, too$",
         ),
         (
             lambda: reshard.CheckpointManager("c", every=reshard.Every(steps=1), options=3),
@@ -584,7 +584,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         restored = manager.restore(state)
 
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
-    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, omitted 1 ('step'))"
+    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, left_out 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
     assert repr(due) == "StepReport(step 2, save to storage begun: every 2 steps)"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"

@@ -1,0 +1,97 @@
+"""Mistakes that people make on their first day: each error has the class that one expects, and says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+from planners.errors import ProofError
+from reshard.errors import CorruptCheckpointError, LayoutError, OptionError
+
+STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
+
+
+def flip(folder: Path) -> None:
+    """Change a bit of a tensor."""
+    (file,) = folder.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["bit", "file", "manifest"])
+def test_damage_that_verify_found_is_raised_as_damage(damage: str, tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    reshard.save(STATE, tmp_path / "good")
+    if damage == "bit":
+        flip(tmp_path / "c")
+    elif damage == "file":
+        next((tmp_path / "c").glob("data-*/*.safetensors")).unlink()
+    else:
+        (tmp_path / "c" / "manifest.json").write_text('{"reshard": "checkpoint", "version"')
+
+    for report in (
+        reshard.verify(tmp_path / "c"),
+        reshard.verify(tmp_path / "c", tmp_path / "good"),
+        reshard.verify(tmp_path / "good", tmp_path / "c"),
+        *([reshard.compare(tmp_path / "c", tmp_path / "good")] if damage == "bit" else []),
+    ):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            report.raise_if_failed()
+        assert isinstance(caught.value, ProofError)  # as in earlier releases
+
+
+def test_a_difference_is_no_damage(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    reshard.save({**STATE, "w": torch.ones(1000)}, tmp_path / "other")
+    for report in (
+        reshard.verify(tmp_path / "c", tmp_path / "other"),
+        reshard.compare(tmp_path / "c", tmp_path / "other"),
+    ):
+        with pytest.raises(ProofError, match="'w'") as caught:
+            report.raise_if_failed()
+        assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_messages_print_no_tensors(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = model.state_dict()
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+    calls: dict[str, Any] = {
+        r"such as model_state_dict=, optim_state_dict=: got an? \w+, too$": lambda: reshard.set_state_dict(
+            model, optimizer, state, {}
+        ),
+        r"deep must be True or False, got an? OrderedDict$": lambda: reshard.verify(tmp_path / "c", None, state),
+        "got a Tensor$": lambda: reshard.verify(tmp_path / "c", deep=state["weight"]),
+        "must be .*, got a list$": lambda: reshard.save(STATE, tmp_path / "d", overwrite=[state["weight"]]),
+        "got 'yes'$": lambda: reshard.save(STATE, tmp_path / "d", overwrite="yes"),
+        r"got \['a', 'b'\]$": lambda: reshard.save(STATE, tmp_path / "d", overwrite=["a", "b"]),
+    }
+    for text, call in calls.items():
+        with pytest.raises((TypeError, OptionError), match=text) as caught:
+            call()
+        assert "tensor(" not in str(caught.value)
+
+
+def test_a_wrong_argument_of_the_sampler_is_a_wrong_option() -> None:
+    for arguments, text in (
+        ({"size": [1, 2, 3]}, r"takes the number of samples, ElasticSampler\(len\(dataset\)\), not a list$"),
+        ({"size": 3, "part": 4, "parts": 2}, r"part at least 0 and less than parts, .*, got size=3, part=4, parts=2"),
+        ({"size": 3, "tail": "pad"}, r"tail 'keep', 'drop', or 'repeat', got .* tail='pad'$"),
+    ):
+        with pytest.raises(OptionError, match=text) as caught:
+            reshard.ElasticSampler(**arguments)  # type: ignore[arg-type]
+        assert isinstance(caught.value, LayoutError)  # as in earlier releases
+
+
+def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    report = reshard.convert(tmp_path / "c", tmp_path / "hf", format="safetensors")
+    assert report.left_out == ("step",)
+    assert "left_out 1 ('step')" in repr(report)
