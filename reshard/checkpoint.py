@@ -17,7 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
 from reshard.arguments import no_attribute, renamed
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError, format_value
+from reshard.errors import CheckpointError, KeyMismatchError, OptionError, format_names, format_value
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -205,14 +205,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
         """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and convert. Its keys are
-        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>"; with `model_only`, bare
-        parameter names.
+        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>", whatever the sections were
+        called; with `model_only`, bare parameter names. Other values, such as an epoch, are not in it: `.warnings`
+        lists them.
 
         Raises the errors of `normalized`.
         """
-        from reshard.formats.normalize import canonical_contents
+        from reshard.formats.normalize import beside, canonical_contents
 
         found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
+        if lost := () if model_only else (*found.left_out, *beside(self.contents)):
+            words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
+            found = replace(found, warnings=(*found.warnings, words))
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:

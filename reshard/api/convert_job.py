@@ -34,7 +34,7 @@ from reshard.errors import (
     option_error,
 )
 from reshard.formats.format import Writing
-from reshard.formats.normalize import keep_beside, normalize
+from reshard.formats.normalize import canonical_contents, keep_beside, normalize
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import LOSES, cast, is_floating
@@ -114,9 +114,11 @@ class ConvertJob:
         in_form = self.writing.form is not None
         if self.normalized or self.model_only or in_form:
             source = state
-            state = source.canonical(self.hints, model_only=self.model_only)
+            contents = canonical_contents(source.contents, self.hints, source.url, model_only=self.model_only)
+            contents = replace(contents, checking=source.contents.checking)
             if not self.model_only:
-                state = Checkpoint(keep_beside(state.contents, source.contents, for_framework=in_form), source.url)
+                contents = keep_beside(contents, source.contents, for_framework=in_form)
+            state = Checkpoint(contents, source.url)
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)

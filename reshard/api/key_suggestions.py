@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "PrefixDifference", "are_by_number", "has_no_state_yet", "named_from_numbers", "section", "shifted",
+    "PrefixDifference", "are_by_number", "fronts_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
+    "named_from_numbers", "section", "shifted",
 ]  # fmt: skip
 
 
@@ -136,6 +138,32 @@ def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
 def named_from_numbers(path: str) -> str:
     """The call that opens a checkpoint whose optimizer state has numbers of parameters, under their names."""
     return f"reshard.open({path}).canonical(hints={{'param_names': list(dict(model.named_parameters()))}})"
+
+
+def load_by_name(path: str, others: Iterable[str]) -> str:
+    """The calls that load such a checkpoint. `others`: what it has besides model and optimizer."""
+    rest = ", ".join(f"{name!r}: ..." for name in islice(others, 3))
+    calls = [
+        f"named = {named_from_numbers(path)}",
+        "model_state, optim_state = reshard.get_state_dict(model, optimizer)",
+        "reshard.load({'model': model_state, 'optim': optim_state}, named)",
+        *([f"reshard.load({{{rest}}}, {path}, strict='subset')"] * bool(rest)),
+    ]
+    return "".join(f"\n    {call}" for call in calls)
+
+
+def fronts_by_number(unexpected: Iterable[str]) -> dict[str, str]:
+    """Where optimizer state by number was saved, such as "optim.", each with the first key there."""
+    found: dict[str, str] = {}
+    for key in filter(NUMBERED.fullmatch, unexpected):
+        found.setdefault(re.sub(r"state\.\d+\.[^.]+$", "", key), key)
+    return found
+
+
+def is_of_optimizer(key: str, live: Any) -> bool:
+    """Return True for a key of a target that has an optimizer's state by name, or an optimizer's state dict."""
+    is_dict = isinstance(live, Mapping) and "param_groups" in live
+    return is_dict or key.rpartition(".")[2] == "param_groups" or _BY_NAME.fullmatch(key) is not None
 
 
 def _is_state(key: str) -> bool:

@@ -552,16 +552,17 @@ class LoadReport(FilledReport, CheckedReport):
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (saved class, class of the value now) of values that came back as another type, such as a plain dict for
-    an OrderedDict or a dict of inner tensors for a quantized tensor."""
+    """key -> (saved class, class in the target) of values whose classes differ, such as a plain dict for an
+    OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a number. Numbers of different classes
+    and None are not listed."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`, of the job."""
 
     @property
     def ok(self) -> bool:
         """True if both sides have the same keys, shapes, and types, and no tensor of the target was lost. Unexpected
-        keys make it False, unless strict="subset" allows them. A plain value replaces the target's, whatever its
-        type."""
+        keys make it False, unless strict="subset" allows them. A plain value replaces the target's, also one of
+        another class, which `retyped` lists."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 
@@ -574,7 +575,8 @@ class LoadReport(FilledReport, CheckedReport):
         kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = self._first_of_each(*kinds)
         if self.retyped:
-            odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
+            names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
+            odd.append(f"retyped {format_names(names)}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
         read += f", {format_bytes(self.bytes_read_to_check)} more to check" if self.bytes_read_to_check else ""
         return f"LoadReport({', '.join([head, *odd, read])})"

@@ -7,13 +7,22 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Number
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from planners.geometry.layout import TensorSpec
-from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
+from reshard.api.key_suggestions import (
+    are_by_number,
+    fronts_by_number,
+    has_no_state_yet,
+    is_of_optimizer,
+    load_by_name,
+    section,
+    shifted,
+)
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
@@ -33,7 +42,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
+from reshard.state import IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import StoredTensor
 
@@ -229,7 +238,11 @@ class KeyMatch:
         if isinstance(live, OwnState) and not self._takes(key, live, made, place):
             return
         self.objects[key] = made
-        self.dropped += _lost(key, live, made)
+        for below, kinds in _changed(key, live, made):
+            if kinds is None:
+                self.dropped.append(below)
+            else:
+                self.retyped[below] = kinds
         for path, kind in self.classes.items():
             if path[: len(place)] == place:
                 rest = path[len(place) :]
@@ -319,18 +332,24 @@ class _Below(NamedTuple):
         return path in self.names or path in self.kinds
 
 
-def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
-    """Keys of dicts at and below `key` that are gone when `value` takes the place of `live`."""
+def _changed(key: str, live: Any, value: Any) -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """Keys at and below `key` that are gone when `value` takes the place of `live`, each with None, and those that are
+    of another class then, with both. Numbers are alike, and None stands for any value."""
     if isinstance(live, Mapping):
         for name, item in live.items():
             below = f"{key}.{name}"
             if not isinstance(value, Mapping) or name not in value:
-                yield below
+                yield below, None
             else:
-                yield from _lost(below, item, value[name])
+                yield from _changed(below, item, value[name])
     elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
         for number, (item, other) in enumerate(zip(live, value)):
-            yield from _lost(f"{key}.{number}", item, other)
+            if type(item) is not int or type(other) is not int:  # of which there can be millions
+                yield from _changed(f"{key}.{number}", item, other)
+        return
+    kinds: Any = (type(live), type(value), Number, Mapping)
+    if not (live is None or value is None or any(isinstance(live, it) and isinstance(value, it) for it in kinds)):
+        yield key, (class_name(value), class_name(live))
 
 
 def _is_empty(nest: Any) -> bool:
@@ -472,6 +491,8 @@ class Mismatches:
         wording: Wording,
     ) -> str:
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
+        if match.checkpoint.format == "normalized":
+            what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         where, kinds = _on_ranks(missing, group), _kinds(match)
@@ -487,15 +508,16 @@ class Mismatches:
             if wording == Wording():
                 fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
         by_number = wording == Wording() and are_by_number(where, known)
-        if by_number:
+        if wording == Wording() and (text := _by_integer_ids(match, where, unexpected)):
+            what.append(text[0])
+            fixes.append(text[1])
+        elif by_number:
             fixes.append(
                 "the checkpoint has optimizer state by name: load into "
                 "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
         elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
             fix = "load into reshard.optimizer_destinations(model, optimizer, path)"
-            if any(map(NUMBERED.fullmatch, unexpected)):
-                fix = f"the checkpoint has its state by number: with path = {named_from_numbers('path')}, {fix}"
             fixes.append(f"the optimizer has no state yet: {fix}")
         lines += section(wording.missing, where, [] if by_number else known, match.names, match.mapping)
         lines += section(
@@ -526,6 +548,31 @@ class Mismatches:
         if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         return fixes
+
+
+def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:
+    """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and the target has none of
+    these. Its keys are removed from what is missing and unexpected."""
+    targets, checkpoint = match.targets, match.checkpoint
+    fronts = fronts_by_number(unexpected)
+    own = {key for key in targets.paths if is_of_optimizer(key, targets.live(key))}
+    if not fronts or not own or fronts_by_number(targets.paths):
+        return None
+    numbered = tuple(front + part for front in fronts for part in ("state.", "param_groups."))
+    for key in own & missing.keys():
+        del missing[key]
+    unexpected[:] = [name for name in unexpected if not name.startswith(numbered)]
+    places = {name: checkpoint.contents.paths.get(name, (name,)) for name in checkpoint.objects}
+    others = dict.fromkeys(str(path[0]) for name, path in places.items() if not name.startswith(numbered))
+    what = (
+        f"  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns it "
+        f"({next(iter(fronts.values()))!r}), and the state to load into has names of parameters"
+    )
+    fix = (
+        "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
+        f"only, as 'model' and 'optim':{load_by_name(repr(checkpoint.url), others)}"
+    )
+    return what, fix
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

@@ -81,7 +81,8 @@ class FilledReport(TimedReport):
     unexpected: tuple[str, ...]
     """Keys of the source that no rank's target has. They were not read or moved."""
     cast: Mapping[str, tuple[str, str]]
-    """Key of the target -> (dtype before, dtype of the target) of converted tensors."""
+    """Key of the target -> (dtype before, dtype of the target) of converted tensors. A load also lists numbers that
+    it stored as a 0-d tensor, or the reverse. These convert exactly, with any `dtype_policy`."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from reshard.state import KeyPath
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["canonical_contents", "keep_beside", "normalize"]
+__all__ = ["beside", "canonical_contents", "keep_beside", "normalize"]
 
 
 def normalize(
@@ -142,7 +142,7 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     objects, paths = dict(canonical.objects), dict(canonical.paths)
     kept: list[KeyPath] = []
     lost, notes = list(canonical.left_out), []
-    for key in format.beside(source) if format is not None and format.beside is not None else _beside(source):
+    for key in beside(source):
         path = source.paths.get(key, (key,))
         taken = key in source.tensors or path[:1] in (("model",), ("optim",))
         found = _plain(source.objects[key]) if named and not taken else None
@@ -164,8 +164,13 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     )
 
 
-def _beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of what is neither a part of a model nor of an optimizer, by their names."""
+def beside(contents: Contents) -> Iterable[str]:
+    """Return the keys of what is neither a part of a model nor of an optimizer."""
+    format = find_format(contents.format)
+    return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
+
+
+def _by_names(contents: Contents) -> Iterator[str]:
     sections = find_sections(contents)
     used = {leaf.key for _, leaf in sections.model}
     used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}

@@ -95,3 +95,32 @@ def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
     report = reshard.convert(tmp_path / "c", tmp_path / "hf", format="safetensors")
     assert report.left_out == ("step",)
     assert "left_out 1 ('step')" in repr(report)
+
+
+def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:
+    best = {"loss": 0.5, "names": ["a", "b"], "epochs": [1, 2.5]}
+    reshard.save({**STATE, "best": best}, tmp_path / "c")
+    for target, retyped in (
+        ({"step": "a", "best": {"loss": 1, "names": [], "epochs": None}}, {"step": ("int", "str")}),
+        ({"step": [1], "best": {"loss": "?", "names": [1, "b"], "epochs": (1, 2)}},
+         {"step": ("int", "list"), "best.loss": ("float", "str"), "best.names.0": ("str", "int")}),
+        ({"step": 0.0, "best": {"loss": None, "names": ["", ""], "epochs": [0, 0]}}, {}),
+        ({"step": {}, "best": ""}, {"step": ("int", "dict"), "best": ("dict", "str")}),
+    ):  # fmt: skip
+        state = {"w": torch.zeros(1000), **target}
+        report = reshard.load(state, tmp_path / "c")
+        assert report.retyped == retyped
+        assert report.ok == (not retyped)
+        assert state["step"] == 7
+    assert "retyped 2 ('step: saved int, not dict', 'best: saved dict, not str')" in repr(report)
+
+
+def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:
+    reshard.save({"step": 7, "scale": torch.tensor(0.5)}, tmp_path / "c")
+    state = {"step": torch.tensor(0.0), "scale": 1.0}
+    report = reshard.load(state, tmp_path / "c")
+    assert state == {"step": torch.tensor(7.0), "scale": 0.5}
+    assert report.cast == {"step": ("int", "float32"), "scale": ("float32", "float")}
+    reshard.save({"step": 2**60 + 1}, tmp_path / "c")
+    with pytest.raises(reshard.errors.KeyMismatchError, match="which float32 cannot hold"):
+        reshard.load({"step": torch.tensor(0.0)}, tmp_path / "c")
