@@ -30,6 +30,7 @@ from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.mapping import Mapping as StateMapping
 from reshard.native.commit import generations_in
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -193,7 +194,7 @@ def _report(
         tensors=len(writer.names),
         objects=count_objects(replace(writer.contents, objects=written)),
         files=tuple(file.name for file in writer.files),
-        total_bytes=writer.total_bytes,
+        total_bytes=writer.total_bytes + array_bytes(written),
         resumed=resumed,
         aliases=dict(state.aliases),
         left_out=writer.left_out,

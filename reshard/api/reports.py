@@ -93,7 +93,7 @@ class WrittenReport(TimedReport):
     objects: int
     """Values other than tensors. A list or tuple of plain values is one."""
     total_bytes: int
-    """Bytes of all tensors. Each element counts once."""
+    """Bytes of all tensors and numpy arrays. Each element counts once."""
     aliases: Mapping[str, str]
     """Tied tensors that were stored once: key -> the key that stores them."""
 

@@ -43,6 +43,7 @@ from reshard.errors import CheckpointError, OptionError, ReshardError, StorageEr
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
@@ -347,7 +348,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         save_id=generation.save_id,
         tensors=len(census.tensors),
         objects=count_objects(replace(census, objects=dict.fromkeys(census.objects))),
-        total_bytes=plan.total_bytes,
+        total_bytes=plan.total_bytes + array_bytes(census.objects),
         bytes_written=data.nbytes - reused,
         aliases=census.aliases,
         per_rank=tuple(census.per_rank),

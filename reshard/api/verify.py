@@ -27,6 +27,7 @@ from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError,
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
 from reshard.native.reader import NativeFacts
@@ -184,7 +185,11 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
         for chunk in tensor.stored.chunks
         if not chunk.box.is_empty and isinstance(chunk.source, FileSource) and chunk.source.name in files
     )
-    return Coverage(total_bytes, total_bytes, checked, metadata_checked, checkpoint.contents.checking.leaves_open)
+    arrays = array_bytes(checkpoint.objects) if metadata_checked else 0
+    total_bytes += arrays
+    return Coverage(
+        total_bytes, total_bytes, checked + arrays, metadata_checked, checkpoint.contents.checking.leaves_open
+    )
 
 
 def _plan_findings(native: NativeFacts) -> list[Finding]:

@@ -16,6 +16,7 @@ from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, Usa
 from reshard.cli.completion import tensor_names
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 
 if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout
@@ -191,7 +192,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
         "ok": not problems,
         "format": checkpoint.format,
         "world_size": layout.world_size,
-        "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()),
+        "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()) + array_bytes(checkpoint.objects),
         "tensors": {
             name: {
                 "shape": list(of.spec.shape),
@@ -218,9 +219,10 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
+    total = sum(nbytes.values()) + array_bytes(objects)
     show.print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(sum(nbytes.values()))}, "
+        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(total)}, "
         f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
@@ -238,7 +240,8 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         if type(last) is int:
             lists.setdefault(tuple(above), []).append(objects[name])
         else:
-            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(objects[name])}")
+            arrays = array_bytes(value := objects[name])
+            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(value)}" + bool(arrays) * f"  {show.size(arrays)}")
     for path, its in lists.items():
         leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():

@@ -22,7 +22,7 @@ from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.tree import MAX_DEPTH, CustomValue, typed
 
-__all__ = ["check_text", "decode_plain", "encode_plain"]
+__all__ = ["array_bytes", "check_text", "decode_plain", "encode_plain"]
 
 
 _LONG_INT_BITS = 4096
@@ -174,6 +174,20 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
+
+
+def array_bytes(value: Any) -> int:
+    """Return the bytes of the numpy arrays in plain data, encoded or not."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        if value.keys() == {"$array"}:
+            dtype, _, shape = value["$array"]
+            return np.dtype(dtype).itemsize * math.prod(shape)
+        value = list(value.values())
+    if not isinstance(value, list | tuple) or not value or isinstance(value[0], int | float):  # of which there are many
+        return 0
+    return sum(map(array_bytes, value))
 
 
 def _datetime(text: str, fold: int) -> datetime.datetime:

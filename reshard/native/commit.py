@@ -169,7 +169,7 @@ class Generation:
         A failure is logged and no more: the checkpoint counts already, and the next save tries again.
         """
         try:
-            release(self.storage, self.save_id)
+            self.storage.delete(f"{self.folder}/{CLAIM}")
             remove_dead(self.storage)
         except ReshardError as error:
             _log.warning(

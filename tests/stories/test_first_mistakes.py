@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import reshard
 from planners.errors import ProofError
+from planners.findings import Coverage
+from reshard.cli.app import app
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError
 
 STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
@@ -124,3 +129,20 @@ def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:
     reshard.save({"step": 2**60 + 1}, tmp_path / "c")
     with pytest.raises(reshard.errors.KeyMismatchError, match="which float32 cannot hold"):
         reshard.load({"step": torch.tensor(0.0)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("form", ["native", "c.pt"])
+def test_numpy_arrays_count_with_their_bytes(form: str, tmp_path: Path) -> None:
+    nested = {"a": np.ones(1_000_000), "b": [np.ones((2, 3), np.int16), {"c": 1}], "d": np.float64(3)}
+    path, nbytes = tmp_path / form, 8_000_012
+    if form == "native":
+        assert reshard.save(nested, path).total_bytes == nbytes
+        assert reshard.convert(path, tmp_path / "again").total_bytes == nbytes
+    else:
+        torch.save(nested, path)
+    report = reshard.verify(path)
+    assert report.covered == Coverage(nbytes, nbytes, nbytes, metadata_checked=True)
+    shown = CliRunner().invoke(app, ["inspect", str(path)]).stdout
+    assert ", 7.6 MiB, " in shown
+    assert "shape=(1000000,))  7.6 MiB" in shown or "array([1., 1., 1., ..., 1., 1., 1.])  7.6 MiB" in shown
+    assert json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout)["total_bytes"] == nbytes
