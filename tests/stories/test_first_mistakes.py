@@ -16,7 +16,7 @@ import reshard
 from planners.errors import ProofError
 from planners.findings import Coverage
 from reshard.cli.app import app
-from reshard.errors import CorruptCheckpointError, LayoutError, OptionError
+from reshard.errors import CorruptCheckpointError, FormatError, LayoutError, OptionError
 
 STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
 
@@ -146,3 +146,16 @@ def test_numpy_arrays_count_with_their_bytes(form: str, tmp_path: Path) -> None:
     assert ", 7.6 MiB, " in shown
     assert "shape=(1000000,))  7.6 MiB" in shown or "array([1., 1., 1., ..., 1., 1., 1.])  7.6 MiB" in shown
     assert json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout)["total_bytes"] == nbytes
+
+
+def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None:
+    for name in ("y", "x"):
+        reshard.save(STATE, tmp_path / name)
+    assert [(step.step, step.path, step.nbytes) for step in reshard.steps(tmp_path)] == [
+        (None, str(tmp_path / "y"), 4000),
+        (None, str(tmp_path / "x"), 4000),
+    ]
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "x")
+    with pytest.raises(FormatError, match=r"subfolders x, y: open one of these. Their names have no step number; resh"):
+        reshard.open(tmp_path)
+    assert reshard.steps(tmp_path / "x") == reshard.steps(tmp_path / "none") == []
