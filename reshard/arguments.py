@@ -189,8 +189,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
     for key, value in [("", state), *below]:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             where = f"the value under {key!r}" if key else "the first argument"
+            name = type(value).__name__
             raise _refused(
-                f"{where} of {verb} is of the type {type(value).__name__}, not its state. {_fix(verb, value, key)}"
+                f"{verb} takes the state of {name}, but {where} is the {name} itself. {_fix(verb, value, key)}"
             )
 
 

@@ -170,16 +170,11 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
     return f"rank{'s' * (len(every) != 1)} {words}{more}"
 
 
-def format_value(value: Any) -> str:
-    """Return a short repr for a message, or only the class of a tensor or of a container that may have some."""
-    is_nest = isinstance(value, Collection) and not isinstance(value, str | bytes)
-    if hasattr(value, "shape") or (is_nest and (isinstance(value, Mapping) or not all(map(_is_plain, value)))):
-        return f"a {type(value).__name__}"
-    return f"{value!r:.80}"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | float | int)
+def format_value(value: object) -> str:
+    """Return a short repr for a message; of a dict, and of what has tensors, only the class."""
+    text = f"{value!r:.80}"
+    has_tensors = isinstance(value, Mapping) or "tensor(" in text
+    return f"a {type(value).__name__}" if has_tensors else text
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:

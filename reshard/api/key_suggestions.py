@@ -12,7 +12,7 @@ from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "PrefixDifference", "are_by_number", "fronts_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
+    "OF_NUMBERED", "PrefixDifference", "are_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
     "named_from_numbers", "section", "shifted",
 ]  # fmt: skip
 
@@ -111,6 +111,10 @@ def _first(found: Mapping[str, str]) -> str:
 _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
 
 
+OF_NUMBERED = re.compile(r"(?:.*\.)?(?:state|param_groups)\.\d+\..*")
+"""Keys of an optimizer's state dict that has its state by number."""
+
+
 def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
     """Return True if states of an optimizer are wanted by numbers of parameters, and saved under their names."""
     return any(map(NUMBERED.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
@@ -143,21 +147,14 @@ def named_from_numbers(path: str) -> str:
 def load_by_name(path: str, others: Iterable[str]) -> str:
     """The calls that load such a checkpoint. `others`: what it has besides model and optimizer."""
     rest = ", ".join(f"{name!r}: ..." for name in islice(others, 3))
-    calls = [
-        f"named = {named_from_numbers(path)}",
-        "model_state, optim_state = reshard.get_state_dict(model, optimizer)",
-        "reshard.load({'model': model_state, 'optim': optim_state}, named)",
-        *([f"reshard.load({{{rest}}}, {path}, strict='subset')"] * bool(rest)),
-    ]
-    return "".join(f"\n    {call}" for call in calls)
-
-
-def fronts_by_number(unexpected: Iterable[str]) -> dict[str, str]:
-    """Where optimizer state by number was saved, such as "optim.", each with the first key there."""
-    found: dict[str, str] = {}
-    for key in filter(NUMBERED.fullmatch, unexpected):
-        found.setdefault(re.sub(r"state\.\d+\.[^.]+$", "", key), key)
-    return found
+    calls = (
+        "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
+        "only, as 'model' and 'optim':"
+        f"\n    named = {named_from_numbers(path)}"
+        "\n    model_state, optim_state = reshard.get_state_dict(model, optimizer)"
+        "\n    reshard.load({'model': model_state, 'optim': optim_state}, named)"
+    )
+    return f"{calls}\n    reshard.load({{{rest}}}, {path}, strict='subset')" if rest else calls
 
 
 def is_of_optimizer(key: str, live: Any) -> bool:

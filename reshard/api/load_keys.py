@@ -15,8 +15,8 @@ import xxhash
 
 from planners.geometry.layout import TensorSpec
 from reshard.api.key_suggestions import (
+    OF_NUMBERED,
     are_by_number,
-    fronts_by_number,
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
@@ -42,7 +42,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import IntKey, KeyPath, is_selected, key_of
+from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import StoredTensor
 
@@ -490,6 +490,7 @@ class Mismatches:
         group: Group,
         wording: Wording,
     ) -> str:
+        is_load = wording == Wording()
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         if match.checkpoint.format == "normalized":
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
@@ -505,10 +506,10 @@ class Mismatches:
             what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
-            if wording == Wording():
+            if is_load:
                 fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
-        by_number = wording == Wording() and are_by_number(where, known)
-        if wording == Wording() and (text := _by_integer_ids(match, where, unexpected)):
+        by_number = is_load and are_by_number(where, known)
+        if is_load and (text := _by_integer_ids(match, where, unexpected)):
             what.append(text[0])
             fixes.append(text[1])
         elif by_number:
@@ -516,9 +517,10 @@ class Mismatches:
                 "the checkpoint has optimizer state by name: load into "
                 "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
-        elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
-            fix = "load into reshard.optimizer_destinations(model, optimizer, path)"
-            fixes.append(f"the optimizer has no state yet: {fix}")
+        elif is_load and has_no_state_yet(match.targets.paths, unexpected):
+            fixes.append(
+                "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
+            )
         lines += section(wording.missing, where, [] if by_number else known, match.names, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",
@@ -554,25 +556,19 @@ def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[s
     """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and the target has none of
     these. Its keys are removed from what is missing and unexpected."""
     targets, checkpoint = match.targets, match.checkpoint
-    fronts = fronts_by_number(unexpected)
-    own = {key for key in targets.paths if is_of_optimizer(key, targets.live(key))}
-    if not fronts or not own or fronts_by_number(targets.paths):
+    numbered = next(filter(NUMBERED.fullmatch, unexpected), None)
+    own = [key for key in targets.paths if is_of_optimizer(key, targets.live(key))]
+    if numbered is None or not own or any(map(NUMBERED.fullmatch, own)):
         return None
-    numbered = tuple(front + part for front in fronts for part in ("state.", "param_groups."))
-    for key in own & missing.keys():
-        del missing[key]
-    unexpected[:] = [name for name in unexpected if not name.startswith(numbered)]
-    places = {name: checkpoint.contents.paths.get(name, (name,)) for name in checkpoint.objects}
-    others = dict.fromkeys(str(path[0]) for name, path in places.items() if not name.startswith(numbered))
+    for key in own:
+        missing.pop(key, None)
+    unexpected[:] = [name for name in unexpected if not OF_NUMBERED.fullmatch(name)]
+    others = dict.fromkeys(n.partition(".")[0] for n in checkpoint.objects if not OF_NUMBERED.fullmatch(n))
     what = (
-        f"  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns it "
-        f"({next(iter(fronts.values()))!r}), and the state to load into has names of parameters"
+        "  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns it "
+        f"({numbered!r}), and the state to load into has names of parameters"
     )
-    fix = (
-        "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
-        f"only, as 'model' and 'optim':{load_by_name(repr(checkpoint.url), others)}"
-    )
-    return what, fix
+    return what, load_by_name(repr(checkpoint.url), others)
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

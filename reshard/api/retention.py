@@ -24,7 +24,6 @@ from reshard.errors import (
     NewerVersionError,
     OptionError,
     StorageError,
-    format_value,
 )
 from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
@@ -66,16 +65,16 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not is_count(self.last):
-            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {format_value(self.last)}")
+            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r:.80}")
         if self.every is not None and not is_count(self.every):
-            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {format_value(self.every)}")
+            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
                 f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
                 f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max"):
-            raise OptionError(f"Keep: mode must be 'min' or 'max', got {format_value(self.mode)}")
+            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r:.80}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that have the metric, the best first."""
@@ -190,8 +189,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise OptionError(
-            f"keep_last must be an integer >= 1, got {format_value(keep_last)}: to keep none, "
-            "remove the folder yourself"
+            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
         )
     check_executor(executor, 1, folder)
     found = [one for one in complete(folder) if one.is_below]

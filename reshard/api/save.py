@@ -39,7 +39,7 @@ from reshard.api.save_job import (
     write,
 )
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
-from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError, format_value
+from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
@@ -231,7 +231,7 @@ def async_save(
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
             if not may_wait:
-                raise OptionError(f"max_in_flight must be a number of saves >= 1, got {format_value(max_in_flight)}")
+                raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r:.80}")
             check_stage(stage)
             for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
                 save.result()

@@ -26,7 +26,6 @@ from reshard.errors import (
     OptionError,
     StorageError,
     format_ranks,
-    format_value,
 )
 from reshard.formats.opening import look_at, look_in, open_contents, path_below
 from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
@@ -271,7 +270,7 @@ class ToWrite:
 def check_stage(stage: str) -> None:
     """Raises OptionError for a place that is none."""
     if stage not in ("host", "device"):
-        raise OptionError(f"stage must be 'host' or 'device', got {format_value(stage)}")
+        raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
 
 
 def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 from planners.geometry.layout import ProductForm, StateLayout, form_from_json
 from planners.geometry.mesh import Mesh
 from reshard.arguments import renamed
-from reshard.errors import LayoutError, OptionError, format_value, option_error
+from reshard.errors import LayoutError, OptionError, option_error
 from reshard.live.state import take_apart
 from reshard.live.wrappers import forget_meshes
 from reshard.ranks.global_layout import Described, describe, join_layouts
@@ -56,7 +56,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         What `build` raises, with a note that names the rank.
     """
     if type(world_size) is not int or world_size < 1:
-        raise option_error(f"world_size must be an integer >= 1, got {format_value(world_size)}", LayoutError)
+        raise option_error(f"world_size must be an integer >= 1, got {world_size!r:.80}", LayoutError)
     if isinstance(build, torch.nn.Module) or not callable(build):
         raise OptionError(
             f"build must be a function that makes the model and shards it, as on one rank, got {type(build).__name__}: "

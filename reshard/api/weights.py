@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planners.geometry.layout import TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
-from reshard.errors import KeyMismatchError, OptionError, format_value
+from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
 from reshard.live.state import take_apart
 from reshard.live.tensors import state_instead_of
@@ -187,7 +187,7 @@ class WeightSource:
         if not isinstance(state, Mapping):
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
         if not isinstance(dtype, torch.dtype | None):
-            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {format_value(dtype)}")
+            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.api.weights import WeightBucket, WeightSource
-from reshard.errors import OptionError, ReshardError, format_value, framework
+from reshard.errors import OptionError, ReshardError, framework
 from reshard.live.dtypes import dtype_name
 from reshard.ranks.group import Group
 
@@ -104,7 +104,7 @@ def update_from_distributed(
 
 def _check_engine(engine: Any, leads: bool) -> None:
     if (engine is not None) != leads:
-        raise OptionError(f"pass the engine on the first rank, and None on the others: got {format_value(engine)}")
+        raise OptionError(f"pass the engine on the first rank, and None on the others: got {engine!r:.80}")
 
 
 def _check(answer: Any) -> None:

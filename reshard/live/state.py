@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import LRScheduler
 
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_value, option_error
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
     LiveTensor,
@@ -169,7 +169,7 @@ class PerRank:
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
-            words = f"on_change must be 'error', 'keep', 'drop' or a function, got {format_value(self.on_change)}"
+            words = f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r:.80}"
             raise option_error(words, KeyMismatchError)
 
     def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:

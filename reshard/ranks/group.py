@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks, format_value
+from reshard.errors import LayoutError, OptionError, ReshardError, format_ranks
 from reshard.ranks.progress import phase
 
 if TYPE_CHECKING:  # imported where there is more than one rank
@@ -106,9 +106,7 @@ class Group:
             )
         allowed_s = deadline_s.total_seconds() if isinstance(deadline_s, timedelta) else deadline_s
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
-            wrong = OptionError(
-                f"timeout must be a positive number of seconds, or a timedelta, got {format_value(deadline_s)}"
-            )
+            wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r:.80}")
             allowed_s = DEADLINE_S
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []

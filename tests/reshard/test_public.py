@@ -186,12 +186,12 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         ),
         (
             lambda path: reshard.load(NET, path),
-            "first argument of load is of the type Linear, not its state. Write: state = resh",
+            "load takes the state of Linear, but the first argument is the Linear itself. Write: state = resh",
         ),
         (lambda path: reshard.save(NET, path), "get_model_state_dict.model.; reshard.save.state, path.$"),
         (
             lambda path: reshard.load({"m": NET}, path),
-            "under 'm' of load is of the type Linear, .* reshard.load..'m': state., path.",
+            "but the value under 'm' is the Linear itself. .* reshard.load..'m': state., path.",
         ),
         (
             lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
@@ -269,7 +269,7 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (
             lambda: reshard.load(optimizer, path),
             FormatError,
-            "first argument of load is of the type SGD, not its state",
+            "load takes the state of SGD, but the first argument is the SGD itself",
         ),
         (lambda: reshard.save(state, path, ranks_per_file=True), OptionError, "must be an integer >= 1, got True"),
         (lambda: reshard.convert(path, path, mapping=3), OptionError, "mapping must be a dict or a reshard.mapping"),

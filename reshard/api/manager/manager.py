@@ -27,14 +27,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, Sa
 from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
 from reshard.arguments import no_attribute, options_of, renamed, with_options
-from reshard.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    OptionError,
-    ReshardError,
-    format_value,
-)
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text
@@ -216,13 +209,13 @@ class CheckpointManager:
         }
         for name, (its, kind, words) in wanted.items():
             if not isinstance(its, kind):
-                raise OptionError(f"{name} must be {words}, got {format_value(its)}")
+                raise OptionError(f"{name} must be {words}, got {its!r:.80}")
         if (self._memory is None) != (self._memory_every is None):
             raise OptionError("pass every= for saves to storage, and memory_every= if you pass memory=")
         for name in ("full_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {format_value(its)}")
+                raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
         check_bytes_per_s(self._bytes_per_s)
 
     def save(

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
-from reshard.errors import OptionError, format_value
+from reshard.errors import OptionError
 
 __all__ = ["Every", "Preemption", "checked_metrics", "checked_step"]
 
@@ -39,9 +39,9 @@ class Every:
         if self.steps is None and self.seconds is None:
             raise OptionError("Every needs steps=, seconds= or both")
         if self.steps is not None and not is_count(self.steps):
-            raise OptionError(f"Every: steps must be an integer >= 1, got {format_value(self.steps)}")
+            raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r:.80}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
-            raise OptionError(f"Every: seconds must be a positive number, got {format_value(self.seconds)}")
+            raise OptionError(f"Every: seconds must be a positive number, got {self.seconds!r:.80}")
 
     def is_multiple(self, step: int, before: int) -> bool:
         """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
@@ -78,11 +78,9 @@ class Preemption:
 
     def __post_init__(self) -> None:
         if self.asks is not None and not callable(self.asks):
-            raise OptionError(f"Preemption: asks must be a function, got {format_value(self.asks)}")
+            raise OptionError(f"Preemption: asks must be a function, got {self.asks!r:.80}")
         if not isinstance(self.signals, Collection):
-            raise OptionError(
-                f"Preemption: signals must be a list, such as [signal.SIGTERM], got {format_value(self.signals)}"
-            )
+            raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r:.80}")
         for number in self.signals:
             if number not in signal.valid_signals():
                 raise OptionError(f"Preemption: {number!r} is not a signal")
@@ -109,13 +107,13 @@ def checked_step(step: object) -> int:
 def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:
     """Return numbers by name. Raises OptionError for other values, and for metrics without the `wanted` one."""
     if not isinstance(metrics, Mapping | None):
-        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {format_value(metrics)}")
+        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r:.80}")
     found = {}
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
-            raise OptionError(f"metric {name!r} must be a number, got {format_value(value)}") from error
+            raise OptionError(f"metric {name!r} must be a number, got {value!r:.80}") from error
         if math.isnan(number):
             raise OptionError(
                 f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from reshard.arguments import named_arguments
-from reshard.errors import KeyMismatchError, LayoutError, format_value, option_error
+from reshard.errors import KeyMismatchError, LayoutError, option_error
 
 __all__ = ["ElasticSampler"]
 
@@ -56,7 +56,7 @@ class ElasticSampler(Sampler[int]):
         self.parts = parts if parts is not None else dist.get_world_size() if in_job else 1
         if size < 0 or not 0 <= self.part < self.parts or tail not in ("keep", "drop", "repeat"):
             words = "size must be at least 0, part at least 0 and less than parts, and tail 'keep', 'drop', or 'repeat'"
-            got = f"size={size}, part={self.part}, parts={self.parts}, tail={format_value(tail)}"
+            got = f"size={size}, part={self.part}, parts={self.parts}, tail={tail!r:.80}"
             raise option_error(f"ElasticSampler: {words}, got {got}", LayoutError)
         self.size, self.shuffle, self.seed, self.tail = size, shuffle, seed, tail
         self.epoch = self.position = 0
