@@ -483,7 +483,7 @@ def pipelined(
 # A topology in a few words, as people say it: `fsdp=4,tp=2`; and one with the axes of a checkpoint, as it records them.
 
 
-WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or pp=2,fsdp=4"
+WORDS = "'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'"
 """The predefined topologies, for help and errors."""
 
 _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {

@@ -275,7 +275,7 @@ def _prepare(
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
-            check_globs(options.globs, census)
+            check_globs(options.globs, census, state_dict)
         (save_id, choice, replaces), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:

@@ -16,7 +16,6 @@ from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, Usa
 from reshard.cli.completion import tensor_names
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import array_bytes
 
 if TYPE_CHECKING:
     from planners.geometry.layout import TensorLayout
@@ -184,6 +183,7 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
     from planners.geometry.layout_text import in_both_forms
+    from reshard.live.plain_data import array_bytes
 
     layout, words = checkpoint.layout, _described(checkpoint, whole, in_both_forms)
     layouts = _described(checkpoint, whole, _layout_as_json)
@@ -212,6 +212,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
 
 def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
+    from reshard.live.plain_data import array_bytes
     from reshard.state import count_objects
 
     screen = show.console()

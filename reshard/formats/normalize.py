@@ -20,7 +20,7 @@ from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import find_format, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
-from reshard.stored.contents import Contents
+from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.tensor import StoredTensor
 
 __all__ = ["beside", "canonical_contents", "keep_beside", "normalize"]
@@ -45,6 +45,11 @@ def normalize(
         CorruptCheckpointError: parts of a tensor are missing or do not fit together.
     """
     given = Hints(hints, model_only=model_only)
+    if not contents.tensors and (kind := unknown_class(dict(contents.objects))):
+        raise NormalizationError(
+            f"{what} has no tensors, and an object of {kind}, which only code can rebuild, and no code from a "
+            "checkpoint runs. Load it with its own program, and save its state_dict()"
+        )
     try:
         own = find_format(contents.format)
         if own is None or own.normalizer is None:

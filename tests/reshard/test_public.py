@@ -649,7 +649,7 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
             lambda: reshard.layout_of("run/step-7"),
             r"got str: for a checkpoint, reshard.open\(path\) reads it, and its .l",
         ),
-        (lambda: reshard.plan("run/step-7", "fsdp"), r"^cannot read the topology 'fsdp': write fsdp=3, tp=2"),
+        (lambda: reshard.plan("run/step-7", "fsdp"), r"^cannot read the topology 'fsdp': write 'fsdp=3', 'tp=2'"),
         (lambda: plan.to_html(cluster=3), r"^cluster must be a Cluster, got 3$"),
         (lambda: reshard.verify(plan), r"is LoadPlan: .*: reshard.planners.verify\(plan\) proves a plan$"),
         (lambda: planners.format_plan("run"), r"^format_plan takes a plan or a schedule, got 'run'$"),

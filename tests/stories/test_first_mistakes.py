@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ import reshard
 from planners.errors import ProofError
 from planners.findings import Coverage
 from reshard.cli.app import app
-from reshard.errors import CorruptCheckpointError, FormatError, LayoutError, OptionError
+from reshard.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    NormalizationError,
+    OptionError,
+)
 
 STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
 
@@ -127,13 +135,13 @@ def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:
     assert state == {"step": torch.tensor(7.0), "scale": 0.5}
     assert report.cast == {"step": ("int", "float32"), "scale": ("float32", "float")}
     reshard.save({"step": 2**60 + 1}, tmp_path / "c")
-    with pytest.raises(reshard.errors.KeyMismatchError, match="which float32 cannot hold"):
+    with pytest.raises(KeyMismatchError, match="which float32 cannot hold"):
         reshard.load({"step": torch.tensor(0.0)}, tmp_path / "c")
 
 
 @pytest.mark.parametrize("form", ["native", "c.pt"])
 def test_numpy_arrays_count_with_their_bytes(form: str, tmp_path: Path) -> None:
-    nested = {"a": np.ones(1_000_000), "b": [np.ones((2, 3), np.int16), {"c": 1}], "d": np.float64(3)}
+    nested = {"a": np.ones(1_000_000), "b": [0, np.ones((2, 3), np.int16), {"c": 1}], "d": np.float64(3)}
     path, nbytes = tmp_path / form, 8_000_012
     if form == "native":
         assert reshard.save(nested, path).total_bytes == nbytes
@@ -159,3 +167,48 @@ def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None
     with pytest.raises(FormatError, match=r"subfolders x, y: open one of these. Their names have no step number; resh"):
         reshard.open(tmp_path)
     assert reshard.steps(tmp_path / "x") == reshard.steps(tmp_path / "none") == []
+
+
+def test_a_glob_that_saves_nothing_is_shown_the_keys(tmp_path: Path) -> None:
+    words = "select='modl.*' matches no key on any rank: nothing was saved. The state's top-level keys: 2 ('w', 'step')"
+    with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
+        reshard.save(STATE, tmp_path / "c", select="modl.*")
+
+
+def test_an_empty_file_is_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "c.pt").touch()
+    with pytest.raises(CorruptCheckpointError, match="c.pt is empty: restore it, or load another checkpoint$"):
+        reshard.open(tmp_path / "c.pt")
+
+
+def test_a_pickled_module_is_not_an_empty_state(tmp_path: Path) -> None:
+    torch.save({"m": nn.Linear(2, 2)}, tmp_path / "c.pt")
+    opened = reshard.open(tmp_path / "c.pt")
+    assert opened.warnings[0].endswith("Linear, whose class is not known here, can only be read as plain data: 'm'")
+    for call in (opened.normalized, opened.canonical, lambda: reshard.convert(opened, tmp_path / "d", model_only=True)):
+        with pytest.raises(
+            NormalizationError, match="has no tensors, and an object of .*Linear, .* save its state_dict"
+        ):
+            call()
+
+
+def test_inspect_says_that_it_does_not_read_values(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    flip(tmp_path / "c")
+    run = CliRunner().invoke
+    assert run(app, ["inspect", str(tmp_path / "c")]).exit_code == 0
+    assert run(app, ["verify", str(tmp_path / "c")]).exit_code == 1
+    text = " ".join(run(app, ["inspect", "--help"]).stdout.split())
+    assert "Reads metadata only" in text
+    assert "To check values, use verify" in text
+
+
+def test_load_says_whose_state_it_takes(tmp_path: Path) -> None:
+    reshard.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "c")
+    words = (
+        "load takes the state of Linear, but the value under 'model' is the Linear itself. Write: state = "
+        "reshard.get_model_state_dict(model); reshard.load({'model': state}, path); "
+        "reshard.set_model_state_dict(model, state)"
+    )
+    with pytest.raises(OptionError, match=f"^{re.escape(words)}$"):
+        reshard.load({"model": nn.Linear(2, 2)}, tmp_path / "c")
