@@ -144,7 +144,9 @@ _OF_OTHERS = {
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
-    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, known)
+    words = [word for word in known if word != "self"]
+    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, words)
+    meant = meant or f": it takes {', '.join(words)}" * (len(words) < 7)
     return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 

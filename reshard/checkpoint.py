@@ -54,7 +54,7 @@ class NormalizedState(dict[str, Any]):
     """The result of `Checkpoint.normalized`: a dict with "model" and "optim". `Checkpoint.canonical` returns the same
     state as a checkpoint, which calls take that need one."""
 
-    INSTEAD: ClassVar[str] = (
+    _INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
     )
     """What errors say where a checkpoint is expected."""

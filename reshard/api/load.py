@@ -528,7 +528,7 @@ class LoadReport(FilledReport, CheckedReport):
     loaded: tuple[str, ...]
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
-    """Keys of the target that a declared subset (a save with `select`) leaves out."""
+    """Keys of the target that the checkpoint does not have, because it was saved with a `select` that excludes them."""
     mismatched: tuple[str, ...]
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
     dropped: tuple[str, ...]

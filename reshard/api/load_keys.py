@@ -334,7 +334,7 @@ class _Below(NamedTuple):
 
 def _changed(key: str, live: Any, value: Any) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Keys at and below `key` that are gone when `value` takes the place of `live`, each with None, and those that are
-    of another class then, with both. Numbers are alike, and None stands for any value."""
+    of another class then, with both. Numbers count as one class, and None stands for any value."""
     if isinstance(live, Mapping):
         for name, item in live.items():
             below = f"{key}.{name}"

@@ -353,7 +353,8 @@ def _nothing(storage: Storage, url: str) -> str:
         gone = gone.parent
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
     since = "" if gone == path else f", since there is no {gone}"
-    return f"there is nothing at {url}{since}{near or _of_a_hub(url)}"
+    where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
+    return f"there is nothing at {url}{since}{near or _of_a_hub(url) or where}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:

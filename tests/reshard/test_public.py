@@ -51,12 +51,15 @@ def test_one_version() -> None:
     assert '\nversion = "' not in text
 
 
+MODULES = ("dcp", "elastic", "errors", "mapping", "planners")
+
+
 @pytest.mark.parametrize("package", [reshard, planners])
 def test_dir_is_the_public_names_once(package) -> None:
     names = dir(package)
 
     assert names == sorted(set(names))
-    assert set(names) - {"__version__", "dcp", "elastic", "errors", "mapping", "planners"} == set(package.__all__)
+    assert set(names) - {"__version__", *MODULES, "open"} == set(package.__all__), "from reshard import * keeps open"
     assert all(getattr(package, name) is not None for name in names)
 
 
@@ -67,7 +70,7 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
     blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
     told = {alias.asname or alias.name for n in ast.walk(blocks["TYPE_CHECKING"]) for alias in getattr(n, "names", [])}
 
-    assert told - {"__version__", "dcp", "elastic", "errors", "mapping", "planners"} == set(package.__all__)
+    assert told - {"__version__", *MODULES, "open"} == set(package.__all__)
     assert [n.name for n in blocks["not TYPE_CHECKING"].body] == ["__getattr__"]
     assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
 
@@ -477,7 +480,7 @@ def test_a_model_of_the_hub_is_not_here(tmp_path, monkeypatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"snapshot_download\('some-people/a-model-8.1B'\)"):
         reshard.open("some-people/a-model-8.1B")
     (tmp_path / "some-people").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B$"):
+    with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B in "):
         reshard.open("some-people/a-model-8.1B")
 
 
@@ -584,7 +587,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         restored = manager.restore(state)
 
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
-    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, left_out 1 ('step'))"
+    assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, omitted 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
     assert repr(due) == "StepReport(step 2, save to storage begun: every 2 steps)"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"

@@ -14,16 +14,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import reshard
-from planners.errors import ProofError
+from planners.errors import PlanError, ProofError
 from planners.findings import Coverage
 from reshard.cli.app import app
 from reshard.errors import (
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
     NormalizationError,
     OptionError,
+    StorageError,
 )
 
 STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
@@ -106,8 +108,10 @@ def test_a_wrong_argument_of_the_sampler_is_a_wrong_option() -> None:
 def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
     reshard.save(STATE, tmp_path / "c")
     report = reshard.convert(tmp_path / "c", tmp_path / "hf", format="safetensors")
-    assert report.left_out == ("step",)
-    assert "left_out 1 ('step')" in repr(report)
+    assert report.omitted == ("step",)
+    with pytest.warns(DeprecationWarning, match="omitted"):
+        assert report.left_out == report.omitted  # type: ignore[attr-defined]
+    assert "omitted 1 ('step')" in repr(report)
 
 
 def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:
@@ -177,7 +181,7 @@ def test_a_glob_that_saves_nothing_is_shown_the_keys(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / "c.pt").touch()
-    with pytest.raises(CorruptCheckpointError, match="c.pt is empty: restore it, or load another checkpoint$"):
+    with pytest.raises(CorruptCheckpointError, match=r"c.pt is empty: restore it, or load another checkpoint$"):
         reshard.open(tmp_path / "c.pt")
 
 
@@ -187,7 +191,7 @@ def test_a_pickled_module_is_not_an_empty_state(tmp_path: Path) -> None:
     assert opened.warnings[0].endswith("Linear, whose class is not known here, can only be read as plain data: 'm'")
     for call in (opened.normalized, opened.canonical, lambda: reshard.convert(opened, tmp_path / "d", model_only=True)):
         with pytest.raises(
-            NormalizationError, match="has no tensors, and an object of .*Linear, .* save its state_dict"
+            NormalizationError, match=r"has no tensors, and an object of .*Linear, .* save its state_dict"
         ):
             call()
 
@@ -212,3 +216,82 @@ def test_load_says_whose_state_it_takes(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match=f"^{re.escape(words)}$"):
         reshard.load({"model": nn.Linear(2, 2)}, tmp_path / "c")
+
+
+def test_a_star_import_keeps_the_builtin_open() -> None:
+    names: dict[str, Any] = {}
+    exec("from reshard import *", names)
+    assert "open" not in names
+    assert names["load"] is reshard.load
+
+
+def test_a_relative_path_without_files_is_said_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"there is nothing at nowhere in {tmp_path}"
+    with pytest.raises(CheckpointNotFoundError, match=f"^{re.escape(words)}$"):
+        reshard.open("nowhere")
+    with pytest.raises(CheckpointNotFoundError, match=f"^there is nothing at {re.escape(str(tmp_path))}/nowhere$"):
+        reshard.open(tmp_path / "nowhere")
+
+
+def test_globs_that_match_nothing_are_shown_the_names(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"matches 'zzz'; names there: 2 \('w', 'step'\)$"):
+        reshard.convert(tmp_path / "c", tmp_path / "d", select="zzz")
+
+
+def test_signs_of_plans_and_layouts_are_explained(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    run = CliRunner().invoke
+    shown = run(app, ["plan", str(tmp_path / "c"), "fsdp=2", "--items"]).stdout
+    assert "items of rank 0: a tensor, Box[first:end, ...] of it <- the same in a stored chunk" in shown
+    shown = run(app, ["explain", "R on world=2", "--legend"]).stdout
+    assert "all ranks that hold the tensor, where no mesh was recorded" in shown
+
+
+def test_a_url_that_lost_a_slash_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "s3:/bucket/run has one slash after its scheme: pass the URL as a string, with two"
+    for call in (reshard.open, lambda path: reshard.save(STATE, path)):
+        with pytest.raises(StorageError, match=f"^{words}$"):
+            call(Path("s3://bucket/run"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_given_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    opened = reshard.open(tmp_path / "c.pt")
+    assert not opened.canonical(hints={"param_names": ["weight", "bias"]}).warnings
+    (noted,) = opened.canonical(hints={"param_names": ["weight", "bais"]}).warnings
+    assert noted.startswith("the optimizer has state under 1 ('bais'), names that the model does not have: check ")
+    with pytest.raises(NormalizationError, match=r"^hints must be a dict, such as {'vocab_size': 50257}, got \['w'"):
+        opened.canonical(hints=["w"])  # type: ignore[arg-type]
+    with pytest.raises(NormalizationError, match="'param_names' gives 1 name, but"):
+        opened.canonical(hints={"param_names": ["weight"]})
+
+
+def test_state_of_another_optimizer_is_told_once_for_all_parameters() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(60)])
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    adam.step()
+    state = reshard.get_optimizer_state_dict(model, adam)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.set_optimizer_state_dict(model, sgd, state)
+    words = "Unexpected key: state 'exp_avg' of 120 ('0.weight', '0.bias', '1.weight', ...), which SGD does not use"
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_other_libraries_words_have_an_answer() -> None:
+    with pytest.raises(AttributeError, match=r"'resume': CheckpointManager\(root, every=...\).restore\(state\) "):
+        _ = reshard.resume  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'minutes': it takes steps, seconds$"):
+        reshard.Every(minutes=5)  # type: ignore[call-arg]
+    layout = reshard.layout_of({"w": torch.zeros(4)})
+    with pytest.raises(PlanError, match=r"pp=2,fsdp=4'. Axes of your own"):  # and no axis `world`, which nobody named
+        reshard.plan(layout, "dp=4")

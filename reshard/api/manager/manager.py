@@ -126,7 +126,7 @@ class CheckpointManager:
             saves are full.
         background: save while the job trains: at most one save to storage and one to memory are in progress. The next
             call raises their errors.
-        bytes_per_s: limit for the bandwidth that each rank uses for copies in the background.
+        bytes_per_s: with `memory`, how much each rank sends and receives a second on average for copies on other hosts.
         preemption: what may request a save at the next step.
         ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each exchange takes about
             one round trip to the store of the process group.

@@ -48,7 +48,7 @@ class ElasticSampler(Sampler[int]):
         seed: int = 0,
         tail: Literal["keep", "drop", "repeat"] = "keep",
     ) -> None:
-        if not isinstance(size, int):
+        if type(size) is not int:
             words = f"takes the number of samples, ElasticSampler(len(dataset)), not a {type(size).__name__}"
             raise option_error(f"ElasticSampler {words}", LayoutError)
         in_job = dist.is_initialized()
