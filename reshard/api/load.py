@@ -547,7 +547,7 @@ class LoadReport(FilledReport, CheckedReport):
     checks it."""
     dry_run: bool
     not_requested: tuple[str, ...] = ()
-    """Names of `unexpected` that strict="subset" leaves in the checkpoint. `ok` allows them."""
+    """With strict="subset", all names that only the checkpoint has, as in `unexpected`. `ok` allows them."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)

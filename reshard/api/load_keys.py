@@ -238,11 +238,7 @@ class KeyMatch:
         if isinstance(live, OwnState) and not self._takes(key, live, made, place):
             return
         self.objects[key] = made
-        for below, kinds in _changed(key, live, made):
-            if kinds is None:
-                self.dropped.append(below)
-            else:
-                self.retyped[below] = kinds
+        self._note(key, live, made)
         for path, kind in self.classes.items():
             if path[: len(place)] == place:
                 rest = path[len(place) :]
@@ -250,6 +246,26 @@ class KeyMatch:
                 if found != kind:
                     names = kind.removeprefix("dict:"), found.removeprefix("dict:")
                     self.retyped[key_of((key, *rest))] = names
+
+    def _note(self, key: str, live: Any, value: Any) -> None:
+        """Note what is gone, or of another class, at and below `key` when `value` takes the place
+        of `live`. Numbers count as one class, and None stands for any value."""
+        if isinstance(live, Mapping):
+            for name, item in live.items():
+                below = f"{key}.{name}"
+                if isinstance(value, Mapping) and name in value:
+                    self._note(below, item, value[name])
+                else:
+                    self.dropped.append(below)
+        elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
+            for number, (item, other) in enumerate(zip(live, value)):
+                if type(item) is not int or type(other) is not int:  # of which there can be millions
+                    self._note(f"{key}.{number}", item, other)
+            return
+        kinds: Any = (type(live), type(value), Number, Mapping)
+        same = any(isinstance(live, it) and isinstance(value, it) for it in kinds)
+        if not (same or live is None or value is None):
+            self.retyped[key] = class_name(value), class_name(live)
 
     def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
         """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are
@@ -330,26 +346,6 @@ class _Below(NamedTuple):
     def has(self, path: KeyPath) -> bool:
         """Return True if the checkpoint has anything at or below `path`."""
         return path in self.names or path in self.kinds
-
-
-def _changed(key: str, live: Any, value: Any) -> Iterator[tuple[str, tuple[str, str] | None]]:
-    """Keys at and below `key` that are gone when `value` takes the place of `live`, each with None, and those that are
-    of another class then, with both. Numbers count as one class, and None stands for any value."""
-    if isinstance(live, Mapping):
-        for name, item in live.items():
-            below = f"{key}.{name}"
-            if not isinstance(value, Mapping) or name not in value:
-                yield below, None
-            else:
-                yield from _changed(below, item, value[name])
-    elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
-        for number, (item, other) in enumerate(zip(live, value)):
-            if type(item) is not int or type(other) is not int:  # of which there can be millions
-                yield from _changed(f"{key}.{number}", item, other)
-        return
-    kinds: Any = (type(live), type(value), Number, Mapping)
-    if not (live is None or value is None or any(isinstance(live, it) and isinstance(value, it) for it in kinds)):
-        yield key, (class_name(value), class_name(live))
 
 
 def _is_empty(nest: Any) -> bool:

@@ -106,7 +106,7 @@ class CheckedReport(TimedReport):
     """Format of the checkpoint that was loaded or written."""
     bytes_unchecked: int
     """Bytes of the requested elements (in a load, of this rank) that were not compared with a checksum: the format has
-    none, `check` was off, or the check would have read too much, see `reshard.stored.checksums.may_check`."""
+    none, `check` was off, or the check would have read too much, see docs/what-ok-means.md."""
     unchecked: str
     """In words, what was not compared. Empty if every byte was, and for a conversion that wrote the saved fingerprints.
     """

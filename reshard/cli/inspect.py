@@ -169,9 +169,9 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """The name that is meant, or those that contain it."""
+    """The name that is meant, those that contain it, or the first ones."""
     meant, longer = did_you_mean(name, known[:5000]), [other for other in known if name in other]
-    return meant if meant or not longer else f". Names that contain it: {show.some(longer, 5)}"
+    return meant or f". Names {'that contain it' if longer else 'there'}: {show.some(longer or known, 5)}"
 
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:

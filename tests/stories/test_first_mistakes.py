@@ -295,3 +295,9 @@ def test_other_libraries_words_have_an_answer() -> None:
     layout = reshard.layout_of({"w": torch.zeros(4)})
     with pytest.raises(PlanError, match=r"pp=2,fsdp=4'. Axes of your own"):  # and no axis `world`, which nobody named
         reshard.plan(layout, "dp=4")
+
+
+def test_a_map_of_no_tensor_lists_the_names(tmp_path: Path) -> None:
+    reshard.save({"emb": torch.zeros(3)}, tmp_path / "c")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--map", "q"])
+    assert str(shown.exception) == f"'q' is not in {tmp_path / 'c'}. Names there: emb"

@@ -112,9 +112,9 @@ class CheckpointManager:
                 if manager.save(state["step"], state).preempted:
                     break
 
-    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. The clock and the metrics
-    of rank 0 count for all, and so does a signal that any rank receives. Without torch.distributed, the manager works
-    for this process alone.
+    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. All use
+    the clock and the metrics of rank 0. A signal that one rank receives counts for all. Without
+    torch.distributed, the manager works for this process alone.
 
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in `step-<number>`.
