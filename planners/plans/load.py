@@ -261,7 +261,8 @@ def plan_reads(
 
     Raises:
         LayoutMismatchError: names the first 20 target tensors and sources of views that are not saved,
-            or that are saved with another shape or dtype. `allow_cast` accepts other dtypes and leaves the cast to the caller.
+            or that are saved with another shape or dtype. `allow_cast` accepts other dtypes and leaves
+            the cast to the caller.
     """
     if not isinstance(wanted, StateLayout):
         raise PlanError(

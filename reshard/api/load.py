@@ -559,9 +559,10 @@ class LoadReport(FilledReport, CheckedReport):
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and no tensor of the target was lost. Unexpected
-        keys make it False, unless strict="subset" allows them. A plain value replaces the target's, also one of
-        another class, which `retyped` lists."""
+        """True if both sides have the same keys, shapes, and types, and no tensor of the target was
+        lost. Unexpected keys, which no rank's target has, make it False, unless strict="subset"
+        allows them. A plain value replaces the target's, also one of another class: `retyped`
+        lists these, and `ok` is False."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 

@@ -43,6 +43,8 @@ def open_storage(path: StoragePath) -> Storage:
             raise StorageError(f"{text} has one slash after its scheme: pass the URL as a string, with two")
         if not text:
             raise StorageError("the path is empty: pass a folder")
+        if text.startswith("~/"):
+            raise StorageError(f"{text} begins with ~, which only shells expand: pass os.path.expanduser({text!r})")
         return LocalStorage(text)
     if scheme in ("file", *_OBJECT_STORES) and ("#" in rest or "?" in rest):
         raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")

@@ -301,3 +301,12 @@ def test_a_map_of_no_tensor_lists_the_names(tmp_path: Path) -> None:
     reshard.save({"emb": torch.zeros(3)}, tmp_path / "c")
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--map", "q"])
     assert str(shown.exception) == f"'q' is not in {tmp_path / 'c'}. Names there: emb"
+
+
+def test_a_home_folder_is_not_a_folder_called_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = r"~/run begins with ~, which only shells expand: pass os.path.expanduser\('~/run'\)$"
+    for call in (reshard.open, lambda path: reshard.save(STATE, path), lambda path: reshard.load(STATE, path)):
+        with pytest.raises(StorageError, match=words):
+            call("~/run")
+    assert not list(tmp_path.iterdir())
