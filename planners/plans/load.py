@@ -260,9 +260,9 @@ def plan_reads(
     not in `wanted` are not used. Deterministic: the result depends only on the arguments and is the same on every rank.
 
     Raises:
-        LayoutMismatchError: names the first 20 target tensors and sources of views that are not saved,
-            or that are saved with another shape or dtype. `allow_cast` accepts other dtypes and leaves
-            the cast to the caller.
+        LayoutMismatchError: names the first 20 target tensors and sources of views that are not
+            saved, or are saved with another shape or dtype. `allow_cast` accepts other dtypes and
+            leaves the cast to the caller.
     """
     if not isinstance(wanted, StateLayout):
         raise PlanError(

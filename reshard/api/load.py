@@ -527,7 +527,8 @@ class LoadReport(FilledReport, CheckedReport):
     loaded: tuple[str, ...]
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
-    """Keys of the target that the checkpoint does not have, because it was saved with a `select` that excludes them."""
+    """Keys of the target that the checkpoint does not have, because the `select` of its save
+    excludes them."""
     mismatched: tuple[str, ...]
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
     dropped: tuple[str, ...]
@@ -547,7 +548,7 @@ class LoadReport(FilledReport, CheckedReport):
     checks it."""
     dry_run: bool
     not_requested: tuple[str, ...] = ()
-    """With strict="subset", all names that only the checkpoint has, as in `unexpected`. `ok` allows them."""
+    """With strict="subset", the names in `unexpected`, all of which `ok` allows."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -551,8 +551,8 @@ class Mismatches:
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:
-    """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and the target has none of
-    these. Its keys are removed from what is missing and unexpected."""
+    """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and
+    the target has none of these. Its keys are removed from what is missing and unexpected."""
     targets, checkpoint = match.targets, match.checkpoint
     numbered = next(filter(NUMBERED.fullmatch, unexpected), None)
     own = [key for key in targets.paths if is_of_optimizer(key, targets.live(key))]

@@ -114,13 +114,14 @@ class Step:
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
-    """List the checkpoints of the run in a folder, in any format, from the oldest to the newest. `latest_complete`
-    returns the newest complete one.
+    """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
+    `latest_complete` returns the newest complete one.
 
-    `reshard.open(folder)` chooses from the same list, if names have step numbers. If none has, the list has the
-    native checkpoints directly below `folder` in the order of their saves, and `reshard.open` raises: it opens one only
-    by its own path. The list is empty for a folder without checkpoints below it, and for one that does not exist, as
-    before the first save. Two levels of folder names are searched.
+    `reshard.open(folder)` chooses from the same list, if names have step numbers. If none has, the
+    list has the native checkpoints directly below `folder` in the order of their saves, and
+    `reshard.open` raises: it opens one only by its own path. The list is empty for a folder without
+    checkpoints below it, and for one that does not exist, as before the first save. Two levels of
+    folder names are searched.
 
     Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
     two runs.
@@ -146,9 +147,10 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
-    the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name has a step
-    number, it is the native checkpoint at or directly below `folder` whose save began last; `reshard.open` does not
-    choose among these. A folder that does not exist has none, as before the first save of a run.
+    the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name
+    has a step number, it is the native checkpoint at or directly below `folder` whose save began
+    last; `reshard.open` does not choose among these. A folder that does not exist has none, as
+    before the first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated, as far as its format records names and sizes of files. Contents are not read.

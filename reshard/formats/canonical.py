@@ -64,8 +64,11 @@ class Canonical:
 
 
 def check_names(result: Canonical) -> None:
-    """Note names that were given to parameters of an optimizer and that the model does not have. Raises
-    NormalizationError if a state that has one value per element has another shape than its parameter."""
+    """Note names that were given to parameters of an optimizer and that the model does not have.
+
+    Raises NormalizationError if a state with one value per element has another shape than its
+    parameter.
+    """
     strange = [fqn for fqn in result.state if fqn not in result.model]
     if result.model and strange:
         words = "names that the model does not have: check those that you gave, such as the hint 'param_names'"
