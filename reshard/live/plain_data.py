@@ -185,8 +185,8 @@ def array_bytes(value: Any) -> int:
             return len(text) * 3 // 4 - text[-2:].count("=")
         case {}:
             return sum(map(array_bytes, value.values()))
-        case [*items]:
-            return sum(array_bytes(item) for item in items if not isinstance(item, int | float))
+        case list() | tuple() | deque():
+            return sum(array_bytes(item) for item in value if not isinstance(item, int | float))
     return 0
 
 
