@@ -104,6 +104,11 @@ class Report(Tabled):
         return "problem"
 
     @property
+    def _error(self) -> type[ProofError]:
+        """What `raise_if_failed` raises."""
+        return ProofError
+
+    @property
     def ok(self) -> bool:
         """True if there are no problems. `covers` says what was verified."""
         return not self.findings
@@ -116,11 +121,12 @@ class Report(Tabled):
         return f"ok: {covers}" if (covers := self.covers or str(self.covered or "")) else "ok"
 
     def raise_if_failed(self) -> None:
-        """Raise ProofError with the problems, if there are any."""
+        """Raise ProofError with the problems, if there are any. For a damaged checkpoint, that is also a
+        `reshard.errors.CorruptCheckpointError`."""
         if self.findings:
             first = self.findings[0]
             lines = "\n".join(f"  {finding}" for finding in self.findings[:50])
-            raise ProofError(f"{self.subject}: {self.verdict}:\n{lines}", fqn=first.fqn, rank=first.rank)
+            raise self._error(f"{self.subject}: {self.verdict}:\n{lines}", fqn=first.fqn, rank=first.rank)
 
     def __bool__(self) -> bool:
         return self.ok

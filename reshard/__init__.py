@@ -59,6 +59,7 @@ _ELSEWHERE = {
     "load_checkpoint": "reshard.load fills a state dict, reshard.open reads without one",
     "save_checkpoint": "reshard.save writes a checkpoint",
     "restore": "reshard.load fills a state dict from a checkpoint",
+    "resume": "CheckpointManager(root, every=...).restore(state) resumes a run",
     "save_file": "reshard.save writes a checkpoint, reshard.convert one file of another format",
     "load_file": "reshard.open(file) reads it lazily",
     "safe_open": "reshard.open(file) reads it lazily",
@@ -72,7 +73,7 @@ _ELSEWHERE = {
 }
 """Names that other libraries have for what is called otherwise here."""
 
-__all__ = [name for name in _HOME if name != "__version__"]
+__all__ = [name for name in _HOME if name not in ("__version__", "open")]  # which would replace the builtin open
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp, elastic as elastic, errors as errors, mapping as mapping, planners as planners

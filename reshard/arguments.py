@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from reshard.errors import FormatError, OptionError, did_you_mean, option_error, warn_renamed
+from reshard.errors import FormatError, OptionError, did_you_mean, format_value, option_error, warn_renamed
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
@@ -77,8 +77,10 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):
         taken = ", ".join(name for name in places if name != "self") or "nothing"
-        words = f"{what}() takes {taken} by position, and all else by name, such as {by_name[0]}="
-        raise TypeError(f"{words}: got {args[len(places)]!r:.80}, too") from None
+        extra = args[len(places) :]
+        such = "=, ".join(by_name[: len(extra)])
+        words = f"{what}() takes {taken} by position, and all else by name, such as {such}="
+        raise TypeError(f"{words}: got {format_value(extra[0])}, too") from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
@@ -142,7 +144,9 @@ _OF_OTHERS = {
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
-    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, known)
+    words = [word for word in known if word != "self"]
+    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, words)
+    meant = meant or f": it takes {', '.join(words)}" * (len(words) < 7)
     return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 
@@ -187,8 +191,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
     for key, value in [("", state), *below]:
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             where = f"the value under {key!r}" if key else "the first argument"
+            name = type(value).__name__
             raise _refused(
-                f"{where} of {verb} is of the type {type(value).__name__}, not its state. {_fix(verb, value, key)}"
+                f"{verb} takes the state of {name}, but {where} is the {name} itself. {_fix(verb, value, key)}"
             )
 
 

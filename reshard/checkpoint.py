@@ -17,7 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
 from reshard.arguments import no_attribute, renamed
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError
+from reshard.errors import CheckpointError, KeyMismatchError, OptionError, format_names, format_value
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -54,7 +54,7 @@ class NormalizedState(dict[str, Any]):
     """The result of `Checkpoint.normalized`: a dict with "model" and "optim". `Checkpoint.canonical` returns the same
     state as a checkpoint, which calls take that need one."""
 
-    INSTEAD: ClassVar[str] = (
+    _INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
     )
     """What errors say where a checkpoint is expected."""
@@ -200,14 +200,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
         """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and convert. Its keys are
-        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>"; with `model_only`, bare
-        parameter names.
+        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>", whatever the sections were
+        called; with `model_only`, bare parameter names. Other values, such as an epoch, are not in it: `.warnings`
+        lists them.
 
         Raises the errors of `normalized`.
         """
-        from reshard.formats.normalize import canonical_contents
+        from reshard.formats.normalize import beside, canonical_contents
 
         found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
+        if lost := () if model_only else (*found.left_out, *beside(self.contents)):
+            words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
+            found = replace(found, warnings=(*found.warnings, words))
         return Checkpoint(replace(found, checking=self.contents.checking), self.url)
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
@@ -363,6 +367,6 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
     if not isinstance(step, int | None):
-        raise OptionError(f"step must be an integer, got {step!r}")
+        raise OptionError(f"step must be an integer, got {format_value(step)}")
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

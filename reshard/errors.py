@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from planners.errors import (
+    ProofError,
     ReshardError as ReshardError,
     did_you_mean as did_you_mean,
     sentence as sentence,
@@ -20,8 +21,8 @@ __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError",
     "NormalizationError", "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
-    "UndefinedTargetsError", "UnsafeDataError", "format_names", "format_ranks", "framework", "option_error",
-    "renamed_in", "warn_renamed",
+    "UndefinedTargetsError", "UnsafeDataError", "VerificationError", "format_names", "format_ranks",
+    "format_value", "framework", "option_error", "renamed_in", "warn_renamed",
 ]  # fmt: skip
 
 
@@ -48,6 +49,10 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
     places: tuple[tuple[str, int, int], ...] = ()
     """The file, the first byte, and one past the last, of what is missing or was changed, where that is known."""
+
+
+class VerificationError(CorruptCheckpointError, ProofError):
+    """`raise_if_failed()` was called on the report of `verify` or `compare`, which found damage."""
 
 
 class UnsafeDataError(CheckpointError, ValueError):
@@ -163,6 +168,13 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
     more = f" and more, {len(every)} in all" if len(spans) > limit else ""
     return f"rank{'s' * (len(every) != 1)} {words}{more}"
+
+
+def format_value(value: object) -> str:
+    """Return a short repr for a message; of a dict, and of what has tensors, only the class."""
+    text = f"{value!r:.80}"
+    has_tensors = isinstance(value, Mapping) or "tensor(" in text
+    return f"a {type(value).__name__}" if has_tensors else text
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:

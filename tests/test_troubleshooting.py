@@ -84,6 +84,12 @@ def _numbered() -> None:
     reshard.open("old.pt").normalized()
 
 
+def _names_wanted() -> None:
+    model = nn.Linear(3, 4)
+    model_state, optim_state = reshard.get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    reshard.load({"model": model_state, "optimizer": optim_state}, "old.pt")
+
+
 def _renamed() -> None:
     reshard.load({"model": {"w": torch.zeros(4, 3), "c": torch.zeros(3)}, "step": 0}, "run/step-7")
 
@@ -114,6 +120,7 @@ PROVOKE: list[Callable[[], object]] = [
     lambda: reshard.load(_target(w=torch.zeros(5, 3)), "run/step-7"),
     lambda: reshard.load(_target(w=torch.zeros(4, 3, dtype=torch.bfloat16)), "run/step-7"),
     _numbered,
+    _names_wanted,
     lambda: reshard.save(nn.Linear(2, 2), "run/step-9"),  # type: ignore[arg-type]
     lambda: reshard.save({"x": Other()}, "run/step-9"),
     _unjoined,
@@ -133,7 +140,7 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
             provoke()
         seen.append(_is_quoted(caught.value))
 
-    assert len(set(seen)) == len(PROVOKE) == 14
+    assert len(set(seen)) == len(PROVOKE) == 15
     others = [quote.partition(":")[0] for quote in QUOTED if quote not in seen]
     assert others == ["ImportError", "KeyMismatchError", "RankFailedError", "DeadlineError"]
 

@@ -214,6 +214,7 @@ _LEGEND = (
     ("B(d, a+b)", r"B\(", "dim d consists of blocks of a and b rows, and this axis shards each block by itself"),
     ("R", r"\bR\b", "replicated: all ranks along this axis hold the same"),
     ("on dp=4,tp=2", r"=", "the mesh: its axes and their sizes, in the order of the placements"),
+    ("world=4", r"\bworld=", "all ranks that hold the tensor, where no mesh was recorded"),
     ("dp.cp=8", r"\w\.\w+=", "two axes that shard as one"),
     ("@0,2,1,3", r"@", "the ranks of the mesh in row-major order"),
     ("tp,dp:", r"\w:", "the axes of the placements, in the order in which they shard"),

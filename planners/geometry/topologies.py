@@ -484,7 +484,7 @@ def pipelined(
 # A topology in a few words, as people say it: `fsdp=4,tp=2`; and one with the axes of a checkpoint, as it records them.
 
 
-WORDS = "fsdp=3, tp=2, fsdp=4,tp=2, hsdp=2x4, ddp=8, or pp=2,fsdp=4"
+WORDS = "'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'"
 """The predefined topologies, for help and errors."""
 
 _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
@@ -525,7 +525,8 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
-        of_checkpoint = f", or only axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
+        its = ", ".join(axis for axis in recorded if axis != "world")
+        of_checkpoint = f", or only axes that the checkpoint records: {its}" if its else ""
         meant = (
             _DATA_PARALLEL if name in ("dp", "dp_shard", "data") else did_you_mean(name, [*_NAMES, *recorded]) or "."
         )

@@ -260,8 +260,9 @@ def plan_reads(
     not in `wanted` are not used. Deterministic: the result depends only on the arguments and is the same on every rank.
 
     Raises:
-        LayoutMismatchError: names all target tensors, and all sources of views, that are not saved, or that are saved
-            with another shape or dtype. `allow_cast` accepts other dtypes and leaves the cast to the caller.
+        LayoutMismatchError: names the first 20 target tensors and sources of views that are not
+            saved, or are saved with another shape or dtype. `allow_cast` accepts other dtypes and
+            leaves the cast to the caller.
     """
     if not isinstance(wanted, StateLayout):
         raise PlanError(
@@ -283,7 +284,8 @@ def plan_reads(
         for source in view.sources:
             _judge(problems, saved, source, f"a view takes it for {fqn!r}", allow_cast=False)
     if problems:
-        raise LayoutMismatchError(f"the target does not match the saved state: {'; '.join(problems)}")
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise LayoutMismatchError(f"the target does not match the saved state: {'; '.join(problems[:20])}{more}")
     return LoadPlan(saved, wanted, views=used)
 
 

@@ -129,7 +129,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     __slots__ = ("explicit", "names", "world_size")
 
-    INSTEAD: ClassVar[str] = "reshard.planners.verify(plan) proves a plan"
+    _INSTEAD: ClassVar[str] = "reshard.planners.verify(plan) proves a plan"
     """What errors say where a checkpoint is expected."""
     kind: ClassVar[Literal["load", "save", "transfer"]]
     verb: ClassVar[str]

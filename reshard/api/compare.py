@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
@@ -41,6 +42,7 @@ from reshard.errors import (
     LayoutError,
     OptionError,
     StorageError,
+    VerificationError,
     format_names,
     option_error,
 )
@@ -226,6 +228,10 @@ class CompareReport(Report):
     @property
     def _problem(self) -> str:
         return "problem" if self.damaged else "difference"
+
+    @property
+    def _error(self) -> type[ProofError]:
+        return VerificationError if self.damaged else ProofError
 
     def to_html(self) -> str:
         """Return an HTML page of the differences: a map over layers and a table of tensors.

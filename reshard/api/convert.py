@@ -30,6 +30,7 @@ from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.mapping import Mapping as StateMapping
 from reshard.native.commit import generations_in
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -54,6 +55,7 @@ MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
+@renamed(left_out="omitted")
 @dataclass(frozen=True, repr=False)
 class ConvertReport(WrittenReport, CheckedReport):
     """What a conversion did. Only `phases` differs between ranks."""
@@ -64,7 +66,7 @@ class ConvertReport(WrittenReport, CheckedReport):
     """Files with tensors."""
     resumed: tuple[str, ...]
     """Files that an interrupted conversion had finished. Their checksums were compared."""
-    left_out: tuple[str, ...]
+    omitted: tuple[str, ...]
     """Keys of the source that the format cannot store. With `normalized`, also values that have no
     canonical name and are not plain data, such as per-rank values and averages of the model."""
     retyped: Mapping[str, tuple[str, str]]
@@ -75,7 +77,7 @@ class ConvertReport(WrittenReport, CheckedReport):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", omitted {format_names(self.left_out)}" if self.left_out else ""
+        odd = f", omitted {format_names(self.omitted)}" if self.omitted else ""
         retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
         odd += f", retyped {format_names(retyped)}" if retyped else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
@@ -131,7 +133,7 @@ def convert(
             "bf16".
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
-            are listed in `left_out`.
+            are listed in `omitted`.
         model_only: write only the model's tensors, under their canonical names without a prefix.
         hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
         max_shard_bytes: maximum size of a file. A larger tensor gets its own file. Not with `onto`.
@@ -193,10 +195,10 @@ def _report(
         tensors=len(writer.names),
         objects=count_objects(replace(writer.contents, objects=written)),
         files=tuple(file.name for file in writer.files),
-        total_bytes=writer.total_bytes,
+        total_bytes=writer.total_bytes + array_bytes(written),
         resumed=resumed,
         aliases=dict(state.aliases),
-        left_out=writer.left_out,
+        omitted=writer.left_out,
         retyped=writer.retyped,
         warnings=(*writer.contents.warnings, *_unexpected(job, writer.contents)),
         bytes_unchecked=unchecked,

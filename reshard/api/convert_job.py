@@ -30,10 +30,12 @@ from reshard.errors import (
     OptionError,
     StorageError,
     did_you_mean,
+    format_names,
+    format_value,
     option_error,
 )
 from reshard.formats.format import Writing
-from reshard.formats.normalize import keep_beside, normalize
+from reshard.formats.normalize import canonical_contents, keep_beside, normalize
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import LOSES, cast, is_floating
@@ -71,21 +73,24 @@ class ConvertJob:
         """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not fit together."""
         if not isinstance(self.onto, StateLayout | Topology | None):
             raise OptionError(
-                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {self.onto!r:.60}"
+                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {format_value(self.onto)}"
             )
         if not isinstance(self.mapping, Mapping | StateMapping | None):
-            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {self.mapping!r:.80}")
+            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(self.mapping)}")
         if self.dtype is not None:
             try:
                 floating = is_floating(self.dtype)
             except FormatError as error:
                 raise option_error(str(error), FormatError) from None
             if not floating:
-                raise option_error(f"dtype must be a floating-point type, got {self.dtype!r}: {LOSES}", FormatError)
+                raise option_error(
+                    f"dtype must be a floating-point type, got {format_value(self.dtype)}: {LOSES}", FormatError
+                )
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} {NOT_SHARDED}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {self.max_shard_bytes!r}"
+            got = format_value(self.max_shard_bytes)
+            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
             raise option_error(words, FormatError)
         if self.writing.is_one_file and isinstance(self.target, Storage):
             raise FormatError(f"{self.format} writes one file: give its path")
@@ -115,9 +120,11 @@ class ConvertJob:
         in_form = self.writing.form is not None
         if self.normalized or self.model_only or in_form:
             source = state
-            state = source.canonical(self.hints, model_only=self.model_only)
+            contents = canonical_contents(source.contents, self.hints, source.url, model_only=self.model_only)
+            contents = replace(contents, checking=source.contents.checking)
             if not self.model_only:
-                state = Checkpoint(keep_beside(state.contents, source.contents, for_framework=in_form), source.url)
+                contents = keep_beside(contents, source.contents, for_framework=in_form)
+            state = Checkpoint(contents, source.url)
         if isinstance(self.mapping, StateMapping):
             _check_taken(self.mapping, state)
             state = self.mapping.apply(state)
@@ -201,7 +208,7 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     """
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            near = did_you_mean(glob, names[:5000]) or f"; it has {', '.join(names[:5])}, ..."
+            near = did_you_mean(glob, names[:5000]) or f"; names there: {format_names(names, 5)}"
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     return frozenset(name for name in names if is_selected(name, globs))
 

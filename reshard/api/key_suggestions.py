@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "PrefixDifference", "are_by_number", "has_no_state_yet", "named_from_numbers", "section", "shifted",
+    "OF_NUMBERED", "PrefixDifference", "are_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
+    "named_from_numbers", "section", "shifted",
 ]  # fmt: skip
 
 
@@ -109,6 +111,10 @@ def _first(found: Mapping[str, str]) -> str:
 _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
 
 
+OF_NUMBERED = re.compile(r"(?:.*\.)?(?:state|param_groups)\.\d+\..*")
+"""Keys of an optimizer's state dict that has its state by number."""
+
+
 def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
     """Return True if states of an optimizer are wanted by numbers of parameters, and saved under their names."""
     return any(map(NUMBERED.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
@@ -136,6 +142,25 @@ def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
 def named_from_numbers(path: str) -> str:
     """The call that opens a checkpoint whose optimizer state has numbers of parameters, under their names."""
     return f"reshard.open({path}).canonical(hints={{'param_names': list(dict(model.named_parameters()))}})"
+
+
+def load_by_name(path: str, others: Iterable[str]) -> str:
+    """The calls that load such a checkpoint. `others`: what it has besides model and optimizer."""
+    rest = ", ".join(f"{name!r}: ..." for name in islice(others, 3))
+    calls = (
+        "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
+        "only, as 'model' and 'optim':"
+        f"\n    named = {named_from_numbers(path)}"
+        "\n    model_state, optim_state = reshard.get_state_dict(model, optimizer)"
+        "\n    reshard.load({'model': model_state, 'optim': optim_state}, named)"
+    )
+    return f"{calls}\n    reshard.load({{{rest}}}, {path}, strict='subset')" if rest else calls
+
+
+def is_of_optimizer(key: str, live: Any) -> bool:
+    """Return True for a key of a target that has an optimizer's state by name, or an optimizer's state dict."""
+    is_dict = isinstance(live, Mapping) and "param_groups" in live
+    return is_dict or key.rpartition(".")[2] == "param_groups" or _BY_NAME.fullmatch(key) is not None
 
 
 def _is_state(key: str) -> bool:

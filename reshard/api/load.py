@@ -30,6 +30,7 @@ from reshard.errors import (
     LayoutError,
     OptionError,
     format_names,
+    format_value,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -169,7 +170,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     from reshard.mapping import Mapping as StateMapping
 
     if not isinstance(mapping, StateMapping):
-        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {mapping!r}")
+        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(mapping)}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped
@@ -526,7 +527,8 @@ class LoadReport(FilledReport, CheckedReport):
     loaded: tuple[str, ...]
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
-    """Keys of the target that a declared subset (a save with `select`) leaves out."""
+    """Keys of the target that the checkpoint does not have, because the `select` of its save
+    excludes them."""
     mismatched: tuple[str, ...]
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
     dropped: tuple[str, ...]
@@ -546,20 +548,22 @@ class LoadReport(FilledReport, CheckedReport):
     checks it."""
     dry_run: bool
     not_requested: tuple[str, ...] = ()
-    """Names of `unexpected` that strict="subset" leaves in the checkpoint. `ok` allows them."""
+    """With strict="subset", the names in `unexpected`, all of which `ok` allows."""
     resized: tuple[str, ...] = ()
     """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (saved class, class of the value now) of values that came back as another type, such as a plain dict for
-    an OrderedDict or a dict of inner tensors for a quantized tensor."""
+    """key -> (saved class, class in the target) of values whose classes differ, such as a plain dict for an
+    OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a number. Numbers of different classes
+    and None are not listed."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`, of the job."""
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and no tensor of the target was lost. Unexpected
-        keys make it False, unless strict="subset" allows them. A plain value replaces the target's, whatever its
-        type."""
+        """True if both sides have the same keys, shapes, and types, and no tensor of the target was
+        lost. Unexpected keys, which no rank's target has, make it False, unless strict="subset"
+        allows them. A plain value replaces the target's, also one of another class: `retyped`
+        lists these, and `ok` is False."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 
@@ -572,7 +576,8 @@ class LoadReport(FilledReport, CheckedReport):
         kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
         odd = self._first_of_each(*kinds)
         if self.retyped:
-            odd.append(f"retyped {format_names([f'{key}: {a} -> {b}' for key, (a, b) in self.retyped.items()])}")
+            names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
+            odd.append(f"retyped {format_names(names)}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
         read += f", {format_bytes(self.bytes_read_to_check)} more to check" if self.bytes_read_to_check else ""
         return f"LoadReport({', '.join([head, *odd, read])})"

@@ -7,13 +7,22 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Number
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from planners.geometry.layout import TensorSpec
-from reshard.api.key_suggestions import are_by_number, has_no_state_yet, named_from_numbers, section, shifted
+from reshard.api.key_suggestions import (
+    OF_NUMBERED,
+    are_by_number,
+    has_no_state_yet,
+    is_of_optimizer,
+    load_by_name,
+    section,
+    shifted,
+)
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
@@ -229,7 +238,7 @@ class KeyMatch:
         if isinstance(live, OwnState) and not self._takes(key, live, made, place):
             return
         self.objects[key] = made
-        self.dropped += _lost(key, live, made)
+        self._note(key, live, made)
         for path, kind in self.classes.items():
             if path[: len(place)] == place:
                 rest = path[len(place) :]
@@ -237,6 +246,26 @@ class KeyMatch:
                 if found != kind:
                     names = kind.removeprefix("dict:"), found.removeprefix("dict:")
                     self.retyped[key_of((key, *rest))] = names
+
+    def _note(self, key: str, live: Any, value: Any) -> None:
+        """Note what is gone, or of another class, at and below `key` when `value` takes the place
+        of `live`. Numbers count as one class, and None stands for any value."""
+        if isinstance(live, Mapping):
+            for name, item in live.items():
+                below = f"{key}.{name}"
+                if isinstance(value, Mapping) and name in value:
+                    self._note(below, item, value[name])
+                else:
+                    self.dropped.append(below)
+        elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
+            for number, (item, other) in enumerate(zip(live, value)):
+                if type(item) is not int or type(other) is not int:  # of which there can be millions
+                    self._note(f"{key}.{number}", item, other)
+            return
+        kinds: Any = (type(live), type(value), Number, Mapping)
+        same = any(isinstance(live, it) and isinstance(value, it) for it in kinds)
+        if not (same or live is None or value is None):
+            self.retyped[key] = class_name(value), class_name(live)
 
     def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
         """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are
@@ -317,20 +346,6 @@ class _Below(NamedTuple):
     def has(self, path: KeyPath) -> bool:
         """Return True if the checkpoint has anything at or below `path`."""
         return path in self.names or path in self.kinds
-
-
-def _lost(key: str, live: Any, value: Any) -> Iterator[str]:
-    """Keys of dicts at and below `key` that are gone when `value` takes the place of `live`."""
-    if isinstance(live, Mapping):
-        for name, item in live.items():
-            below = f"{key}.{name}"
-            if not isinstance(value, Mapping) or name not in value:
-                yield below
-            else:
-                yield from _lost(below, item, value[name])
-    elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
-        for number, (item, other) in enumerate(zip(live, value)):
-            yield from _lost(f"{key}.{number}", item, other)
 
 
 def _is_empty(nest: Any) -> bool:
@@ -473,7 +488,10 @@ class Mismatches:
         group: Group,
         wording: Wording,
     ) -> str:
+        is_load = wording == Wording()
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
+        if match.checkpoint.format == "normalized":
+            what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         where, kinds = _on_ranks(missing, group), _kinds(match)
@@ -486,19 +504,21 @@ class Mismatches:
             what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
-            if wording == Wording():
+            if is_load:
                 fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
-        by_number = wording == Wording() and are_by_number(where, known)
-        if by_number:
+        by_number = is_load and are_by_number(where, known)
+        if is_load and (text := _by_integer_ids(match, where, unexpected)):
+            what.append(text[0])
+            fixes.append(text[1])
+        elif by_number:
             fixes.append(
                 "the checkpoint has optimizer state by name: load into "
                 "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
             )
-        elif wording == Wording() and has_no_state_yet(match.targets.paths, unexpected):
-            fix = "load into reshard.optimizer_destinations(model, optimizer, path)"
-            if any(map(NUMBERED.fullmatch, unexpected)):
-                fix = f"the checkpoint has its state by number: with path = {named_from_numbers('path')}, {fix}"
-            fixes.append(f"the optimizer has no state yet: {fix}")
+        elif is_load and has_no_state_yet(match.targets.paths, unexpected):
+            fixes.append(
+                "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
+            )
         lines += section(wording.missing, where, [] if by_number else known, match.names, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",
@@ -528,6 +548,25 @@ class Mismatches:
         if any("but the target is" in line for line in self.mismatched):
             fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
         return fixes
+
+
+def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:
+    """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and
+    the target has none of these. Its keys are removed from what is missing and unexpected."""
+    targets, checkpoint = match.targets, match.checkpoint
+    numbered = next(filter(NUMBERED.fullmatch, unexpected), None)
+    own = [key for key in targets.paths if is_of_optimizer(key, targets.live(key))]
+    if numbered is None or not own or any(map(NUMBERED.fullmatch, own)):
+        return None
+    for key in own:
+        missing.pop(key, None)
+    unexpected[:] = [name for name in unexpected if not OF_NUMBERED.fullmatch(name)]
+    others = dict.fromkeys(n.partition(".")[0] for n in checkpoint.objects if not OF_NUMBERED.fullmatch(n))
+    what = (
+        "  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns it "
+        f"({numbered!r}), and the state to load into has names of parameters"
+    )
+    return what, load_by_name(repr(checkpoint.url), others)
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from planners.plans.save import DIVIDE_ABOVE_BYTES
-from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, option_error
+from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, format_value, option_error
 from reshard.native.manifest import STAGE_BYTES
 from reshard.stored.checksums import CheckTime
 
@@ -112,13 +112,15 @@ def check_flags(**flags: object) -> None:
     """Raises OptionError for what is not True or False, such as "no", which Python takes for True."""
     for what, value in flags.items():
         if not isinstance(value, bool):
-            raise OptionError(f"{what} must be True or False, got {value!r}")
+            raise OptionError(f"{what} must be True or False, got {format_value(value)}")
 
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
     if value not in known:
         meant = did_you_mean(value, known) if isinstance(value, str) and not value.startswith("no") else ""
-        raise OptionError(f"{what} must be one of {', '.join(map(repr, known))}{others}; got {value!r}{meant}")
+        raise OptionError(
+            f"{what} must be one of {', '.join(map(repr, known))}{others}; got {format_value(value)}{meant}"
+        )
 
 
 _SAVE_OWN = frozenset({"memory_budget_bytes", "progress"})
@@ -157,7 +159,7 @@ class SaveOptions:
         for name in ("memory_budget_bytes", "divide_above_bytes", "ranks_per_file"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
+                raise OptionError(f"{name} must be an integer >= 1, got {format_value(value)}")
         for name in ("check_replicas", "fingerprints", "overwrite", "progress"):
             if not isinstance(getattr(self, name), bool):
                 check_flags(**{name: getattr(self, name)})
@@ -166,7 +168,7 @@ class SaveOptions:
         if self.select is not None:
             object.__setattr__(self, "select", globs_of(self.select))
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
-            raise OptionError(f'base must be "auto" or the path of a checkpoint, got {self.base!r}')
+            raise OptionError(f'base must be "auto" or the path of a checkpoint, got {format_value(self.base)}')
         if self.select == ():
             raise OptionError("select is empty: nothing would be saved; leave it out to save everything")
 
@@ -184,7 +186,7 @@ def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return `select` of a save or conversion as a tuple; None for everything. Raises OptionError."""
     globs = (select,) if isinstance(select, str) else select
     if globs is not None and not isinstance(globs, Iterable):
-        raise OptionError(f"select must be a glob or a list of globs, got {select!r}")
+        raise OptionError(f"select must be a glob or a list of globs, got {format_value(select)}")
     globs = None if globs is None else tuple(globs)
     if odd := [glob for glob in globs or () if not isinstance(glob, str)]:
         raise OptionError(f"select must be a glob or a list of globs, but contains {odd[0]!r}")
@@ -235,7 +237,7 @@ def complete(given: TransferOptions) -> TransferOptions:
     check_flags(strict=options["strict"], check_replicas=options["check_replicas"], delta=options["delta"])
     options["views"] = views = list(options["views"])
     if options["dtype_policy"] not in ("error", "cast"):
-        raise OptionError(f"dtype_policy must be 'error' or 'cast', got {options['dtype_policy']!r}")
+        raise OptionError(f"dtype_policy must be 'error' or 'cast', got {format_value(options['dtype_policy'])}")
     if options["max_inflight_bytes"] < 1024:
         words = f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}"
         raise option_error(words, LayoutError)

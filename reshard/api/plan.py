@@ -71,7 +71,7 @@ def plan(
 
 def _no_source(given: Any) -> str:
     """What was given in place of a source, and what to pass."""
-    if isinstance(given, Mapping) and not hasattr(given, "INSTEAD"):
+    if isinstance(given, Mapping) and not hasattr(given, "_INSTEAD"):
         return f"{type(given).__name__}: pass the layout of the state, reshard.layout_of(state)"
     if isinstance(given, str | Topology):
         shown = repr(given) if isinstance(given, str) else "a Topology"

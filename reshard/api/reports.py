@@ -81,7 +81,8 @@ class FilledReport(TimedReport):
     unexpected: tuple[str, ...]
     """Keys of the source that no rank's target has. They were not read or moved."""
     cast: Mapping[str, tuple[str, str]]
-    """Key of the target -> (dtype before, dtype of the target) of converted tensors."""
+    """Key of the target -> (dtype before, dtype of the target) of converted tensors. A load also lists numbers that
+    it stored as a 0-d tensor, or the reverse. These convert exactly, with any `dtype_policy`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +93,7 @@ class WrittenReport(TimedReport):
     objects: int
     """Values other than tensors. A list or tuple of plain values is one."""
     total_bytes: int
-    """Bytes of all tensors. Each element counts once."""
+    """Bytes of all tensors and numpy arrays. Each element counts once."""
     aliases: Mapping[str, str]
     """Tied tensors that were stored once: key -> the key that stores them."""
 
@@ -105,7 +106,7 @@ class CheckedReport(TimedReport):
     """Format of the checkpoint that was loaded or written."""
     bytes_unchecked: int
     """Bytes of the requested elements (in a load, of this rank) that were not compared with a checksum: the format has
-    none, `check` was off, or the check would have read too much, see `reshard.stored.checksums.may_check`."""
+    none, `check` was off, or the check would have read too much, see docs/what-ok-means.md."""
     unchecked: str
     """In words, what was not compared. Empty if every byte was, and for a conversion that wrote the saved fingerprints.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Literal
 
 import xxhash
@@ -68,16 +68,16 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not is_count(self.last):
-            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r}")
+            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r:.80}")
         if self.every is not None and not is_count(self.every):
-            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r}")
+            raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
                 f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
                 f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max"):
-            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}")
+            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r:.80}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that have the metric, the best first."""
@@ -102,7 +102,7 @@ class Step:
     """A checkpoint of a run."""
 
     step: int | None
-    """The number in its name; None for Lightning's `last.ckpt`."""
+    """The number in its name; None for Lightning's `last.ckpt`, and where no name in the folder has a number."""
     path: str
     format: str | None
     """Its format; None if it cannot be opened."""
@@ -115,9 +115,12 @@ class Step:
 
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
+    `latest_complete` returns the newest complete one.
 
-    `reshard.open(folder)` chooses from the same list. It is empty for a folder that is not a run, and
-    for one that does not exist, as before the first save: `reshard.open` raises for it. Two levels of
+    `reshard.open(folder)` chooses from the same list, if names have step numbers. If none has, the
+    list has the native checkpoints directly below `folder` in the order of their saves, and
+    `reshard.open` raises: it opens one only by its own path. The list is empty for a folder without
+    checkpoints below it, and for one that does not exist, as before the first save. Two levels of
     folder names are searched.
 
     Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
@@ -135,14 +138,19 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
             aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
             found.append(Step(seen.step, path, checkpoint.format, nbytes, aside))
+    if not found:  # in the order of `latest_complete`
+        for one in filter(attrgetter("is_below"), complete(folder)):
+            nbytes = sum(tensor.nbytes for tensor in open_checkpoint(one.path).values())
+            found.append(Step(None, one.path, "native", nbytes, None))
     return found
 
 
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
-    the step that `reshard.open` chooses. If no name has a step number, it is the native checkpoint at or
-    directly below `folder` whose save began last. A folder that does not exist has none, as before the
-    first save of a run.
+    the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name
+    has a step number, it is the native checkpoint at or directly below `folder` whose save began
+    last; `reshard.open` does not choose among these. A folder that does not exist has none, as
+    before the first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated, as far as its format records names and sizes of files. Contents are not read.
@@ -186,7 +194,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     """
     if not isinstance(keep_last, int) or keep_last < 1:
         raise OptionError(
-            f"keep_last must be an integer >= 1, got {keep_last!r}: remove a folder yourself to keep nothing of it"
+            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
         )
     check_executor(executor, 1, folder)
     found = [one for one in complete(folder) if one.is_below]
@@ -268,7 +276,7 @@ def complete(folder: str | os.PathLike[str]) -> list[_Published]:
     steps = [(one.step.age, one) for one in by_time if one.step]
     if not steps and run_in(open_storage(folder).names()):
         return []
-    return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time
+    return [one for _, one in sorted(steps, key=itemgetter(0))] or by_time
 
 
 Seen = dict[str, tuple[object, _Published]]

@@ -43,6 +43,7 @@ from reshard.errors import CheckpointError, OptionError, ReshardError, StorageEr
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
@@ -230,7 +231,7 @@ def async_save(
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
             if not may_wait:
-                raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r}")
+                raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r:.80}")
             check_stage(stage)
             for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
                 save.result()
@@ -274,7 +275,7 @@ def _prepare(
         if options.ranks_per_file > 1 and not storage.supports_shared_write:
             raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
-            check_globs(options.globs, census)
+            check_globs(options.globs, census, state_dict)
         (save_id, choice, replaces), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
@@ -346,7 +347,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
         save_id=generation.save_id,
         tensors=len(census.tensors),
         objects=count_objects(replace(census, objects=dict.fromkeys(census.objects))),
-        total_bytes=plan.total_bytes,
+        total_bytes=plan.total_bytes + array_bytes(census.objects),
         bytes_written=data.nbytes - reused,
         aliases=census.aliases,
         per_rank=tuple(census.per_rank),

@@ -271,7 +271,7 @@ class ToWrite:
 def check_stage(stage: str) -> None:
     """Raises OptionError for a place that is none."""
     if stage not in ("host", "device"):
-        raise OptionError(f"stage must be 'host' or 'device', got {stage!r}")
+        raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
 
 
 def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:

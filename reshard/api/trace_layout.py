@@ -56,7 +56,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         What `build` raises, with a note that names the rank.
     """
     if type(world_size) is not int or world_size < 1:
-        raise option_error(f"world_size must be an integer >= 1, got {world_size!r}", LayoutError)
+        raise option_error(f"world_size must be an integer >= 1, got {world_size!r:.80}", LayoutError)
     if isinstance(build, torch.nn.Module) or not callable(build):
         raise OptionError(
             f"build must be a function that makes the model and shards it, as on one rank, got {type(build).__name__}: "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
@@ -22,10 +23,11 @@ from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
-from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError
+from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
 from reshard.native.reader import NativeFacts
@@ -82,12 +84,13 @@ def verify(
     except (FileNotFoundError, CheckpointError) as error:
         if type(error) is not CorruptCheckpointError:
             raise
-        return Report(str(path), (Finding(str(error)),), 0)
+        return DamageReport(str(path), (Finding(str(error)),), 0)
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         findings += _plan_findings(native)
     covered = None if findings else Coverage(sum(t.nbytes for t in checkpoint.values()), 0, 0)
+    kind: type[Report] = Report
     with engine(executor, workers) as hands:
         if deep and covered is not None:
             findings += _deep_findings(checkpoint, covered.total_bytes, hands, progress)
@@ -95,11 +98,23 @@ def verify(
         if against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
+            kind = DamageReport if other._error is VerificationError else Report
             if any(text.startswith(checkpoint.url) for text in getattr(other, "damaged", {}).values()):
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
-    return Report(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+    kind = kind if covered else DamageReport
+    return kind(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+
+
+class DamageReport(Report):
+    """What `verify` found of a damaged checkpoint, or beside one that is damaged."""
+
+    __slots__ = ()
+
+    @property
+    def _error(self) -> type[ProofError]:
+        return VerificationError
 
 
 def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
@@ -148,7 +163,7 @@ def _compared(
         against = against if isinstance(against, Checkpoint | Mapping) else open_checkpoint(against)
         return compare_sides(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
     except CorruptCheckpointError as error:
-        return Report("", (Finding(str(error)),), 0)
+        return DamageReport("", (Finding(str(error)),), 0)
 
 
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
@@ -167,7 +182,11 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
         for chunk in tensor.stored.chunks
         if not chunk.box.is_empty and isinstance(chunk.source, FileSource) and chunk.source.name in files
     )
-    return Coverage(total_bytes, total_bytes, checked, metadata_checked, checkpoint.contents.checking.leaves_open)
+    arrays = array_bytes(checkpoint.objects) if metadata_checked else 0
+    total_bytes += arrays
+    return Coverage(
+        total_bytes, total_bytes, checked + arrays, metadata_checked, checkpoint.contents.checking.leaves_open
+    )
 
 
 def _plan_findings(native: NativeFacts) -> list[Finding]:

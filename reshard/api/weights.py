@@ -188,7 +188,7 @@ class WeightSource:
         if not isinstance(state, Mapping):
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
         if not isinstance(dtype, torch.dtype | None):
-            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
+            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""

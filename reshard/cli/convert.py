@@ -180,7 +180,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (
             f"omitted, since {report.format} or canonical names have no place for it",
-            list(report.left_out),
+            list(report.omitted),
         ),
         ("not renamed by --names", kept),
         ("note", list(report.warnings)),

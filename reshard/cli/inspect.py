@@ -169,9 +169,9 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """The name that is meant, or those that contain it."""
+    """The name that is meant, those that contain it, or the first ones."""
     meant, longer = did_you_mean(name, known[:5000]), [other for other in known if name in other]
-    return meant if meant or not longer else f". Names that contain it: {show.some(longer, 5)}"
+    return meant or f". Names {'that contain it' if longer else 'there'}: {show.some(longer or known, 5)}"
 
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:
@@ -183,6 +183,7 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
     from planners.geometry.layout_text import in_both_forms
+    from reshard.live.plain_data import array_bytes
 
     layout, words = checkpoint.layout, _described(checkpoint, whole, in_both_forms)
     layouts = _described(checkpoint, whole, _layout_as_json)
@@ -191,7 +192,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
         "ok": not problems,
         "format": checkpoint.format,
         "world_size": layout.world_size,
-        "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()),
+        "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()) + array_bytes(checkpoint.objects),
         "tensors": {
             name: {
                 "shape": list(of.spec.shape),
@@ -211,6 +212,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
 
 def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
+    from reshard.live.plain_data import array_bytes
     from reshard.state import count_objects
 
     screen = show.console()
@@ -218,9 +220,10 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
+    total = sum(nbytes.values()) + array_bytes(objects)
     show.print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(sum(nbytes.values()))}, "
+        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(total)}, "
         f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
@@ -238,7 +241,8 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         if type(last) is int:
             lists.setdefault(tuple(above), []).append(objects[name])
         else:
-            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(objects[name])}")
+            arrays = array_bytes(value := objects[name])
+            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(value)}" + bool(arrays) * f"  {show.size(arrays)}")
     for path, its in lists.items():
         leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
     for name, holder in checkpoint.aliases.items():

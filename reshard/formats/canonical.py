@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from reshard.errors import NormalizationError, did_you_mean
+from planners.units import format_count
+from reshard.errors import NormalizationError, did_you_mean, format_names
 from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
 from reshard.live.optimizer_state import is_flat_key, split_flat_key
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
@@ -62,22 +63,23 @@ class Canonical:
         return self
 
 
-def check_shapes(result: Canonical, why: str) -> None:
-    """Raises NormalizationError if a state that has one value per element has another shape than its parameter."""
-    for fqn, states in result.state.items():
-        if fqn not in result.model:
-            continue
-        wanted = result.model[fqn].spec.shape
-        _check(fqn, wanted, states, why)
+def check_names(result: Canonical) -> None:
+    """Note names that were given to parameters of an optimizer and that the model does not have.
 
-
-def _check(fqn: str, wanted: tuple[int, ...], states: Mapping[str, Value], why: str) -> None:
-    for name, value in states.items():
-        if elementwise(name) and isinstance(value, StoredTensor) and value.spec.shape != wanted:
-            raise NormalizationError(
-                f"the state {name!r} of {fqn!r} has shape {list(value.spec.shape)}, but the parameter has "
-                f"{list(wanted)}; {why}"
-            )
+    Raises NormalizationError if a state with one value per element has another shape than its
+    parameter.
+    """
+    strange = [fqn for fqn in result.state if fqn not in result.model]
+    if result.model and strange:
+        words = "names that the model does not have: check those that you gave, such as the hint 'param_names'"
+        result.notes.append(f"the optimizer has state under {format_names(strange)}, {words}")
+    for fqn, parameter in result.model.items():
+        for name, value in result.state.get(fqn, {}).items():
+            if elementwise(name) and isinstance(value, StoredTensor) and value.spec.shape != parameter.spec.shape:
+                raise NormalizationError(
+                    f"the state {name!r} of {fqn!r} has shape {list(value.spec.shape)}, but the parameter has "
+                    f"{list(parameter.spec.shape)}; so the given names are in another order than the ids"
+                )
 
 
 # What the caller knows and a checkpoint cannot say, such as the order of an optimizer's parameters.
@@ -117,6 +119,8 @@ class Hints:
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
         """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""
+        if not isinstance(given, Mapping | None):
+            raise NormalizationError(f"hints must be a dict, such as {{'vocab_size': 50257}}, got {given!r:.80}")
         self._given, self.model_only = dict(given or {}), model_only
         unknown = sorted(set(self._given) - set(HINTS), key=str)
         if unknown:
@@ -378,8 +382,8 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     unnamed = [i for i in used if i not in names]
     if unnamed:
         raise NormalizationError(
-            f"the hint 'param_names' gives {len(names)} names, but the optimizer of {what} has a parameter of id "
-            f"{unnamed[0]} (ids {used[0]} to {used[-1]})"
+            f"the hint 'param_names' gives {format_count(len(names), 'name')}, but the optimizer of {what} has "
+            f"a parameter of id {unnamed[0]} (ids {used[0]} to {used[-1]})"
         )
     state = {names[int(i)]: states for i, states in saved.state.items()}
     if len(state) != len(saved.state):

@@ -11,7 +11,7 @@ from reshard.formats.canonical import (
     Canonical,
     Hints,
     NameMap,
-    check_shapes,
+    check_names,
     common_attribute,
     name_ids,
     read_optimizer,
@@ -52,7 +52,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     result.notes += _half_of_lightning(contents, result, hints)
     _override_groups(result, hints)
     if by_id:
-        check_shapes(result, "so the given names are in another order than the ids")
+        check_names(result)
     _split_fused(result, hints)
     return result
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import find_format, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
-from reshard.stored.contents import Contents
+from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["canonical_contents", "keep_beside", "normalize"]
+__all__ = ["beside", "canonical_contents", "keep_beside", "normalize"]
 
 
 def normalize(
@@ -45,6 +45,11 @@ def normalize(
         CorruptCheckpointError: parts of a tensor are missing or do not fit together.
     """
     given = Hints(hints, model_only=model_only)
+    if not contents.tensors and (kind := unknown_class(dict(contents.objects))):
+        raise NormalizationError(
+            f"{what} has no tensors, and an object of {kind}, which only code can rebuild, and no code from a "
+            "checkpoint runs. Load it with its own program, and save its state_dict()"
+        )
     try:
         own = find_format(contents.format)
         if own is None or own.normalizer is None:
@@ -142,7 +147,7 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     objects, paths = dict(canonical.objects), dict(canonical.paths)
     kept: list[KeyPath] = []
     lost, notes = list(canonical.left_out), []
-    for key in format.beside(source) if format is not None and format.beside is not None else _beside(source):
+    for key in beside(source):
         path = source.paths.get(key, (key,))
         taken = key in source.tensors or path[:1] in (("model",), ("optim",))
         found = _plain(source.objects[key]) if named and not taken else None
@@ -164,8 +169,13 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     )
 
 
-def _beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of what is neither a part of a model nor of an optimizer, by their names."""
+def beside(contents: Contents) -> Iterable[str]:
+    """Return the keys of what is neither a part of a model nor of an optimizer."""
+    format = find_format(contents.format)
+    return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
+
+
+def _by_names(contents: Contents) -> Iterator[str]:
     sections = find_sections(contents)
     used = {leaf.key for _, leaf in sections.model}
     used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}

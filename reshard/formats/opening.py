@@ -351,7 +351,8 @@ def _nothing(storage: Storage, url: str) -> str:
         gone = gone.parent
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
     since = "" if gone == path else f", since there is no {gone}"
-    return f"there is nothing at {url}{since}{near or _of_a_hub(url)}"
+    where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
+    return f"there is nothing at {url}{since}{near or _of_a_hub(url) or where}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:
@@ -436,6 +437,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
+    hint += " Their names have no step number; reshard.latest_complete finds the newest native one." * bool(nested)
     some = format_some(sorted(names))
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "

@@ -18,7 +18,7 @@ from reshard.formats.canonical import (
     Hints,
     NameMap,
     StoredOptimizer,
-    check_shapes,
+    check_names,
     find_scope,
     name_ids,
     read_optimizer,
@@ -155,7 +155,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         for saved in stage.optimizers:
             named = name_ids(saved, hints, stage.number, what)
             _take(result, stage, named, saved.by_id, offsets)
-    check_shapes(result, "so the given names are in another order than the ids")
+    check_names(result)
     return result
 
 

@@ -104,7 +104,7 @@ def update_from_distributed(
 
 def _check_engine(engine: Any, leads: bool) -> None:
     if (engine is not None) != leads:
-        raise OptionError(f"pass the engine on the first rank, and None on the others: got {engine!r}")
+        raise OptionError(f"pass the engine on the first rank, and None on the others: got {engine!r:.80}")
 
 
 def _check(answer: Any) -> None:

@@ -57,7 +57,7 @@ class ItemsOptions(_theirs.CheckpointManager.Config):
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
-            raise OptionError(f"format must be one of {', '.join(map(repr, _FORMATS))}, got {self.format!r}")
+            raise OptionError(f"format must be one of {', '.join(map(repr, _FORMATS))}, got {self.format!r:.80}")
         if self.per_rank and self.format != "native":
             raise OptionError("per_rank needs format='native': what is converted is of one rank")
         if type(self.storage_config) not in (type(None), LocalFileSystemStorageConfig):
@@ -134,7 +134,7 @@ class ItemsManager(_theirs.CheckpointManager):
         if metadata_format is not None:
             raise OptionError("metadata_format: reshard.load fills a model from Hugging Face's files")
         if not isinstance(map_location, str | torch.device | None):
-            raise OptionError(f"map_location must be a device or its name, got {map_location!r}")
+            raise OptionError(f"map_location must be a device or its name, got {map_location!r:.80}")
         if into is None and not self._config.items:
             raise ValueError("load needs into=, or items in its config, to know what to read")
         values = self._values(dict.fromkeys(self._config.items) if into is None else into)
@@ -252,7 +252,9 @@ def _write_theirs(state: dict[str, Any], folder: str) -> None:
     group = Group()
     with group.together("torch_checkpointing's files"):
         if "://" in os.fspath(folder):
-            raise OptionError(f"format='torch_checkpointing' needs a local folder, got {folder!r}: use format='native'")
+            raise OptionError(
+                f"format='torch_checkpointing' needs a local folder, got {folder!r:.80}: use format='native'"
+            )
         place = Path(folder).absolute()
         name = group.share(f".{place.name}.parts-{uuid4().hex}".encode() if group.rank == 0 else None)
         parts = place.with_name(name.decode())

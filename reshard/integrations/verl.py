@@ -68,7 +68,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """
         self._transport = transport or ("nccl" if torch.cuda.is_available() else "gloo")
         if self._transport not in ("gloo", "nccl"):
-            raise OptionError(f"transport must be 'gloo' or 'nccl', got {transport!r}")
+            raise OptionError(f"transport must be 'gloo' or 'nccl', got {transport!r:.80}")
         self._device = torch.device("cuda" if self._transport == "nccl" else "cpu")
         self._bucket_bytes, self._is_master, self._dtype = bucket_size, is_master, dtype_from_name(rollout_dtype)
         self._host, self._timeout = host, timedelta(seconds=timeout)

@@ -17,7 +17,7 @@ import torch
 from planners.geometry.arrays import distinct
 from planners.geometry.box import Box, merge_ranges
 from planners.geometry.layout import Part, Shape
-from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
+from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_arithmetic import (
     LANES,
@@ -329,7 +329,8 @@ def _intervals(positions: object) -> Part:
         return Part(tuple(tuple((int(a), int(b)) for a, b in dim) for dim in positions))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise LayoutError(
-            f"positions are a Box, boxes, a Part, or for each dim its intervals (start, stop), got {positions!r}"
+            f"positions are a Box, boxes, a Part, or for each dim its intervals (start, stop), got "
+            f"{format_value(positions)}"
         ) from None
 
 

@@ -22,7 +22,7 @@ from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.tree import MAX_DEPTH, CustomValue, typed
 
-__all__ = ["check_text", "decode_plain", "encode_plain"]
+__all__ = ["array_bytes", "check_text", "decode_plain", "encode_plain"]
 
 
 _LONG_INT_BITS = 4096
@@ -174,6 +174,20 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
+
+
+def array_bytes(value: Any) -> int:
+    """Return the bytes of the numpy arrays in plain data, encoded or not."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    match value:
+        case {"$array": [_, str(text), _]}:
+            return len(text) * 3 // 4 - text[-2:].count("=")
+        case {}:
+            return sum(map(array_bytes, value.values()))
+        case list() | tuple() | deque():
+            return sum(array_bytes(item) for item in value if not isinstance(item, int | float))
+    return 0
 
 
 def _datetime(text: str, fold: int) -> datetime.datetime:

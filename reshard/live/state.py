@@ -170,7 +170,7 @@ class PerRank:
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
-            words = f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r}"
+            words = f"on_change must be 'error', 'keep', 'drop' or a function, got {self.on_change!r:.80}"
             raise option_error(words, KeyMismatchError)
 
     def choose(self, key: str, saved: Mapping[int, Any], rank: int, world_size: int, saved_world_size: int = 0) -> Any:

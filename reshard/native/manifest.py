@@ -158,8 +158,8 @@ CLAIM = "claim.json"
 
 
 def without_claim(names: Collection[str]) -> list[str]:
-    """The folders with data of saves that have ended, in order: a manifest names them, or was lost."""
-    data = {name.partition("/")[0] for name in names if GENERATION.match(name) and name.endswith(".safetensors")}
+    """The folders with files of saves that have ended, in order: a manifest names them, or was lost."""
+    data = {name.partition("/")[0] for name in names if _FILE.fullmatch(name)}
     return sorted(folder for folder in data if f"{folder}/{CLAIM}" not in names)
 
 

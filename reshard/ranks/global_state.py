@@ -14,7 +14,7 @@ import xxhash
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
@@ -40,13 +40,14 @@ OWN_TENSOR_BYTES = 1 << 20
 """Of tensors within one rank's own value, such as random states: these go into the manifest."""
 
 
-def check_globs(select: Iterable[str], census: GlobalState) -> None:
+def check_globs(select: Iterable[str], census: GlobalState, state: Any) -> None:
     """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!`
     omitted is not there."""
+    there = f"The state's top-level keys: {format_names(state, 5)}" if isinstance(state, Mapping) else ""
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
         if not glob.startswith("!") and not any(fnmatch.fnmatchcase(key, glob) for key in keys):
-            raise KeyMismatchError(f"select={glob!r} matches no key on any rank: nothing was saved")
+            raise KeyMismatchError(f"select={glob!r} matches no key on any rank: nothing was saved. {there}")
 
 
 class _Description(msgspec.Struct, frozen=True):

@@ -106,7 +106,7 @@ class Group:
             )
         allowed_s = deadline_s.total_seconds() if isinstance(deadline_s, timedelta) else deadline_s
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
-            wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r}")
+            wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r:.80}")
             allowed_s = DEADLINE_S
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []

@@ -50,8 +50,8 @@ def get_model_state_dict(
 
     Args:
         options: a `StateDictOptions`.
-        model: a module with any nesting of parallelisms, or a list of modules (the pipeline stages
-            of this rank).
+        model: a module, in any wrappers and parallelisms that docs/normalization.md lists, or a
+            list of modules (the pipeline stages of this rank).
         submodules: return only what belongs to these modules.
 
     Raises:

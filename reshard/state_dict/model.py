@@ -42,7 +42,7 @@ from reshard.state_dict.module_names import LiveModel, SelfLoadingModule, StateE
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "like", "overlapping", "part_of",
+    "Spans", "all_apart", "apart", "apply_model", "like", "listed", "overlapping", "part_of",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -378,9 +378,9 @@ def _is_quantized(value: Any) -> bool:
 def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], faults: list[str], strict: bool) -> str:
     lines = [f"the state dict does not fit the model{where()}:"]
     if strict:
-        lines += _listed("Missing key", missing)  # torch's words, as far as they go
-        lines += _listed("Unexpected key", unexpected, live)
-    lines += _listed("Mismatched", faults)
+        lines += listed("Missing key", missing)  # torch's words, as far as they go
+        lines += listed("Unexpected key", unexpected, live)
+    lines += listed("Mismatched", faults)
     if strict and (missing or unexpected):
         lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
@@ -390,7 +390,7 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     return "\n".join(lines)
 
 
-def _listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 100) -> list[str]:
+def listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 100) -> list[str]:
     lines = []
     for i, name in enumerate(names[:limit]):
         close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []

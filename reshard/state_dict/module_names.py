@@ -49,7 +49,7 @@ class Stage:
             raise NormalizationError(f"Stage takes the module of a pipeline stage, got {self.module!r:.80}")
         for name, offset in self.offsets.items():
             if type(offset) is not int or offset < 0:
-                raise NormalizationError(f"offset of {name!r} in a stage must be an integer >= 0, got {offset!r}")
+                raise NormalizationError(f"offset of {name!r} in a stage must be an integer >= 0, got {offset!r:.80}")
 
 
 Models = nn.Module | Stage | Sequence[nn.Module | Stage]
@@ -341,7 +341,7 @@ class _ModuleWalk:
         """Append the module's own parameters, buffers, and extra state, in the order of
         `state_dict()`.
         """
-        add, stage, make = self.slots.append, self.stage, tuple.__new__  # three times as fast as Slot(...)
+        add, stage, make = self.slots.append, self.stage, tuple.__new__  # three times as fast as StateEntry(...)
         pieces = self.pieces.get(id(module), ()) if self.pieces else ()
         for attr, piece in pieces:
             value = piece.parameter

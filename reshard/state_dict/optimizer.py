@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import LazyOptimizerState, is_nested
@@ -25,6 +25,7 @@ from reshard.state_dict.model import (
     all_apart,
     apart,
     like,
+    listed,
     overlapping,
     spans_of,
     write_all,
@@ -343,14 +344,16 @@ def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any
 def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], strict: bool) -> str:
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
     if strict:
-        lines += [f"  Missing key: {name} (optimizer {live.by_name[name].optimizer})" for name in match.missing]
+        lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in match.missing])
         told = "an empty dict under 'state.<fqn>' means that it has none"
-        lines += [f"  Missing optimizer state: {name}; {told}" for name in match.lost]
-        lines += [f"  Unexpected key: {name}, the model has no parameter of this name" for name in match.strangers]
+        lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
+        odd = [f"{name}, the model has no parameter of this name" for name in match.strangers]
+        unused: dict[tuple[Any, str], list[str]] = {}
         for one, key in match.unused:
-            kind = type(live.optimizers[one.optimizer]).__name__
-            lines.append(f"  Unexpected key: state {key!r} of {one.name}, which {kind} does not use")
-    lines += [f"  Mismatched: {fault}" for fault in faults]
+            unused.setdefault((key, type(live.optimizers[one.optimizer]).__name__), []).append(one.name)
+        odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
+        lines += listed("Unexpected key", odd)
+    lines += listed("Mismatched", faults)
     if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "

@@ -53,7 +53,7 @@ class StateDictOptions:
         for field in fields(self):
             value, wanted = getattr(self, field.name), str if field.name == "dsd_fqn_modifiers" else bool
             if not isinstance(value, wanted):
-                words = f"option {field.name} must be a {wanted.__name__}, got {value!r}"
+                words = f"option {field.name} must be a {wanted.__name__}, got {value!r:.80}"
                 raise option_error(words, NormalizationError)
         if self.broadcast_from_rank0 and not self.full_state_dict:
             words = "broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends full tensors"

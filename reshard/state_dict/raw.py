@@ -39,9 +39,9 @@ class NormalizeReport:
 
     def __str__(self) -> str:
         lines = [f"names changed: {len(self.renamed)}"]
-        lines += [f"  segment {segment} removed: {count}" for segment, count in self.dropped.items()]
+        lines += [f"  {segment!r} removed: {count}" for segment, count in self.dropped.items()]
         lines += [f"  {len(self.ids)} integer ids named"] if self.ids else []
-        lines += [f"  doubtful: {name}" for name in self.doubtful]
+        lines += [f"  'module' may be a wrapper's: {name}" for name in self.doubtful]
         return "\n".join(lines)
 
 

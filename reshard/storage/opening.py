@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -38,8 +39,12 @@ def open_storage(path: StoragePath) -> Storage:
         raise StorageError(f"the path {text!r} has a NUL in it")
     scheme, separator, rest = text.partition("://")
     if not separator:
+        if re.match(rf"({'|'.join(_OBJECT_STORES)}|file|memory):/", text):  # pathlib removes a slash
+            raise StorageError(f"{text} has one slash after its scheme: pass the URL as a string, with two")
         if not text:
             raise StorageError("the path is empty: pass a folder")
+        if text.startswith("~/"):
+            raise StorageError(f"{text} begins with ~, which only shells expand: pass os.path.expanduser({text!r})")
         return LocalStorage(text)
     if scheme in ("file", *_OBJECT_STORES) and ("#" in rest or "?" in rest):
         raise StorageError(f"in the URL {text} a '#' or '?' ends the path: write %23 for '#' and %3F for '?'")
@@ -67,7 +72,7 @@ def path_text(path: object) -> str:
     """A path as text. Raises OptionError for what is none."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        fix = getattr(text, "INSTEAD", "pass a folder, a URL, or a Storage")
+        fix = getattr(text, "_INSTEAD", "pass a folder, a URL, or a Storage")
         shown = f"{type(text).__name__}: {' '.join(repr(text).split()):.80}"
         raise option_error(f"a path must be a string or path, but is {shown}: {fix}", StorageError)
     return text
@@ -75,7 +80,7 @@ def path_text(path: object) -> str:
 
 def what_is_no_path(given: object) -> str:
     """For an error: the type of a value, with what to pass instead where that is known."""
-    fix = getattr(given, "INSTEAD", "")
+    fix = getattr(given, "_INSTEAD", "")
     return f"{type(given).__name__}{fix and f': {fix}'}"
 
 

@@ -51,12 +51,15 @@ def test_one_version() -> None:
     assert '\nversion = "' not in text
 
 
+MODULES = ("dcp", "elastic", "errors", "mapping", "planners")
+
+
 @pytest.mark.parametrize("package", [reshard, planners])
 def test_dir_is_the_public_names_once(package) -> None:
     names = dir(package)
 
     assert names == sorted(set(names))
-    assert set(names) - {"__version__", "dcp", "elastic", "errors", "mapping", "planners"} == set(package.__all__)
+    assert set(names) - {"__version__", *MODULES, "open"} == set(package.__all__), "from reshard import * keeps open"
     assert all(getattr(package, name) is not None for name in names)
 
 
@@ -67,7 +70,7 @@ def test_type_checkers_see_every_name_and_no_others(package) -> None:
     blocks = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
     told = {alias.asname or alias.name for n in ast.walk(blocks["TYPE_CHECKING"]) for alias in getattr(n, "names", [])}
 
-    assert told - {"__version__", "dcp", "elastic", "errors", "mapping", "planners"} == set(package.__all__)
+    assert told - {"__version__", *MODULES, "open"} == set(package.__all__)
     assert [n.name for n in blocks["not TYPE_CHECKING"].body] == ["__getattr__"]
     assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
 
@@ -186,12 +189,12 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         ),
         (
             lambda path: reshard.load(NET, path),
-            "first argument of load is of the type Linear, not its state. Write: state = resh",
+            "load takes the state of Linear, but the first argument is the Linear itself. Write: state = resh",
         ),
         (lambda path: reshard.save(NET, path), "get_model_state_dict.model.; reshard.save.state, path.$"),
         (
             lambda path: reshard.load({"m": NET}, path),
-            "under 'm' of load is of the type Linear, .* reshard.load..'m': state., path.",
+            "but the value under 'm' is the Linear itself. .* reshard.load..'m': state., path.",
         ),
         (
             lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
@@ -269,7 +272,7 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (
             lambda: reshard.load(optimizer, path),
             FormatError,
-            "first argument of load is of the type SGD, not its state",
+            "load takes the state of SGD, but the first argument is the SGD itself",
         ),
         (lambda: reshard.save(state, path, ranks_per_file=True), OptionError, "must be an integer >= 1, got True"),
         (lambda: reshard.convert(path, path, mapping=3), OptionError, "mapping must be a dict or a reshard.mapping"),
@@ -361,7 +364,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         ),
         (
             lambda: reshard.set_state_dict(torch.nn.Linear(1, 1), [], {}, {}),
-            r"^set_state_dict\(\) takes model, optimizers by position, .* such as model_state_dict=: got {}, too$",
+            r"^set_state_dict\(\) .* model_state_dict=, optim_state_dict=: got a dict, too$",
         ),
         (
             lambda: reshard.CheckpointManager("c", every=reshard.Every(steps=1), options=3),
@@ -477,7 +480,7 @@ def test_a_model_of_the_hub_is_not_here(tmp_path, monkeypatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"snapshot_download\('some-people/a-model-8.1B'\)"):
         reshard.open("some-people/a-model-8.1B")
     (tmp_path / "some-people").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B$"):
+    with pytest.raises(FileNotFoundError, match=r"there is nothing at some-people/a-model-8.1B in "):
         reshard.open("some-people/a-model-8.1B")
 
 
@@ -649,7 +652,7 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
             lambda: reshard.layout_of("run/step-7"),
             r"got str: for a checkpoint, reshard.open\(path\) reads it, and its .l",
         ),
-        (lambda: reshard.plan("run/step-7", "fsdp"), r"^cannot read the topology 'fsdp': write fsdp=3, tp=2"),
+        (lambda: reshard.plan("run/step-7", "fsdp"), r"^cannot read the topology 'fsdp': write 'fsdp=3', 'tp=2'"),
         (lambda: plan.to_html(cluster=3), r"^cluster must be a Cluster, got 3$"),
         (lambda: reshard.verify(plan), r"is LoadPlan: .*: reshard.planners.verify\(plan\) proves a plan$"),
         (lambda: planners.format_plan("run"), r"^format_plan takes a plan or a schedule, got 'run'$"),

@@ -631,12 +631,14 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("lost", [("*.json",), ("*.json", "*.safetensors"), ("*.json", "*.safetensors", "*.blocks")])
 @pytest.mark.parametrize("at", ["c", "run/step-3"])
-def test_a_lost_manifest_is_damage_and_not_a_save_that_was_killed(at, tmp_path):
+def test_a_lost_manifest_is_damage_and_not_a_save_that_was_killed(at, lost, tmp_path):
     """Recipes begin at step 0 on FileNotFoundError, and the first save then removed all data, without a word."""
     folder = tmp_path / at
     reshard.save(STATE, folder)
-    (folder / "manifest.json").unlink()
+    for file in [file for glob in lost for file in folder.rglob(glob)]:
+        file.unlink()
     before = files_in(folder)
 
     for path in {folder, folder if at == "c" else folder.parent}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import reshard
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, StorageError
 
 
-def _trained() -> tuple[Any, torch.optim.Optimizer]:
+def _trained(steps: int = 1) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    for _ in range(steps):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
     return model, optimizer
 
 
@@ -54,18 +56,76 @@ def test_a_fresh_optimizer_has_no_place_for_its_state(tmp_path: Path) -> None:
         reshard.load({"model": names, "optim": fresh.state_dict()}, tmp_path / "c")
 
 
-def test_a_fresh_optimizer_is_told_how_to_load_state_by_number_and_that_call_loads_it(tmp_path: Path) -> None:
-    """And not to load into optimizer_destinations, which has nothing to fill for it."""
+@pytest.mark.parametrize("target", ["by name", "fresh, by name", "torch's, fresh", "of another name"])
+@pytest.mark.parametrize("form", ["native", "legacy.pt"])
+def test_state_under_integer_ids_is_named_as_such_and_the_fix_loads_all_of_it(
+    form: str, target: str, tmp_path: Path
+) -> None:
+    model, optimizer = _trained()
+    path = str(tmp_path / form)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    reshard.save(saved, path) if form == "native" else torch.save(saved, path)
+    want = copy.deepcopy(saved)
+    trained = optimizer
+    model, optimizer = _trained(steps=0)
+    if target == "by name":
+        model, optimizer = _trained(steps=2)
+    state: Any = dict(zip(("model", "optimizer"), reshard.get_state_dict(model, optimizer)))
+    if target == "torch's, fresh":
+        state["optimizer"] = optimizer.state_dict()
+    if target == "of another name":
+        state["optim"] = state.pop("optimizer")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({**state, "epoch": 0}, path)
+
+    head, what, fix, *calls = str(caught.value).splitlines()
+    assert head == f"{path} does not match the state to load into:"
+    assert what.startswith(
+        "  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns"
+    )
+    assert fix.startswith("  fix: give the names, in the order in which the optimizer got its parameters. canonical() ")
+    assert len(calls) == 4
+    rest = {"epoch": 0}
+    scope: dict[str, Any] = {"reshard": reshard, "model": model, "optimizer": optimizer, "rest": rest}
+    exec("\n".join(call.strip().replace("{'epoch': ...}", "rest") for call in calls), scope)
+    reshard.set_state_dict(
+        model, optimizer, model_state_dict=scope["model_state"], optim_state_dict=scope["optim_state"]
+    )
+    assert rest == {"epoch": 3}
+    assert all(torch.equal(value, want["model"][name]) for name, value in model.state_dict().items())
+    found = optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(value, found[at][name])
+        for at, of in want["optimizer"]["state"].items()
+        for name, value in of.items()
+    )
+    assert len(found) == len(trained.state) == 8
+
+
+def test_canonical_says_what_it_does_not_have(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    path = tmp_path / "legacy.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    hints = {"param_names": list(dict(model.named_parameters()))}
+    named = reshard.open(path).canonical(hints)
+    words = f"1 ('epoch') of {path} belong to neither model nor optimizer: load them from there"
+    assert named.warnings == (words,)
+    assert reshard.open(path).canonical(hints, model_only=True).warnings == ()
+    model_state, optim_state = reshard.get_state_dict(model, optimizer)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": model_state, "optimizer": optim_state, "epoch": 0}, named)
+    assert f"\n  canonical names begin with 'model' and 'optim'; {words}\n" in str(caught.value)
+    report = reshard.convert(path, tmp_path / "again", normalized=True, hints=hints)  # which keeps it
+    assert report.warnings == ()
+    assert reshard.open(tmp_path / "again").objects["epoch"] == 3
+
+
+def test_destinations_for_state_under_integer_ids_need_its_names(tmp_path: Path) -> None:
     model, optimizer = _trained()
     reshard.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "c")
     fresh, path = torch.optim.AdamW(model.parameters()), str(tmp_path / "c")
     call = "canonical(hints={'param_names': list(dict(model.named_parameters()))})"
-    with pytest.raises(KeyMismatchError) as caught:
-        reshard.load({"model": model.state_dict(), "optim": fresh.state_dict()}, path)
-    words = (
-        "fix: the optimizer has no state yet: the checkpoint has its state by number: with path = reshard.open(path)."
-    )
-    assert f"{words}{call}, load into reshard.optimizer_destinations" in str(caught.value)
     with pytest.raises(KeyMismatchError) as caught:
         reshard.optimizer_destinations(model, fresh, path)
     words = "by numbers of parameters, such as 'optim.state.0.step', and not by names. Pass named = "

@@ -210,7 +210,7 @@ def same(a: Any, b: Any) -> bool:
 def loaded(path: Path, target: Any) -> Any:
     state = {"v": target, "w": ones(0)}
     report = reshard.load(state, path)
-    assert report.ok
+    assert report.ok or report.retyped  # where the value in its place was of another class
     assert torch.equal(state["w"], ones(5))
     return state["v"]
 
@@ -288,7 +288,7 @@ def test_dicts_are_of_the_kind_that_the_target_has(name: str, tmp_path: Path) ->
     assert not report.ok
     assert set(report.retyped) == {"v"}
     assert report.retyped["v"][1] == "dict"
-    assert f"retyped 1 ('v: {report.retyped['v'][0]} -> dict')" in repr(report)
+    assert f"retyped 1 ('v: saved {report.retyped['v'][0]}, not dict')" in repr(report)
     reshard.convert(tmp_path, tmp_path / "again")
     assert reshard.load({"v": {}, "w": ones(0)}, tmp_path / "again").retyped == report.retyped
     assert reshard.open(tmp_path).nested()["v"] == dict(value)

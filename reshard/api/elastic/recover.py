@@ -441,8 +441,8 @@ def gather(
     order = found.order(step=step)
     if not order.newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
-        what = "no complete generation" if step is None else f"no complete generation of step {step}"
-        where = f"{_shown(places)} (found there: {steps})"
+        what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
+        where = f"{_shown(places)}; found there: {steps}"
         raise CheckpointNotFoundError(f"{what} in {where}. Give the folder of each host, such as /dev/shm/run1/node3")
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))

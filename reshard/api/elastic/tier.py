@@ -100,14 +100,14 @@ class Tier:
     ) -> None:
         text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
         if not text or "://" in text:
-            raise OptionError(f"folder must be a path on each host, such as '/dev/shm/run1', got {folder!r}")
+            raise OptionError(f"folder must be a path on each host, such as '/dev/shm/run1', got {folder!r:.80}")
         if not isinstance(copies, int) or copies < 0:
-            raise OptionError(f"copies must be a number of hosts >= 0, got {copies!r}")
+            raise OptionError(f"copies must be a number of hosts >= 0, got {copies!r:.80}")
         if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1024:
-            raise OptionError(f"max_inflight_bytes must be at least 1024, got {max_inflight_bytes!r}")
+            raise OptionError(f"max_inflight_bytes must be at least 1024, got {max_inflight_bytes!r:.80}")
         name = socket.gethostname() if host is None else host
         if "/" in check_name(name, text):
-            raise OptionError(f"host must be the name of one folder, got {name!r}")
+            raise OptionError(f"host must be the name of one folder, got {name!r:.80}")
         path = Path(os.path.abspath(text))
         self.settings = Settings(path, name, copies, process_group, max_inflight_bytes, timeout)
         self._known: tuple[Hosts, tuple[int, ...]] | None = None
@@ -303,13 +303,13 @@ class Tier:
 
 def _check_step(step: object) -> None:
     if type(step) is not int or step < 0:
-        raise OptionError(f"step must be a number >= 0, got {step!r}")
+        raise OptionError(f"step must be a number >= 0, got {step!r:.80}")
 
 
 def check_bytes_per_s(bytes_per_s: object) -> None:
     """Raise OptionError if this is not a positive rate."""
     if not (isinstance(bytes_per_s, int | float) and bytes_per_s > 0):
-        raise OptionError(f"bytes_per_s must be a positive number, got {bytes_per_s!r}")
+        raise OptionError(f"bytes_per_s must be a positive number, got {bytes_per_s!r:.80}")
 
 
 # `save`: each rank writes its part into the folder of its host, other hosts get copies, and then it

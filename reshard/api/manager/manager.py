@@ -109,9 +109,9 @@ class CheckpointManager:
                 if manager.save(state["step"], state).preempted:
                     break
 
-    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. The clock and the metrics
-    of rank 0 count for all, and so does a signal that any rank receives. Without torch.distributed, the manager works
-    for this process alone.
+    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. All use
+    the clock and the metrics of rank 0. A signal that one rank receives counts for all. Without
+    torch.distributed, the manager works for this process alone.
 
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in `step-<number>`.
@@ -123,7 +123,7 @@ class CheckpointManager:
             saves are full.
         background: save while the job trains: at most one save to storage and one to memory are in progress. The next
             call raises their errors.
-        bytes_per_s: limit for the bandwidth that each rank uses for copies in the background.
+        bytes_per_s: with `memory`, how much each rank sends and receives a second on average for copies on other hosts.
         preemption: what may request a save at the next step.
         ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each exchange takes about
             one round trip to the store of the process group.
@@ -206,13 +206,13 @@ class CheckpointManager:
         }
         for name, (its, kind, words) in wanted.items():
             if not isinstance(its, kind):
-                raise OptionError(f"{name} must be {words}, got {its!r}")
+                raise OptionError(f"{name} must be {words}, got {its!r:.80}")
         if (self._memory is None) != (self._memory_every is None):
             raise OptionError("pass every= for saves to storage, and memory_every= if you pass memory=")
         for name in ("full_every", "ask_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {its!r}")
+                raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
         check_bytes_per_s(self._bytes_per_s)
 
     def save(

@@ -45,9 +45,9 @@ class Every:
         if self.steps is None and self.seconds is None:
             raise OptionError("Every needs steps=, seconds= or both")
         if self.steps is not None and not is_count(self.steps):
-            raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r}")
+            raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r:.80}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
-            raise OptionError(f"Every: seconds must be a positive number, got {self.seconds!r}")
+            raise OptionError(f"Every: seconds must be a positive number, got {self.seconds!r:.80}")
 
     def is_multiple(self, step: int, before: int) -> bool:
         """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
@@ -84,9 +84,9 @@ class Preemption:
 
     def __post_init__(self) -> None:
         if self.asks is not None and not callable(self.asks):
-            raise OptionError(f"Preemption: asks must be a function, got {self.asks!r}")
+            raise OptionError(f"Preemption: asks must be a function, got {self.asks!r:.80}")
         if not isinstance(self.signals, Collection):
-            raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r}")
+            raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r:.80}")
         for number in self.signals:
             if number not in signal.valid_signals():
                 raise OptionError(f"Preemption: {number!r} is not a signal")
@@ -183,13 +183,13 @@ def checked_step(step: object) -> int:
 def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:
     """Return numbers by name. Raises OptionError for other values, and for metrics without the `wanted` one."""
     if not isinstance(metrics, Mapping | None):
-        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r}")
+        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r:.80}")
     found = {}
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
-            raise OptionError(f"metric {name!r} must be a number, got {value!r}") from error
+            raise OptionError(f"metric {name!r} must be a number, got {value!r:.80}") from error
         if math.isnan(number):
             raise OptionError(
                 f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from reshard.arguments import named_arguments
-from reshard.errors import KeyMismatchError, LayoutError
+from reshard.errors import KeyMismatchError, LayoutError, option_error
 
 __all__ = ["ElasticSampler"]
 
@@ -48,15 +48,16 @@ class ElasticSampler(Sampler[int]):
         seed: int = 0,
         tail: Literal["keep", "drop", "repeat"] = "keep",
     ) -> None:
-        if not isinstance(size, int):
-            raise LayoutError(
-                f"ElasticSampler takes the number of samples, ElasticSampler(len(dataset)), not a {type(size).__name__}"
-            )
+        if type(size) is not int:
+            words = f"takes the number of samples, ElasticSampler(len(dataset)), not a {type(size).__name__}"
+            raise option_error(f"ElasticSampler {words}", LayoutError)
         in_job = dist.is_initialized()
         self.part = part if part is not None else dist.get_rank() if in_job else 0
         self.parts = parts if parts is not None else dist.get_world_size() if in_job else 1
         if size < 0 or not 0 <= self.part < self.parts or tail not in ("keep", "drop", "repeat"):
-            raise LayoutError(f"invalid sampler: size={size}, part={self.part}, parts={self.parts}, tail={tail!r}")
+            words = "size must be at least 0, part at least 0 and less than parts, and tail 'keep', 'drop', or 'repeat'"
+            got = f"size={size}, part={self.part}, parts={self.parts}, tail={tail!r:.80}"
+            raise option_error(f"ElasticSampler: {words}, got {got}", LayoutError)
         self.size, self.shuffle, self.seed, self.tail = size, shuffle, seed, tail
         self.epoch = self.position = 0
         self._is_counted = False

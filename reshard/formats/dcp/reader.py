@@ -83,7 +83,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     if not found and not by_rank:
         raise CorruptCheckpointError(
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which is written last: the save did "
-            "not finish"
+            "not finish, or the file was not copied"
         )
     index = DcpIndex()
     for file in found or by_rank:

@@ -20,7 +20,7 @@ from reshard.formats.canonical import (
     NameMap,
     StoredOptimizer,
     Value,
-    check_shapes,
+    check_names,
     name_ids,
     take_optimizer,
 )
@@ -112,7 +112,7 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     result.notes += parts.notes
     if named is not None:
         take_optimizer(result, named, rename)
-        check_shapes(result, "so the given names are in another order than the ids")
+        check_names(result)
     take_optimizer(result, StoredOptimizer(parts.state, parts.groups), rename)
     return result
 

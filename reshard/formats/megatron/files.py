@@ -132,7 +132,8 @@ def open_folder(files: Files, folder: str) -> Contents:
         )
     if folder + ".metadata" not in names:
         raise CorruptCheckpointError(
-            f"{storage.url}/{folder}: there is no .metadata, which is written last: the save did not finish"
+            f"{storage.url}/{folder}: there is no .metadata, which is written last: the save did not finish, or "
+            "the file was not copied"
         )
     sharded = dcp.open_folder(files, folder)
     if not described and _is_of_fsdp(sharded):

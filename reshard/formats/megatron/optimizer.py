@@ -316,7 +316,7 @@ def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> l
     Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
 
         >>> place_params([("b", 24), ("a", 100)], [164])
-        [Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=64, stop=164)]
+        [BufferSlot(name='b', bucket=0, start=0, stop=24), BufferSlot(name='a', bucket=0, start=64, stop=164)]
     """
     slots: list[BufferSlot] = []
     bucket, end = 0, 0
@@ -345,7 +345,7 @@ def place_joined(params: Sequence[tuple[str, int]], total: int, limit: int) -> I
     stage shares with the first has one to itself there, and comes first.
 
         >>> list(place_joined([("b", 24), ("a", 100)], 124, 10))
-        [[Slot(name='b', bucket=0, start=0, stop=24), Slot(name='a', bucket=0, start=24, stop=124)]]
+        [[BufferSlot(name='b', bucket=0, start=0, stop=24), BufferSlot(name='a', bucket=0, start=24, stop=124)]]
     """
     found: list[list[BufferSlot]] = []
     for most, alone in ((total + 1, False), (limit, False), (total + 1, True), (limit, True)):

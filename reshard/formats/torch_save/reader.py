@@ -11,6 +11,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
+from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.format import Format, Writing, check_index, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
@@ -95,6 +96,8 @@ def read_torch_file(source: Source) -> TorchFile:
                 "several pickles"
             )
         return TorchFile(source, value[0], partial(_nowhere, source))
+    if not head:
+        raise CorruptCheckpointError(f"{source.label} is empty: restore it, or load another checkpoint")
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
 
 
@@ -218,7 +221,8 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
                 if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
                     unknown.setdefault(leaf.path, []).append(key)
     warnings = tuple(
-        f"{len(keys)} objects of {path} are loaded as plain records, because their class is not known: {keys[0]!r}"
+        f"{format_count(len(keys), 'object')} of {path}, whose class is not known here, can only be read as plain "
+        f"data: {keys[0]!r}"
         for path, keys in unknown.items()
     )
     return found.build(name, facts, warnings=warnings)

@@ -86,6 +86,9 @@ def test_all_that_does_not_fit_is_named_at_once():
         plan_reads(saved, state_of(*(TensorLayout(s, "dp=1", "R") for s in others)))
     assert "'w' is saved with shape (4, 6), but wanted with (6, 4)" in str(raised.value)
     assert "'layers.0.wqq' is not saved: did you mean 'layers.0.wq'?" in str(raised.value)
+    many = [TensorLayout(TensorSpec(f"x{i}", (2,), "float32"), "dp=1", "R") for i in range(25)]
+    with pytest.raises(LayoutMismatchError, match=r"'x19' is not saved; and 5 more$"):
+        plan_reads(saved, state_of(*many))
 
 
 def test_a_hole_names_tensor_rank_and_region():

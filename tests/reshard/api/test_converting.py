@@ -78,7 +78,7 @@ def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
     ]  # fmt: skip
     for i, way in enumerate(ways):
         report = reshard.convert(tmp_path / "saved", tmp_path / str(i), **way)
-        assert not report.left_out
+        assert not report.omitted
         assert reshard.verify(tmp_path / str(i)).ok
         if "mapping" not in way:
             found = own(tmp_path / str(i))
@@ -89,7 +89,7 @@ def test_values_of_each_rank_go_along(tmp_path: Path) -> None:
     assert list(reshard.open(tmp_path / "less").contents.per_rank) == ["data.rng"]
     for format in ("dcp", "safetensors", "torch_save"):
         report = reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format)
-        assert set(report.left_out) == {"data.rng", "data.position"}
+        assert set(report.omitted) == {"data.rng", "data.position"}
 
 
 def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
@@ -97,11 +97,11 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     reshard.save(state, tmp_path / "saved")
 
     report = reshard.convert(tmp_path / "saved", tmp_path / "all", normalized=True)
-    assert set(report.left_out) == {"rng", "at"}
+    assert set(report.omitted) == {"rng", "at"}
     report = reshard.convert(tmp_path / "saved", tmp_path / "cast", normalized=True, dtype="bfloat16")
-    assert set(report.left_out) == {"rng", "at"}
+    assert set(report.omitted) == {"rng", "at"}
     report = reshard.convert(tmp_path / "saved", tmp_path / "model", model_only=True)
-    assert not report.left_out, "only the model was asked for"
+    assert not report.omitted, "only the model was asked for"
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "torch_save"])
@@ -138,7 +138,7 @@ def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
     assert all(same(found[name][...], t) for name, t in tensors.items() if name in found or format != "safetensors")
     if format == "safetensors":
         assert report.aliases == {"model.head": "model.embed"}
-        assert set(report.left_out) == set(against.objects)
+        assert set(report.omitted) == set(against.objects)
     else:
         back = tmp_path / "back"
         reshard.convert(there, back)

@@ -302,7 +302,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    words = r"no complete generation of step 7 in .* \(found there: step 2, step 1\)\. Give the folder of each host"
+    words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
     with pytest.raises(SystemExit) as ended:

@@ -75,7 +75,7 @@ def test_version(say) -> None:
         (["diff", ".", ".", "--step", "1"], 2, "diff has no --step: give the folder of a step, such as run/step-100"),
         (["diff", ".", ".", "--workers", "2", "--model"], 2, "--workers compares full checkpoints"),
         (["inpect", "."], 2, "Did you mean 'inspect'? See reshard --help"),
-        (["plan", "nowhere", "tp=2"], 3, "Or give a topology: fsdp=3"),
+        (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
         (["plan", ".", "tp=2", "--html", "/none/p.html"], 3, "cannot open '/none/p.html': No such file or directory"),
         (["convert", ".", "out", "--names", "torchtitan:hf"], 2, "no naming 'hf': did you mean 'huggingface'?"),
         (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
@@ -83,7 +83,7 @@ def test_version(say) -> None:
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
         (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': expected fsdp=RANKS, with numbers >= 1"),
         (["plan", "fsdp=two", "."], 3, "there is nothing at fsdp=two"),
-        (["plan", "ddp=2,tp=2", "."], 2, "no predefined topology has ddp with tp: write fsdp=3, "),
+        (["plan", "ddp=2,tp=2", "."], 2, "no predefined topology has ddp with tp: write 'fsdp=3', "),
         (["plan", "tp=2,fspd=2", "."], 2, "did you mean 'fsdp'?"),
         (
             ["plan", "dp=2", "."],

@@ -144,7 +144,7 @@ def test_axes_of_a_checkpoint_beside_others_are_named(say, gpt) -> None:
     said = say("plan", gpt, "dp=2,pp=2")  # it records dp and tp
 
     assert said.code == 2
-    assert "has the checkpoint's axis 'dp' beside pp, which the checkpoint does not record. Write fsdp=3, " in said.err
+    assert "has the checkpoint's axis 'dp' beside pp, which the checkpoint does not record. Write 'fsdp=3'," in said.err
     assert "or only axes that the checkpoint records: dp, tp" in said.err
 
 

@@ -132,7 +132,7 @@ def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> N
     assert isinstance(record, Record)
     assert record.fields == {"rate": 2}
     assert "2 objects of" in checkpoint.warnings[0]
-    assert "Settings are loaded as plain records, because their class is not known" in checkpoint.warnings[0]
+    assert "Settings, whose class is not known here, can only be read as plain data: " in checkpoint.warnings[0]
 
 
 def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_adams_state_in_sgd_is_refused_or_reported_and_never_left_behind() -> No
     model, adam = warm("Adam", {})
     state = get_optimizer_state_dict(model, adam)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of a.weight, which SGD does not use"):
+    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of .*'a.weight', .*, which SGD does not use"):
         set_optimizer_state_dict(model, sgd, state)
     assert sgd.param_groups[0]["lr"] == 0.5
     report = set_optimizer_state_dict(model, sgd, state, options=LENIENT)
@@ -157,7 +157,7 @@ def test_an_optimizer_of_unknown_kind_takes_what_it_is_given_until_it_has_state(
     assert_same(get_optimizer_state_dict(model, fresh)["state"], state["state"])
     stepped = Own(model.parameters())
     stepped.step()
-    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of a.weight, which Own does not use"):
+    with pytest.raises(KeyMismatchError, match=r"state 'exp_avg' of .*'a.weight'.*, which Own does not use"):
         set_optimizer_state_dict(model, stepped, state)
 
 
@@ -176,7 +176,7 @@ def test_state_that_was_added_to_torchs_own_is_known_where_it_is_held() -> None:
     state = copy.deepcopy(get_optimizer_state_dict(model, adam))
     set_optimizer_state_dict(model, adam, state)
     assert_same(get_optimizer_state_dict(model, adam), state)
-    with pytest.raises(KeyMismatchError, match=r"'shadow' of a.weight"):
+    with pytest.raises(KeyMismatchError, match=r"'shadow' of .*'a.weight'"):
         set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
 
 

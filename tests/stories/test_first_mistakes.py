@@ -1,0 +1,312 @@
+"""Mistakes that people make on their first day: each error has the class that one expects, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import reshard
+from planners.errors import PlanError, ProofError
+from planners.findings import Coverage
+from reshard.cli.app import app
+from reshard.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    NormalizationError,
+    OptionError,
+    StorageError,
+)
+
+STATE: dict[str, Any] = {"w": torch.arange(1000.0), "step": 7}
+
+
+def flip(folder: Path) -> None:
+    """Change a bit of a tensor."""
+    (file,) = folder.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["bit", "file", "manifest"])
+def test_damage_that_verify_found_is_raised_as_damage(damage: str, tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    reshard.save(STATE, tmp_path / "good")
+    if damage == "bit":
+        flip(tmp_path / "c")
+    elif damage == "file":
+        next((tmp_path / "c").glob("data-*/*.safetensors")).unlink()
+    else:
+        (tmp_path / "c" / "manifest.json").write_text('{"reshard": "checkpoint", "version"')
+
+    for report in (
+        reshard.verify(tmp_path / "c"),
+        reshard.verify(tmp_path / "c", tmp_path / "good"),
+        reshard.verify(tmp_path / "good", tmp_path / "c"),
+        *([reshard.compare(tmp_path / "c", tmp_path / "good")] if damage == "bit" else []),
+    ):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            report.raise_if_failed()
+        assert isinstance(caught.value, ProofError)  # as in earlier releases
+
+
+def test_a_difference_is_no_damage(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    reshard.save({**STATE, "w": torch.ones(1000)}, tmp_path / "other")
+    for report in (
+        reshard.verify(tmp_path / "c", tmp_path / "other"),
+        reshard.compare(tmp_path / "c", tmp_path / "other"),
+    ):
+        with pytest.raises(ProofError, match="'w'") as caught:
+            report.raise_if_failed()
+        assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_messages_print_no_tensors(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = model.state_dict()
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+    calls: dict[str, Any] = {
+        r"such as model_state_dict=, optim_state_dict=: got an? \w+, too$": lambda: reshard.set_state_dict(
+            model, optimizer, state, {}
+        ),
+        r"deep must be True or False, got an? OrderedDict$": lambda: reshard.verify(tmp_path / "c", None, state),
+        "got a Tensor$": lambda: reshard.verify(tmp_path / "c", deep=state["weight"]),
+        "must be .*, got a list$": lambda: reshard.save(STATE, tmp_path / "d", overwrite=[state["weight"]]),
+        "got 'yes'$": lambda: reshard.save(STATE, tmp_path / "d", overwrite="yes"),
+        r"got \['a', 'b'\]$": lambda: reshard.save(STATE, tmp_path / "d", overwrite=["a", "b"]),
+    }
+    for text, call in calls.items():
+        with pytest.raises((TypeError, OptionError), match=text) as caught:
+            call()
+        assert "tensor(" not in str(caught.value)
+
+
+def test_a_wrong_argument_of_the_sampler_is_a_wrong_option() -> None:
+    for arguments, text in (
+        ({"size": [1, 2, 3]}, r"takes the number of samples, ElasticSampler\(len\(dataset\)\), not a list$"),
+        ({"size": 3, "part": 4, "parts": 2}, r"part at least 0 and less than parts, .*, got size=3, part=4, parts=2"),
+        ({"size": 3, "tail": "pad"}, r"tail 'keep', 'drop', or 'repeat', got .* tail='pad'$"),
+    ):
+        with pytest.raises(OptionError, match=text) as caught:
+            reshard.ElasticSampler(**arguments)  # type: ignore[arg-type]
+        assert isinstance(caught.value, LayoutError)  # as in earlier releases
+
+
+def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    report = reshard.convert(tmp_path / "c", tmp_path / "hf", format="safetensors")
+    assert report.omitted == ("step",)
+    with pytest.warns(DeprecationWarning, match="omitted"):
+        assert report.left_out == report.omitted  # type: ignore[attr-defined]
+    assert "omitted 1 ('step')" in repr(report)
+
+
+def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:
+    best = {"loss": 0.5, "names": ["a", "b"], "epochs": [1, 2.5]}
+    reshard.save({**STATE, "best": best}, tmp_path / "c")
+    for target, retyped in (
+        ({"step": "a", "best": {"loss": 1, "names": [], "epochs": None}}, {"step": ("int", "str")}),
+        ({"step": [1], "best": {"loss": "?", "names": [1, "b"], "epochs": (1, 2)}},
+         {"step": ("int", "list"), "best.loss": ("float", "str"), "best.names.0": ("str", "int")}),
+        ({"step": 0.0, "best": {"loss": None, "names": ["", ""], "epochs": [0, 0]}}, {}),
+        ({"step": {}, "best": ""}, {"step": ("int", "dict"), "best": ("dict", "str")}),
+    ):  # fmt: skip
+        state = {"w": torch.zeros(1000), **target}
+        report = reshard.load(state, tmp_path / "c")
+        assert report.retyped == retyped
+        assert report.ok == (not retyped)
+        assert state["step"] == 7
+    assert "retyped 2 ('step: saved int, not dict', 'best: saved dict, not str')" in repr(report)
+
+
+def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:
+    reshard.save({"step": 7, "scale": torch.tensor(0.5)}, tmp_path / "c")
+    state = {"step": torch.tensor(0.0), "scale": 1.0}
+    report = reshard.load(state, tmp_path / "c")
+    assert state == {"step": torch.tensor(7.0), "scale": 0.5}
+    assert report.cast == {"step": ("int", "float32"), "scale": ("float32", "float")}
+    reshard.save({"step": 2**60 + 1}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match="which float32 cannot hold"):
+        reshard.load({"step": torch.tensor(0.0)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("form", ["native", "c.pt"])
+def test_numpy_arrays_count_with_their_bytes(form: str, tmp_path: Path) -> None:
+    nested = {"a": np.ones(1_000_000), "b": [0, np.ones((2, 3), np.int16), {"c": 1}], "d": np.float64(3)}
+    path, nbytes = tmp_path / form, 8_000_012
+    if form == "native":
+        assert reshard.save(nested, path).total_bytes == nbytes
+        assert reshard.convert(path, tmp_path / "again").total_bytes == nbytes
+    else:
+        torch.save(nested, path)
+    report = reshard.verify(path)
+    assert report.covered == Coverage(nbytes, nbytes, nbytes, metadata_checked=True)
+    shown = CliRunner().invoke(app, ["inspect", str(path)]).stdout
+    assert ", 7.6 MiB, " in shown
+    assert "shape=(1000000,))  7.6 MiB" in shown or "array([1., 1., 1., ..., 1., 1., 1.])  7.6 MiB" in shown
+    assert json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout)["total_bytes"] == nbytes
+
+
+def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None:
+    for name in ("y", "x"):
+        reshard.save(STATE, tmp_path / name)
+    assert [(step.step, step.path, step.nbytes) for step in reshard.steps(tmp_path)] == [
+        (None, str(tmp_path / "y"), 4000),
+        (None, str(tmp_path / "x"), 4000),
+    ]
+    assert reshard.latest_complete(tmp_path) == str(tmp_path / "x")
+    with pytest.raises(FormatError, match=r"subfolders x, y: open one of these. Their names have no step number; resh"):
+        reshard.open(tmp_path)
+    assert reshard.steps(tmp_path / "x") == reshard.steps(tmp_path / "none") == []
+
+
+def test_a_glob_that_saves_nothing_is_shown_the_keys(tmp_path: Path) -> None:
+    words = "select='modl.*' matches no key on any rank: nothing was saved. The state's top-level keys: 2 ('w', 'step')"
+    with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
+        reshard.save(STATE, tmp_path / "c", select="modl.*")
+
+
+def test_an_empty_file_is_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "c.pt").touch()
+    with pytest.raises(CorruptCheckpointError, match=r"c.pt is empty: restore it, or load another checkpoint$"):
+        reshard.open(tmp_path / "c.pt")
+
+
+def test_a_pickled_module_is_not_an_empty_state(tmp_path: Path) -> None:
+    torch.save({"m": nn.Linear(2, 2)}, tmp_path / "c.pt")
+    opened = reshard.open(tmp_path / "c.pt")
+    assert opened.warnings[0].endswith("Linear, whose class is not known here, can only be read as plain data: 'm'")
+    for call in (opened.normalized, opened.canonical, lambda: reshard.convert(opened, tmp_path / "d", model_only=True)):
+        with pytest.raises(
+            NormalizationError, match=r"has no tensors, and an object of .*Linear, .* save its state_dict"
+        ):
+            call()
+
+
+def test_inspect_says_that_it_does_not_read_values(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    flip(tmp_path / "c")
+    run = CliRunner().invoke
+    assert run(app, ["inspect", str(tmp_path / "c")]).exit_code == 0
+    assert run(app, ["verify", str(tmp_path / "c")]).exit_code == 1
+    text = " ".join(run(app, ["inspect", "--help"]).stdout.split())
+    assert "Reads metadata only" in text
+    assert "To check values, use verify" in text
+
+
+def test_load_says_whose_state_it_takes(tmp_path: Path) -> None:
+    reshard.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "c")
+    words = (
+        "load takes the state of Linear, but the value under 'model' is the Linear itself. Write: state = "
+        "reshard.get_model_state_dict(model); reshard.load({'model': state}, path); "
+        "reshard.set_model_state_dict(model, state)"
+    )
+    with pytest.raises(OptionError, match=f"^{re.escape(words)}$"):
+        reshard.load({"model": nn.Linear(2, 2)}, tmp_path / "c")
+
+
+def test_a_star_import_keeps_the_builtin_open() -> None:
+    names: dict[str, Any] = {}
+    exec("from reshard import *", names)
+    assert "open" not in names
+    assert names["load"] is reshard.load
+
+
+def test_a_relative_path_without_files_is_said_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"there is nothing at nowhere in {tmp_path}"
+    with pytest.raises(CheckpointNotFoundError, match=f"^{re.escape(words)}$"):
+        reshard.open("nowhere")
+    with pytest.raises(CheckpointNotFoundError, match=f"^there is nothing at {re.escape(str(tmp_path))}/nowhere$"):
+        reshard.open(tmp_path / "nowhere")
+
+
+def test_globs_that_match_nothing_are_shown_the_names(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"matches 'zzz'; names there: 2 \('w', 'step'\)$"):
+        reshard.convert(tmp_path / "c", tmp_path / "d", select="zzz")
+
+
+def test_signs_of_plans_and_layouts_are_explained(tmp_path: Path) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    run = CliRunner().invoke
+    shown = run(app, ["plan", str(tmp_path / "c"), "fsdp=2", "--items"]).stdout
+    assert "items of rank 0: a tensor, Box[first:end, ...] of it <- the same in a stored chunk" in shown
+    shown = run(app, ["explain", "R on world=2", "--legend"]).stdout
+    assert "all ranks that hold the tensor, where no mesh was recorded" in shown
+
+
+def test_a_url_that_lost_a_slash_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "s3:/bucket/run has one slash after its scheme: pass the URL as a string, with two"
+    for call in (reshard.open, lambda path: reshard.save(STATE, path)):
+        with pytest.raises(StorageError, match=f"^{words}$"):
+            call(Path("s3://bucket/run"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_given_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    opened = reshard.open(tmp_path / "c.pt")
+    assert not opened.canonical(hints={"param_names": ["weight", "bias"]}).warnings
+    (noted,) = opened.canonical(hints={"param_names": ["weight", "bais"]}).warnings
+    assert noted.startswith("the optimizer has state under 1 ('bais'), names that the model does not have: check ")
+    with pytest.raises(NormalizationError, match=r"^hints must be a dict, such as {'vocab_size': 50257}, got \['w'"):
+        opened.canonical(hints=["w"])  # type: ignore[arg-type]
+    with pytest.raises(NormalizationError, match="'param_names' gives 1 name, but"):
+        opened.canonical(hints={"param_names": ["weight"]})
+
+
+def test_state_of_another_optimizer_is_told_once_for_all_parameters() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(60)])
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    adam.step()
+    state = reshard.get_optimizer_state_dict(model, adam)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.set_optimizer_state_dict(model, sgd, state)
+    words = "Unexpected key: state 'exp_avg' of 120 ('0.weight', '0.bias', '1.weight', ...), which SGD does not use"
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_other_libraries_words_have_an_answer() -> None:
+    with pytest.raises(AttributeError, match=r"'resume': CheckpointManager\(root, every=...\).restore\(state\) "):
+        _ = reshard.resume  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'minutes': it takes steps, seconds$"):
+        reshard.Every(minutes=5)  # type: ignore[call-arg]
+    layout = reshard.layout_of({"w": torch.zeros(4)})
+    with pytest.raises(PlanError, match=r"pp=2,fsdp=4'. Axes of your own"):  # and no axis `world`, which nobody named
+        reshard.plan(layout, "dp=4")
+
+
+def test_a_map_of_no_tensor_lists_the_names(tmp_path: Path) -> None:
+    reshard.save({"emb": torch.zeros(3)}, tmp_path / "c")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--map", "q"])
+    assert str(shown.exception) == f"'q' is not in {tmp_path / 'c'}. Names there: emb"
+
+
+def test_a_home_folder_is_not_a_folder_called_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = r"~/run begins with ~, which only shells expand: pass os.path.expanduser\('~/run'\)$"
+    for call in (reshard.open, lambda path: reshard.save(STATE, path), lambda path: reshard.load(STATE, path)):
+        with pytest.raises(StorageError, match=words):
+            call("~/run")
+    assert not list(tmp_path.iterdir())
