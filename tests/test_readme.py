@@ -162,7 +162,7 @@ def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_the_figures_of_the_great_plan_are_what_its_program_says() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (DOCS / "recipes" / "plan.md").read_text(encoding="utf-8")
     [block] = re.findall(r"^\$ python (examples/plan_405b.py) page.html\n(.*?)^```", text, re.M | re.S)
 
     done = subprocess.run([sys.executable, str(ROOT / block[0])], capture_output=True, text=True, check=True)
@@ -289,5 +289,5 @@ def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_we
     gloo.run(_on_this_rank, 6, source + ENGINE_CHECK, str(tmp_path))
 
 
-def test_there_is_a_block_for_a_run_and_one_for_each_job() -> None:
-    assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 3
+def test_the_readme_has_a_program_for_the_first_checkpoint_and_one_for_a_job() -> None:
+    assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 2
