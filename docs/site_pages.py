@@ -21,7 +21,7 @@ FROM_ROOT = {
     "testing.md": "tests/README.md",
     **{
         f"tests/{name}.md": f"tests/{name}.md"
-        for name in ("complaints", "edge-cases", "faults", "integrations", "torchs_tests")
+        for name in ("complaints", "edge-cases", "faults", "fingerprint", "integrations", "torchs_tests")
     },
     **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
