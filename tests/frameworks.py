@@ -170,7 +170,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {one.name: one for one in FRAMEWORKS}
     parser.add_argument("names", nargs="*", metavar="FRAMEWORK", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument("--write", action="store_true", help="put the table on tests/integrations.md; needs all of them")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table on tests/integrations.md; needs all of them"
+    )
     parser.add_argument("--flags", default="-n 2 --dist worksteal", help="options of pytest")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in known]:

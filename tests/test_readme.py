@@ -282,10 +282,11 @@ if rank in serving:
 
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
-def test_the_recipe_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_weights(tmp_path: Path) -> None:
+def test_the_example_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_weights(tmp_path: Path) -> None:
     """What the engine holds in the end is cut out of the trainer's gathered weights by hand."""
-    [source] = [block.values[0] for block in BLOCKS if block.id == "weight-sync:0"]
+    source = (ROOT / "examples" / "weight_sync.py").read_text(encoding="utf-8")
 
+    exec(compile(source, "weight_sync.py", "exec"), {"__name__": "__main__"})
     gloo.run(_on_this_rank, 6, source + ENGINE_CHECK, str(tmp_path))
 
 
