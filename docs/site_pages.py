@@ -18,7 +18,11 @@ FROM_ROOT = {
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
     "results.md": "benchmarks/RESULTS.md",
-    **{f"tests/{name}.md": f"tests/{name}.md" for name in ("complaints", "edge-cases", "faults", "torchs_tests")},
+    "testing.md": "tests/README.md",
+    **{
+        f"tests/{name}.md": f"tests/{name}.md"
+        for name in ("complaints", "edge-cases", "faults", "fingerprint", "integrations", "torchs_tests")
+    },
     **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
 """Page of the site -> file in the repository."""

@@ -184,7 +184,7 @@ def format_names(names: Collection[str], limit: int = 3) -> str:
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"
 
 
-# Old names of the public API: each still works, and warns. docs/decisions.md has the table of them.
+# Old names of the public API: each still works, and warns. CHANGELOG.md lists them.
 
 
 @contextmanager

@@ -546,7 +546,17 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The digests of a data file."""
+    """The digests of a data file, as read from its `.blocks`.
+
+    The file is a MessagePack map: `version` (2), `body`, and `digest`, the XXH3-128 of the body. The body is a map:
+    `block_bytes` (1048576), `sums` of the data file as in its manifest, `starts` and `counts` of the arrays (first
+    byte, number of blocks), and `records`. A writer ignores a file of another version, or whose digest or `sums` do
+    not match.
+
+    A block is a box of the array: the full array if it has at most `block_bytes` bytes; else as many consecutive
+    indices of the first dim as fit; if not even one fits, each index, divided the same way in the next dim. A record
+    is the XXH3-64 of the block's first 256 bytes and the XXH3-128 of all of it.
+    """
 
     records: Digests
     first: dict[int, tuple[int, int]]

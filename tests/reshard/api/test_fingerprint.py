@@ -54,7 +54,7 @@ def loop(request):
 
 
 def definition(tensor: torch.Tensor, secret: bytes = b"") -> str:
-    """docs/fingerprint.md in plain Python, sharing nothing with the library."""
+    """tests/fingerprint.md in plain Python, sharing nothing with the library."""
     prime, block = 2**48 - 59, 2048
 
     def stream(use: bytes, dim: int, page: int) -> bytes:

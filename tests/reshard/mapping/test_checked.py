@@ -17,22 +17,12 @@ TINY = {*DECODERS, *SEEING}
 BY_HAND = ("gemma3n",)
 COMPUTED = {*MIXTURES, *DENSE}
 TRANSFORMERS = (
-    "Every tensor that transformers 5.24 saves of a tiny random model gets a name, names in memory are those of the "
-    "model, and all come back bit by bit (`tests/stories/test_transformers.py`)"
+    "All tensors that transformers 5.24 saves of a tiny model, there and back, bit by bit, and the names in memory"
 )
-MEGATRON = (
-    "Megatron-core 0.16 loads the converted files under tensor parallelism (and expert parallelism), computes the "
-    "logits of transformers within 2e-6, and saves; what is converted back is bit-equal "
-    "(`tests/reshard/integrations/megatron_models.py`)"
-)
-BY_NAME = "Not loaded by the framework: all tensors get names and come back; names are those of its converters"
-TITAN = (
-    "Checkpoints that torchtitan wrote of Llama and Qwen3-MoE have the right values; for the others, all tensors get "
-    "names and come back"
-)
-ENGINE = (
-    "Not run: names, and the order within fused tensors, are those of the weight loaders in vLLM 0.33 and SGLang 0.5.23"
-)
+MEGATRON = "Loaded and saved by Megatron-core 0.16, with the logits of transformers within 2e-6"
+BY_NAME = "Not loaded there: all tensors, there and back, with the names of its converters"
+TITAN = "Llama and Qwen3-MoE: checkpoints of torchtitan; the others: all tensors, there and back"
+ENGINE = "Not run: follows the weight loaders of vLLM 0.33 and SGLang 0.5.23"
 
 
 def rows() -> Iterator[tuple[str, str, list[str]]]:
@@ -44,7 +34,7 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
     yield "`transformers`, `plain`", TRANSFORMERS, [family for family in ARCHITECTURES if family in TINY]
     yield (
         "the same",
-        "As DeepSeek-V3, whose code and names it has (`tests/reshard/mapping/test_families.py`)",
+        "As DeepSeek-V3, whose code and names it has",
         [family for family in ARCHITECTURES if family not in (*TINY, *BY_HAND)],
     )
     yield "the same", "As the first row, by hand: its vision tower needs timm", list(BY_HAND)
@@ -53,8 +43,8 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
     yield "`torchtitan`", TITAN, known["torchtitan"]
     assert known["vllm"] == known["sglang"]
     yield "`vllm`, `sglang`", ENGINE, known["vllm"]
-    yield "`gguf`", "Follows llama.cpp's names and row order; not run", known["gguf"]
-    yield "`transformer_engine`", "By its documentation; not run", known["transformer_engine"]
+    yield "`gguf`", "Not run: follows llama.cpp's names and row order", known["gguf"]
+    yield "`transformer_engine`", "Not run: follows its documentation", known["transformer_engine"]
 
 
 def table() -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import reshard
+from examples import optimizer_hooks
 from reshard.errors import FormatError, KeyMismatchError, NormalizationError
 from tests.same import same
 
@@ -130,23 +131,10 @@ class OfObjects(Base):
 
 
 def with_hooks(params: Any, lr: Any = 0.1) -> OfObjects:
-    """The hooks of docs/integrations.md."""
+    """The hooks of the example."""
     optimizer = OfObjects(params, lr)
-
-    def to_plain(optimizer: Any, state_dict: dict[str, Any]) -> None:
-        for group in state_dict["param_groups"]:
-            del group["settings"]
-        for number, own in state_dict["state"].items():
-            state_dict["state"][number] = {k: dict(vars(v)) if k == "projector" else v for k, v in own.items()}
-
-    def from_plain(optimizer: Any, state_dict: dict[str, Any]) -> None:
-        for own in state_dict["state"].values():
-            made = Projector.__new__(Projector)
-            vars(made).update(own["projector"])
-            own["projector"] = made
-
-    optimizer.register_state_dict_post_hook(to_plain)
-    optimizer.register_load_state_dict_pre_hook(from_plain)
+    optimizer_hooks.save_as_dicts(optimizer, Projector)
+    optimizer_hooks.omit(optimizer, "settings")
     return optimizer
 
 
