@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import run
-from reshard.stored.crc32 import crc32
+from reshard.stored.record_checksums import crc32
 
 _CHILD = """
 import json, resource, sys, threading, time, warnings

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.kernels import NAMED, compiled_kernel, is_installed
 from benchmarks.page import Row, arguments, report
-from reshard.live import fingerprint_sums
-from reshard.live.fingerprint_sums import Key
+from reshard.live import fingerprint_arithmetic
+from reshard.live.fingerprint_arithmetic import Key
 from reshard.live.fingerprints import partial, partials
 
 ROUNDS = 3
@@ -69,7 +69,7 @@ def cases(nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor, li
 
 def first_time_s(tensor: torch.Tensor) -> float:
     """The same for a process that has no numbers at hand: keys are made anew."""
-    fingerprint_sums._kept.clear()
+    fingerprint_arithmetic._kept.clear()
     start = time.perf_counter()
     partial(tensor, key=Key(str(start).encode()))
     _wait(tensor.device)

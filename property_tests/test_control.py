@@ -38,7 +38,7 @@ def _do(verb: str, group: Group, world: World) -> None:
     elif verb == "scatter":
         assert group.scatter(everybody if rank == 0 else None, common=mine) == (mine, b"0")
     elif verb == "share":
-        assert group.share(b"all of you" * 9999 if rank == 1 else None, 1) == b"all of you" * 9999
+        assert group.share(None if rank else b"all of you" * 9999) == b"all of you" * 9999
     elif verb == "within":
         mates = [place for place in range(size) if place % 3 == rank % 3]
         assert group.exchange_within(f"{rank % 3}", mine) == {place: b"%d" % place for place in mates}

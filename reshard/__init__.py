@@ -6,69 +6,48 @@ Each name is imported on first use, so `import reshard` is fast and loads only w
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
-    "Checkpoint": "checkpoint",
-    "CheckpointManager": "api.manager",
-    "CompareReport": "api.compare",
-    "ConvertReport": "api.convert",
-    "ElasticSampler": "api.manager",
-    "Every": "api.manager",
-    "FqnMap": "state_dict",
-    "Keep": "api.manager",
-    "LazyTensor": "checkpoint",
-    "LoadReport": "api.load",
-    "Mapping": "mapping",
-    "NormalizedState": "checkpoint",
-    "OptimizerReport": "state_dict",
-    "PendingSave": "api.save",
-    "PerRank": "live.state",
-    "Preemption": "api.manager",
-    "Prepared": "api.redistribute",
-    "ReshardError": "errors",
-    "RestoreReport": "api.manager",
-    "SaveReport": "api.save",
-    "SetReport": "state_dict",
-    "Stage": "state_dict",
-    "StateDictOptions": "state_dict",
-    "Step": "api.retention",
-    "StepReport": "api.manager",
-    "TransferReport": "api.redistribute",
-    "WeightBucket": "api.weights",
-    "WeightSource": "api.weights",
-    "__version__": "native.version",
-    "async_save": "api.save",
-    "compare": "api.compare",
-    "convert": "api.convert",
-    "dequantized": "live.tensor_classes",
-    "fingerprint": "api.fingerprint",
-    "fqn_map": "state_dict",
-    "get_model_state_dict": "state_dict",
-    "get_optimizer_state_dict": "state_dict",
-    "get_state_dict": "state_dict",
-    "iter_full": "state_dict",
-    "latest_complete": "api.retention",
-    "layout_of": "live.tensors",
-    "load": "api.load",
-    "normalize": "state_dict",
-    "open": "checkpoint",
-    "optimizer_destinations": "api.optimizer_destinations",
-    "plan": "api.plan",
-    "prepare": "api.redistribute",
-    "prune": "api.retention",
-    "redistribute": "api.redistribute",
-    "register_tensor_class": "live.tensor_classes",
-    "save": "api.save",
-    "set_model_state_dict": "state_dict",
-    "set_optimizer_state_dict": "state_dict",
-    "set_state_dict": "state_dict",
-    "steps": "api.retention",
-    "trace_layout": "api.trace_layout",
-    "verify": "api.verify",
-    "verify_live": "api.redistribute",
+_planners = os.path.join(os.path.dirname(os.path.dirname(__file__)), "planners")
+_found = importlib.util.find_spec("planners")
+if _found and os.path.realpath(os.path.dirname(_found.origin or "")) != os.path.realpath(_planners):
+    raise ImportError(
+        f"reshard needs its own package planners, in {_planners}, but Python finds {_found.origin} first: rename "
+        "that, or remove its folder from sys.path"
+    )
+
+_PUBLIC = {
+    "api.compare": "CompareReport compare",
+    "api.convert": "ConvertReport convert",
+    "api.fingerprint": "fingerprint",
+    "api.load": "LoadReport load",
+    "api.manager": "CheckpointManager ElasticSampler Every Keep Preemption RestoreReport StepReport",
+    "api.optimizer_destinations": "optimizer_destinations",
+    "api.plan": "plan",
+    "api.redistribute": "Prepared TransferReport prepare redistribute verify_live",
+    "api.retention": "Step latest_complete prune steps",
+    "api.save": "PendingSave SaveReport async_save save",
+    "api.trace_layout": "trace_layout",
+    "api.verify": "verify",
+    "api.weights": "WeightBucket WeightSource",
+    "checkpoint": "Checkpoint LazyTensor NormalizedState open",
+    "errors": "ReshardError",
+    "live.state": "PerRank",
+    "live.tensor_classes": "dequantized register_tensor_class",
+    "live.tensors": "layout_of",
+    "mapping": "Mapping",
+    "native.version": "__version__",
+    "state_dict": (
+        "FqnMap OptimizerReport SetReport Stage StateDictOptions fqn_map get_model_state_dict "
+        "get_optimizer_state_dict get_state_dict iter_full normalize set_model_state_dict "
+        "set_optimizer_state_dict set_state_dict"
+    ),
 }
-"""Where each public name lives."""
+"""The public names of each module."""
+
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 _MODULES = ("dcp", "elastic", "errors", "mapping", "planners")
 """Public modules that are there without an import of their own."""

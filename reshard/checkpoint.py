@@ -26,7 +26,7 @@ from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
-from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover
+from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover, read_value
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
@@ -64,11 +64,6 @@ class NormalizedState(dict[str, Any]):
 
 def _lazy(value: Any) -> Any:
     return LazyTensor(value) if isinstance(value, StoredTensor) else value
-
-
-def _read_value(value: Any) -> Any:
-    """A setting of a param group: a tensor, such as a learning rate, is read."""
-    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
 class StateMapping(Protocol):
@@ -197,7 +192,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         found = normalize(self.contents, hints, self.url)
         state = {fqn: {name: _lazy(value) for name, value in of.items()} for fqn, of in found.state.items()}
-        groups = [{name: _read_value(value) for name, value in group.items()} for group in found.groups]
+        groups = [{name: read_value(value) for name, value in group.items()} for group in found.groups]
         result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
         result["optim"] = {"state": state, "param_groups": groups}
         result.notes = tuple(found.notes)

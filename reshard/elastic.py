@@ -2,13 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from reshard.api.elastic import (
-    GatherReport as GatherReport,
-    Tier as Tier,
-    TierRestoreReport as TierRestoreReport,
-    TierSaveReport as TierSaveReport,
-    gather as gather,
-)
+from reshard.api.elastic import *  # noqa: F403
 from reshard.errors import renamed_in
 
 if not TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Fingerprints of tensors that no topology changes: every rank adds up its own part. See docs/fingerprint.md."""
 
 from reshard.api.fingerprint import fingerprint as fingerprint
-from reshard.live.fingerprint_sums import PUBLIC as PUBLIC, Key as Key
+from reshard.live.fingerprint_arithmetic import PUBLIC as PUBLIC, Key as Key
 from reshard.live.fingerprints import (
     Fingerprinter as Fingerprinter,
     Partial as Partial,

@@ -12,7 +12,7 @@ from reshard.errors import FormatError
 
 __all__ = [
     "NUMBERED", "IntKey", "KeyPath", "State", "count_objects", "is_selected", "key_of", "path_from_json",
-    "path_to_json",
+    "path_to_json", "plain_key",
 ]  # fmt: skip
 
 
@@ -42,6 +42,11 @@ class IntKey:
 
 
 KeyPath = tuple[str | int | IntKey, ...]
+
+
+def plain_key(part: str | int | IntKey) -> Any:
+    """The key, or the position, that a part of a path stands for."""
+    return part.value if isinstance(part, IntKey) else part
 
 
 def key_of(path: KeyPath) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,8 +134,15 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
         seen.append(_is_quoted(caught.value))
 
     assert len(set(seen)) == len(PROVOKE) == 14
-    ranks = [quote for quote in QUOTED if quote not in seen]
-    assert [quote.partition(":")[0] for quote in ranks] == ["KeyMismatchError", "RankFailedError", "DeadlineError"]
+    others = [quote.partition(":")[0] for quote in QUOTED if quote not in seen]
+    assert others == ["ImportError", "KeyMismatchError", "RankFailedError", "DeadlineError"]
+
+
+def test_so_is_the_error_of_an_import(tmp_path: Path) -> None:
+    (tmp_path / "planners.py").touch()
+    (tmp_path / "script.py").write_text("import reshard\n")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    _is_quoted(ImportError(done.stderr.splitlines()[-1].removeprefix("ImportError: ")))
 
 
 def _on_ranks(folder: str) -> None:

@@ -15,19 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from planners.errors import CodecError, PlanError, did_you_mean
+from planners.geometry.arrays import Ints, grouped, outer_sum
 from planners.geometry.box import Box, flat_boxes
-from planners.geometry.mesh import (
-    Ints,
-    Mesh,
-    Ownership,
-    Placement,
-    Replicate,
-    axis_names,
-    grouped,
-    outer_sum,
-    ownership,
-    parse_placements,
-)
+from planners.geometry.intervals import Ownership, ownership
+from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
 
 __all__ = [
     "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm",
@@ -165,13 +156,15 @@ class ProductGeometry:
 class ProductForm:
     """A mesh and one placement per axis."""
 
-    __slots__ = ("_hash", "mesh", "placements")
+    __slots__ = ("_hash", "mesh", "placements", "world_size")
 
     mesh: Mesh
     placements: tuple[Placement, ...]
+    world_size: int
+    """Ranks 0 to world_size - 1 may hold something."""
 
     def __init__(self, mesh: Mesh, placements: Sequence[Placement]) -> None:
-        self.mesh, self.placements = mesh, tuple(placements)
+        self.mesh, self.placements, self.world_size = mesh, tuple(placements), mesh.world_size
         if len(self.placements) != mesh.ndim:
             raise PlanError(
                 f"the mesh {mesh} has {mesh.ndim} axes, but {len(self.placements)} placements were given: "
@@ -183,11 +176,6 @@ class ProductForm:
     def make(cls, mesh: Mesh, placements: Sequence[Placement]) -> ProductForm:
         """A form that is shared by all who ask for the same."""
         return _product_form(mesh, tuple(placements))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks 0 to world_size - 1 may hold something."""
-        return self.mesh.world_size
 
     def ranks(self) -> Sequence[int]:
         """The ranks that may hold something, ascending."""
@@ -433,6 +421,8 @@ class TensorSpec:
     dtype: str
     itemsize: int = field(init=False, repr=False, compare=False)
     """Bytes per element."""
+    numel: int = field(init=False, repr=False, compare=False)
+    """Number of elements."""
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
         """Raises PlanError for a name that is not a string, a negative size, or an unknown dtype."""
@@ -444,13 +434,9 @@ class TensorSpec:
         if self.shape and min(self.shape) < 0:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
-        if math.prod(self.shape) * self.itemsize >= 1 << 63:
+        object.__setattr__(self, "numel", math.prod(self.shape))
+        if self.nbytes >= 1 << 63:
             raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

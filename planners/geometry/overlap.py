@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError
+from planners.geometry.arrays import Ints, distinct
 from planners.geometry.box import Box, Dims
-from planners.geometry.layout import Form, ProductForm, ProductGeometry, local_boxes
-from planners.geometry.mesh import Ints, Segments, distinct, overlap
+from planners.geometry.intervals import Segments, overlap
+from planners.geometry.layout import Form, ProductForm, ProductGeometry, Shape, local_boxes
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
@@ -69,7 +70,7 @@ class Origin(NamedTuple):
 class Overlap(ABC):
     """The pieces of every wanted rank."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     """Of the wanted tensor."""
     wanted_form: Form
 
@@ -98,7 +99,7 @@ class Overlap(ABC):
 class ProductOverlap(Overlap):
     """Both sides are products: one table of segments per dim says it all, for all ranks."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     wanted_form: ProductForm
     saved: ProductGeometry
     wanted: ProductGeometry
@@ -124,7 +125,7 @@ class SweepOverlap(Overlap):
     """The overlap of two forms, of which at least one is no product. If saved chunks overlap, the
     first one gives the element."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     saved: Form
     wanted_form: Form
 
@@ -220,13 +221,13 @@ class _ProductChunks:
 
 
 @lru_cache(maxsize=1024)
-def chunks_of(shape: tuple[int, ...], saved: Form) -> _ProductChunks | Sweep:
+def chunks_of(shape: Shape, saved: Form) -> _ProductChunks | Sweep:
     """The chunks of a form, to be asked by `covering` which of them make up a box; sorted once for each form."""
     return _ProductChunks(saved.geometry(shape)) if isinstance(saved, ProductForm) else Sweep(saved.chunks(shape))
 
 
 @lru_cache(maxsize=4096)
-def overlap_of(shape: tuple[int, ...], saved: Form, wanted: Form) -> ProductOverlap | SweepOverlap:
+def overlap_of(shape: Shape, saved: Form, wanted: Form) -> ProductOverlap | SweepOverlap:
     """The overlap of two forms for one shape; computed once for each."""
     if isinstance(saved, ProductForm) and isinstance(wanted, ProductForm):
         left, right = saved.geometry(shape), wanted.geometry(shape)

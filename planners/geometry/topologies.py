@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from planners.errors import PlanError, did_you_mean
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_text import in_sharding_order
-from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, grouped, parse_placements
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
 from planners.notebooks import preformatted
 from planners.units import format_count, format_some
 

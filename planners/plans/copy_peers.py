@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from planners.errors import PlanError
 from planners.findings import Finding
-from planners.geometry.mesh import grouped
+from planners.geometry.arrays import grouped
 
 __all__ = ["CopyPlan", "plan_copies"]
 

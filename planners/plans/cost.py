@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Ints
 from planners.geometry.layout import StateLayout
-from planners.geometry.mesh import Ints
 from planners.geometry.topologies import Topology
 from planners.plans.load import LoadPlan, count_reads, plan_reads
 from planners.plans.save import SavePlan

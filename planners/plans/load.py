@@ -12,9 +12,10 @@ import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError, did_you_mean
 from planners.findings import Finding
+from planners.geometry.arrays import Ints
 from planners.geometry.box import Box, ByteRuns, Dims, Window, rearranged
+from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
-from planners.geometry.mesh import Ints, Segments
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding, Report
+from planners.geometry.arrays import Ints
 from planners.geometry.box import Box
+from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
-from planners.geometry.mesh import Ints, Segments
 from planners.geometry.overlap import ProductOverlap, tiling_fault
 from planners.notebooks import Pictured
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planners.errors import PlanError
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
-from planners.geometry.mesh import grouped
 from planners.plans.save import SavePlan, plan_writes
 from planners.plans.transfer import TransferPlan, plan_transfers
 

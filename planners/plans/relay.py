@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Ints, grouped
 from planners.geometry.box import Box
 from planners.geometry.layout import BoxesForm, Form, Intervals, Part, ProductForm, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, Mesh, Placement, Replicate, Shard, grouped
+from planners.geometry.mesh import Mesh, Placement, Replicate, Shard
 from planners.plans.routing import pair_groups
 from planners.plans.transfer import TransferPlan, plan_transfers
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import CoverageError
+from planners.geometry.arrays import Ints, grouped, outer_sum, ravel, unravel
 from planners.geometry.box import Box
-from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
-from planners.geometry.mesh import Ints, SegmentRow, Segments, grouped, outer_sum, ravel, unravel
+from planners.geometry.intervals import SegmentRow, Segments
+from planners.geometry.layout import Form, ProductGeometry, Shape, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
 __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
@@ -101,7 +102,7 @@ class ProductIntersection:
         return self.overlap.wanted
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Owners of each dim before: sources are numbered row-major over them."""
         return tuple(own.owners for own in self.before.dims)
 
@@ -255,7 +256,7 @@ class SweepIntersection:
 
     overlap = None
 
-    def __init__(self, shape: tuple[int, ...], before: Form, after: Form) -> None:
+    def __init__(self, shape: Shape, before: Form, after: Form) -> None:
         """Raises CoverageError (with rank and region) if no rank holds what a receiver needs."""
         # ranks are replicas of one source if the same box is at the same place of the same local tensor
         found = grouped(
@@ -327,7 +328,7 @@ Intersection = ProductIntersection | SweepIntersection
 
 
 @lru_cache(maxsize=256)
-def intersection_of(shape: tuple[int, ...], before: Form, after: Form) -> Intersection:
+def intersection_of(shape: Shape, before: Form, after: Form) -> Intersection:
     """The intersection of two forms for one shape; computed once for each."""
     overlap = overlap_of(shape, before, after)
     if isinstance(overlap, ProductOverlap):

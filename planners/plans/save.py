@@ -12,9 +12,9 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
+from planners.geometry.arrays import Ints, distinct, grouped, unravel
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
-from planners.geometry.mesh import Ints, distinct, grouped, unravel
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
@@ -290,11 +290,16 @@ class Assignment:
 
     def bytes_by_entry(self) -> Ints:
         """Bytes that each entry writes."""
-        counts = np.diff(self.chunks.indptr)
-        begins = np.concatenate(([0], self.ends[:-1]))
-        begins[self.chunks.indptr[:-1]] = 0
         unit_bytes = self.chunks.sizes.prod(axis=1) * self.itemsize // self.units
-        return np.asarray((self.ends - begins) * np.repeat(unit_bytes, counts), dtype=np.int64)
+        counts = np.diff(self.chunks.indptr)
+        return np.asarray((self.ends - self.begins) * np.repeat(unit_bytes, counts), dtype=np.int64)
+
+    @cached_property
+    def begins(self) -> Ints:
+        """Per entry: the first unit that it takes."""
+        begins = np.concatenate(([0], self.ends))[:-1]
+        begins[self.chunks.indptr[:-1]] = 0
+        return begins
 
     def taken(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
         """(chunk, local tensor, first unit, one past the last) that `rank` takes of each of its chunks."""
@@ -302,8 +307,7 @@ class Assignment:
         low, high = np.searchsorted(ranks, [rank, rank + 1])
         for entry in order[low:high].tolist():
             chunk = int(np.searchsorted(self.chunks.indptr, entry, side="right")) - 1
-            begin = int(self.ends[entry - 1]) if entry > self.chunks.indptr[chunk] else 0
-            yield chunk, int(self.indices[entry]), begin, int(self.ends[entry])
+            yield chunk, int(self.indices[entry]), int(self.begins[entry]), int(self.ends[entry])
 
     def takers(self, chunk: int, tensor: int) -> Iterator[tuple[int, int, int]]:
         """(rank, first unit, one past the last) of all that take of the chunk of tensor number `tensor`; units are
@@ -426,9 +430,7 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
     for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
         element = _first(assigned, int(chunk_of[entry]))
         yield Finding("is written by a rank that does not hold it", None, int(assigned.ranks[entry]), element)
-    begins = np.concatenate(([0], assigned.ends[:-1])) if len(assigned.ends) else assigned.ends
-    begins[chunks.indptr[:-1]] = 0
-    bad = set(chunk_of[assigned.ends < begins].tolist())
+    bad = set(chunk_of[assigned.ends < assigned.begins].tolist())
     bad |= set(np.flatnonzero(assigned.ends[chunks.indptr[1:] - 1] != assigned.units * len(assigned.names)).tolist())
     longest = (
         np.take_along_axis(chunks.sizes, assigned.dims[:, None], axis=1)[:, 0] if layout.spec.shape else assigned.units

@@ -9,9 +9,9 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
+from planners.geometry.arrays import Ints, grouped
 from planners.geometry.box import Box, flat_boxes
 from planners.geometry.layout import ITEM_SIZES
-from planners.geometry.mesh import Ints, grouped
 from planners.plans.transfer import TransferItem, TransferPlan
 
 __all__ = ["Message", "Schedule", "color_edges", "schedule"]

@@ -12,9 +12,9 @@ from html import escape
 from typing import Any, NamedTuple
 
 from planners.findings import Finding, in_groups
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import StateLayout
 from planners.geometry.layout_text import in_both_forms
-from planners.geometry.mesh import grouped
 from planners.reports.plan_pages import cuts, figures_of, listed, notation, page_of, weights_first
 from planners.units import format_bytes, format_count
 

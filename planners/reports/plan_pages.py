@@ -14,9 +14,10 @@ from importlib import resources
 import numpy as np
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Ints, grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
-from planners.geometry.mesh import Ints, Replicate, Shard, grouped
+from planners.geometry.mesh import Replicate, Shard
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
 from planners.plans.plan import Plan, verify

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Ints, grouped
 from planners.geometry.layout import Part, StateLayout, TensorLayout
-from planners.geometry.mesh import Ints, grouped
 from planners.plans.load import LoadPlan, ReadItem
 from planners.plans.plan import Plan
 from planners.plans.save import SavePlan, WriteItem

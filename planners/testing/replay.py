@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planners.geometry.arrays import Ints
 from planners.geometry.box import Box, arrange
 from planners.geometry.layout import StateLayout
-from planners.geometry.mesh import Ints
 from planners.plans.load import LoadPlan
 from planners.plans.transfer import TransferPlan
 

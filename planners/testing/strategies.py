@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from planners.geometry.box import Box
-from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import Shape, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard
 from planners.geometry.topologies import Home, Rule, Topology
 from planners.geometry.views import View, concat, stack
@@ -34,13 +34,13 @@ def shapes(max_dims: int = 4, max_size: int = 17) -> st.SearchStrategy[tuple[int
     return st.one_of(small, small, small, small, large)
 
 
-def specs(fqn: str = "w", shape: st.SearchStrategy[tuple[int, ...]] | None = None) -> st.SearchStrategy[TensorSpec]:
+def specs(fqn: str = "w", shape: st.SearchStrategy[Shape] | None = None) -> st.SearchStrategy[TensorSpec]:
     """A tensor of any shape and item size."""
     return st.builds(TensorSpec, st.just(fqn), shapes() if shape is None else shape, st.sampled_from(DTYPES))
 
 
 @st.composite
-def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def boxes(draw: st.DrawFn, shape: Shape) -> Box:
     """A box within `shape`, possibly empty."""
     offsets = [draw(st.integers(0, n)) for n in shape]
     return Box(offsets, [draw(st.integers(0, n - o)) for n, o in zip(shape, offsets)])
@@ -72,7 +72,7 @@ def placements(ndim: int) -> st.SearchStrategy[Placement]:
 
 
 @st.composite
-def block_placements(draw: st.DrawFn, shape: tuple[int, ...], axes: int) -> tuple[Placement, ...]:
+def block_placements(draw: st.DrawFn, shape: Shape, axes: int) -> tuple[Placement, ...]:
     """One placement per axis. The first placement that shards a dim is sometimes block-wise."""
     out: list[Placement] = [draw(placements(len(shape))) for _ in range(axes)]
     seen: set[int] = set()

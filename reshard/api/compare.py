@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from planners.findings import Coverage, Finding, Report
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
-from planners.geometry.layout import TensorLayout
-from planners.geometry.mesh import grouped
+from planners.geometry.layout import Shape, TensorLayout
 from planners.units import format_bytes
 from reshard.api.options import check_flags
 from reshard.api.task_shares import Opening, Share, shares
@@ -65,14 +65,13 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import LazyTensor, StoredTensor, box_bytes, read_box
+from reshard.stored.tensor import LazyTensor, box_bytes, read_box, read_value
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
 
 __all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "elements_of"]
 
-Sizes = tuple[int, ...]
 _How = tuple[float, float, bool]
 """The relative and the absolute tolerance, and whether differences are measured."""
 
@@ -268,7 +267,7 @@ class _Difference:
     """How two tensors differ in some boxes."""
 
     count: int = 0
-    first: tuple[tuple[int, ...], str, str] | None = None
+    first: tuple[Shape, str, str] | None = None
     """The first element that differs, in row-major order, and what it is on both sides."""
     error: str = ""
     is_damage: bool = False
@@ -313,7 +312,7 @@ class _Difference:
         largest, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
         return Measure(elements, self.count, largest, ratio, self.odd)
 
-    def text(self, numel: int) -> tuple[str, tuple[int, ...] | None]:
+    def text(self, numel: int) -> tuple[str, Shape | None]:
         """Return the difference in words, "" if there is none, and the first element that differs."""
         if self.error or self.first is None:
             return self.error, None
@@ -334,7 +333,7 @@ class _RankFindings(msgspec.Struct):
     """How tensors differ, or "" if they do not, where that is known without reading them."""
     sizes: dict[str, tuple[int, int]] = {}
     """Of each tensor that was compared: its elements, and the bytes of one."""
-    boxes: list[tuple[str, Sizes, Sizes, _Difference]] = []
+    boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[tuple[str, str]] = []
     """Keys of other values, and how these differ."""
 
@@ -411,14 +410,14 @@ class CompareWork:
 
 def _differences(
     left: _Side, right: _Side, names: Sequence[str], how: _How, executor: Executor | None, step: Phase
-) -> list[tuple[str, Sizes, Sizes, _Difference]]:
+) -> list[tuple[str, Shape, Shape, _Difference]]:
     """Return the differences of all elements that this process has on both sides, box by box."""
     asked = shares(
         (name, box, max(side.tensors[name].dtype.itemsize for side in (left, right)))
         for name in names
         for box in _boxes_of(name, left.tensors[name], right.tensors[name])
     )
-    found: list[tuple[str, Sizes, Sizes, _Difference]] = []
+    found: list[tuple[str, Shape, Shape, _Difference]] = []
 
     def on_done(share: Share, differences: list[_Difference]) -> None:
         found.extend((name, *box, one) for (name, box), one in zip(share, differences))
@@ -447,7 +446,7 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
 class _HeldBoxes:
     """The boxes of a sharded tensor that this rank holds, each with its elements."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     boxes: Mapping[Box, torch.Tensor]
 
@@ -630,12 +629,8 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
             yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
         for rank in ranks:
-            if not _equal(_read(x[rank]), _read(y[rank])):
+            if not _equal(read_value(x[rank]), read_value(y[rank])):
                 yield key, f"differs between {left.label} and {right.label} on rank {rank}"
-
-
-def _read(value: Any) -> Any:
-    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -37,7 +37,7 @@ from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 from reshard.state import count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
@@ -235,13 +235,13 @@ def _run(
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
-    storage = job.storage()
-    journal = Journal(storage, digest)
+    journal = job.journal(digest)
+    storage = journal.storage
     job_id = ""
     try:
         if group.rank == 0:
-            _check_vacant(job, job.writer(state, "0" * 24), storage, overwrite)
-            job_id = journal.begin(resume=resume, is_shared=job.writing.is_one_file)
+            _check_vacant(job, job.writer(state, "0" * 24), storage, journal.names(), overwrite)
+            job_id = journal.begin(resume=resume)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         journal.holder = group.share(journal.holder, kind=WriterLease)
         writer = job.writer(state, job_id)
@@ -316,11 +316,12 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
         raise CheckpointError("one process drives an executor: call convert on one rank, with alone=True")
 
 
-def _check_vacant(job: ConvertJob, writer: FormatWriter, storage: Storage, overwrite: bool) -> None:
+def _check_vacant(
+    job: ConvertJob, writer: FormatWriter, storage: Storage, names: Mapping[str, int], overwrite: bool
+) -> None:
     refuse_first_step(job.target)
     if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
-    names = storage.list()
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
         _log.warning(
             "%s is the folder of a run with the steps %s, and becomes a checkpoint, too: reshard.open will ask which "

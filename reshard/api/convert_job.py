@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from planners.geometry.layout import StateLayout
+from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.topologies import Topology
 from planners.units import format_count
 from reshard.api.task_shares import absolute, files_of
@@ -95,6 +95,11 @@ class ConvertJob:
         """How the format is written. Raises FormatError for an unknown format, or one that is only read."""
         return writing_of(self.format)
 
+    def journal(self, digest: str) -> Journal:
+        """Return the records of the conversion."""
+        file = os.fspath(self.target).rstrip("/").rpartition("/")[2] if self.writing.is_one_file else ""
+        return Journal(self.storage(), digest, file)
+
     def storage(self) -> Storage:
         """Return where the files go."""
         if self.writing.is_one_file:
@@ -137,10 +142,10 @@ class ConvertJob:
 
     def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
         contents, onto = state.contents, self.onto
-        if isinstance(onto, Topology):
-            onto = onto.layout({n: state[n].stored.spec for n in state if n not in state.aliases})
         if onto is not None:
-            _check_onto(onto, state)
+            specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+            onto = onto.layout(specs) if isinstance(onto, Topology) else onto
+            _check_onto(onto, specs)
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
             contents = self.writing.form(found, contents, self.hints, _widened, state.url)
@@ -178,8 +183,7 @@ def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
         )
 
 
-def _check_onto(onto: StateLayout, state: Checkpoint) -> None:
-    specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
+def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:
     wrong = [name for name, spec in specs.items() if name not in onto or onto[name].spec != spec]
     wrong += [name for name in onto if name not in specs]
     if wrong:
@@ -274,7 +278,7 @@ class ConvertWork:
 
     def begin(self) -> FileTasks:
         """Open the source, and find the target. Raises StorageError if they differ from the driver's."""
-        journal = Journal(self.job.storage(), self.digest)
+        journal = self.job.journal(self.digest)
         journal.holder = self.holder
         journal.check()
         state = self.job.state()
@@ -357,30 +361,29 @@ class _Head(msgspec.Struct):
 class Journal:
     """The records of one job in its target."""
 
-    def __init__(self, storage: Storage, digest: str) -> None:
+    def __init__(self, storage: Storage, digest: str, file: str = "") -> None:
+        """`file`: where the target is a single file, its name: other jobs may write other files beside it."""
         self.storage = storage
         self.digest = digest
+        self.file = file
         self.folder = f"convert-{digest}"
         self.holder: WriterLease | None = None
         """Whose claim it is, if that is known here."""
         self._job_id = ""
         self._lease: KeptLease | None = None
 
-    def begin(self, *, resume: bool, is_shared: bool = False) -> str:
+    def begin(self, *, resume: bool) -> str:
         """Claim the target until `leave`, and remove what dead jobs left there.
 
         Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a new one.
 
-        Args:
-            is_shared: several jobs may write into the target at once, each a file of its own.
-
         Raises StorageError if another job is running here: of a process that cannot be seen from here it is waited for
         that it says so.
         """
-        names = self.storage.list()
+        names = self.names()
         for folder, claim, job_id in _jobs(self.storage, names):
             is_mine = folder == self.folder
-            if claim is not None and (is_mine or not is_shared) and self._is_running(folder, claim, job_id):
+            if claim is not None and (is_mine or not self.file) and self._is_running(folder, claim, job_id):
                 raise StorageError(
                     f"{claim} is already converting to {self.storage.url}: wait until it ends, or choose another folder"
                 )
@@ -396,6 +399,15 @@ class Journal:
         if is_new:
             self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
         return self._job_id
+
+    def names(self) -> dict[str, int]:
+        """The files in the target, with their sizes. If it is a single file: those beside it, and records of
+        conversions, but nothing else in folders beside it, because that can be a home directory."""
+        if not self.file:
+            return self.storage.list()
+        top = self.storage.top()
+        beside = self.storage.list(self.file) if top is None else top
+        return {name: size for name, size in beside.items() if "/" not in name} | self.storage.list("convert-")
 
     def _is_running(self, folder: str, claim: WriterLease, job_id: str) -> bool:
         if claim.is_seen() or claim.has_left:
@@ -436,7 +448,7 @@ class Journal:
         If the job has finished no file, nothing stays. Where another process continues it, all is that one's."""
         if not self.give_up():
             return
-        names = self.storage.list()
+        names = self.names()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
         whole = tuple(done.name for done in map(self._record, records) if done is not None)
         for name in _unpublished(self.storage, names, self._job_id):
@@ -471,7 +483,7 @@ class Journal:
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
         """Return the records of all files. Raises StorageError if one is missing, or its file has another length."""
-        out, seen = {}, self.storage.list()
+        out, seen = {}, self.names()
         for file in files:
             name = f"{self.folder}/{_flat(file)}.json"
             done = self._record(name) if name in seen else None
@@ -520,7 +532,7 @@ def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "
                 storage.delete(name)
         _remove_records(storage, names, folder)
         removed.append(job_id)
-    for folder in filter(is_job, storage.empty_folders()):
+    for folder in filter(is_job, storage.empty_folders("convert-")):
         storage.delete(f"{folder}/{NOTHING}")
     return removed
 
@@ -559,7 +571,7 @@ def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[
     if distcp and (".metadata" not in names or job_id.encode() not in storage.read(".metadata")):
         found += distcp
     save_id = commit.save_id_of(job_id)
-    data = [name for name in names if name.startswith(f"{commit.folder_of(save_id)}/")]
+    data = storage.names(f"{commit.folder_of(save_id)}/")
     if data:
         with suppress(CorruptCheckpointError, FormatError):  # a manifest that does not say what counts
             found += data if commit.published(storage) != save_id else []

@@ -22,7 +22,7 @@ from reshard.api.tasks import check_executor, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.fingerprint_sums import PUBLIC, Key
+from reshard.live.fingerprint_arithmetic import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_tensor, layout_of, state_instead_of, this_rank

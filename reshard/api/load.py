@@ -45,7 +45,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking, CheckTime
 from reshard.stored.contents import LazyMapping
-from reshard.stored.tensor import LazyTensor, StoredTensor
+from reshard.stored.tensor import read_value
 
 if TYPE_CHECKING:
     from reshard.execute.exchange import SharedReading
@@ -400,8 +400,7 @@ def own_values(
 
 
 def _value(saved: Mapping[int, Any], rank: int) -> Any:
-    value = saved[rank]
-    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
+    return read_value(saved[rank])
 
 
 # Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is

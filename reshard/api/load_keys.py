@@ -33,7 +33,7 @@ from reshard.live.tree import (
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
-from reshard.state import NUMBERED, IntKey, KeyPath, is_selected, key_of
+from reshard.state import NUMBERED, KeyPath, is_selected, key_of, plain_key
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import StoredTensor
 
@@ -343,8 +343,10 @@ def _is_empty(nest: Any) -> bool:
 def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
     """The saved value with what its format does not record, as it is in the live one: dicts that are empty, and, if
     all keys are recorded as text, which keys are ints."""
-    if type(value) is list and isinstance(live, list) and len(value) == len(live):
-        return [_as_nested(item, other, keys_are_text) for item, other in zip(value, live)]
+    if type(value) is list and isinstance(live, list):
+        if keys_are_text and _is_empty(live[len(value) :]):
+            value = [*value, *copy_containers(live[len(value) :])]
+        return [*(_as_nested(item, other, keys_are_text) for item, other in zip(value, live)), *value[len(live) :]]
     if type(value) is not dict or not isinstance(live, Mapping):
         return value
     ints = {str(key): key for key in live if keys_are_text and type(key) is int and key.bit_length() <= 256}
@@ -358,7 +360,7 @@ def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
 def _kind_at(value: Any, path: KeyPath) -> str:
     """See `mapping_kind`, of what is at a path of a nest; the class of what is no mapping."""
     for part in path:
-        value = value[part.value if isinstance(part, IntKey) else part]
+        value = value[plain_key(part)]
     return mapping_kind(value) if isinstance(value, Mapping) else class_name(value)
 
 

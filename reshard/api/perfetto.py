@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from reshard.errors import StorageError
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 
 __all__ = ["RankPhases", "trace_of", "write_trace"]
 

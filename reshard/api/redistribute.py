@@ -40,7 +40,7 @@ from reshard.live.dtypes import dtype_from_name, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 
 __all__ = ["Prepared", "TransferReport", "prepare", "redistribute", "verify_live"]
 

@@ -16,7 +16,7 @@ from reshard.arguments import renamed
 from reshard.errors import format_names
 from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 
 __all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "WrittenReport"]
 

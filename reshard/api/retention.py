@@ -6,11 +6,13 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
+
+import xxhash
 
 from reshard.api.convert_job import is_job, remove_dead_jobs
 from reshard.api.task_shares import absolute
@@ -27,12 +29,13 @@ from reshard.errors import (
 )
 from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
-from reshard.native.manifest import GENERATION, MANIFEST, is_generation, read_manifest, refuse_newer, without_claim
-from reshard.native.reader import detect
+from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
+from reshard.native.reader import NativeFacts, detect
 from reshard.storage import Storage, open_storage
 
 __all__ = [
-    "Keep", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints", "steps",
+    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints",
+    "steps",
 ]  # fmt: skip
 
 
@@ -268,8 +271,16 @@ def complete(folder: str | os.PathLike[str]) -> list[_Published]:
     return [one for _, one in sorted(steps, key=operator.itemgetter(0))] or by_time
 
 
-def published(folder: str | os.PathLike[str]) -> list[_Published]:
-    """The checkpoints at and directly below `folder` whose save has ended, also those whose manifest was lost."""
+Seen = dict[str, tuple[object, _Published]]
+"""Complete checkpoints by path, with what `_files_of` said of them."""
+
+
+def published(folder: str | os.PathLike[str], seen: Seen | None = None) -> list[_Published]:
+    """The checkpoints at and directly below `folder` whose save has ended, also those whose manifest was lost.
+
+    Args:
+        seen: what an earlier call found, which is updated: of these, only what has changed is opened again.
+    """
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
     storage = open_storage(folder)
@@ -277,21 +288,48 @@ def published(folder: str | os.PathLike[str]) -> list[_Published]:
     for name in storage.names():
         place = "" if GENERATION.match(name) else name.rpartition("/")[0] and name.partition("/")[0]
         inside.setdefault(place, []).append(name.removeprefix(f"{place}/"))
+    known: Seen = {}
     for place, names in inside.items():
         if MANIFEST not in names and not without_claim(names):
             continue
-        path, step = path_below(folder, place), step_of(place) if place else None
-        try:
-            if MANIFEST not in names:
-                open_checkpoint(path)  # it looks again: a save may have published since
-            created = read_manifest(open_storage(path)).created_unix_s
-            open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
-        except CheckpointError as error:
-            with suppress(CheckpointNotFoundError):  # removed meanwhile
-                inner, is_lost = open_storage(path), MANIFEST not in names and isinstance(error, CorruptCheckpointError)
-                if not is_lost and detect(inner, {MANIFEST: inner.size(MANIFEST)}):
-                    refuse_newer(inner)
-                found.append(_Published(path, bool(place), step, problem=str(error)))
+        path = path_below(folder, place)
+        files = None if seen is None or not place else _files_of(path)
+        if seen and files is not None and seen.get(path, ())[:1] == (files,):
+            one: _Published | None = seen[path][1]
         else:
-            found.append(_Published(path, bool(place), step, created))
+            one = _opened(path, place, names)
+        if one is not None:
+            found.append(one)
+            if files is not None and not one.problem:
+                known[path] = files, one
+    if seen is not None:
+        seen.clear()
+        seen.update(known)
     return found
+
+
+def _files_of(path: str) -> object:
+    """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and sizes of its files.
+    None if it has no manifest that can be read."""
+    storage = open_storage(path)
+    with suppress(CheckpointError):
+        return xxhash.xxh3_128_digest(storage.read(MANIFEST)), storage.list()
+    return None
+
+
+def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
+    """Open the checkpoint at `path`, which had files of these names; None if it was removed meanwhile."""
+    step = step_of(place) if place else None
+    try:
+        if MANIFEST not in names:
+            open_checkpoint(path)  # it looks again: a save may have published since
+        opened = open_checkpoint(path_below(path, MANIFEST))  # whatever other files are there
+    except CheckpointError as error:
+        with suppress(CheckpointNotFoundError):  # removed meanwhile
+            inner, is_lost = open_storage(path), MANIFEST not in names and isinstance(error, CorruptCheckpointError)
+            if not is_lost and detect(inner, {MANIFEST: inner.size(MANIFEST)}):
+                refuse_newer(inner)
+            return _Published(path, bool(place), step, problem=str(error))
+        return None
+    native = opened.contents.details(NativeFacts)
+    return None if native is None else _Published(path, bool(place), step, native.manifest.created_unix_s)

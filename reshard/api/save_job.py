@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -27,7 +28,7 @@ from reshard.errors import (
     StorageError,
     format_ranks,
 )
-from reshard.formats.opening import look_at, look_in, open_contents, path_below
+from reshard.formats.opening import Look, look_at, look_in, open_contents, path_below
 from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
@@ -452,7 +453,7 @@ def _newest_first(path: Any, passed: list[str]) -> list[str]:
         return [""]
     storage = open_storage(parent)
     try:
-        look = look_in(storage.list()) if "://" in parent else look_at(parent)
+        look: Look = partial(look_in, storage.list()) if "://" in parent else partial(look_at, parent)
     except StorageError as error:
         passed.append(str(error))
         return [""]

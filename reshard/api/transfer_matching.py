@@ -23,7 +23,6 @@ from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
 from reshard.ranks.global_state import agree_on_values, lies_on_device
 from reshard.ranks.group import Group, sending_kinds
-from reshard.state import IntKey
 
 __all__ = [
     "Agreed", "TensorMatches", "TensorTransfer", "TransferSide",
@@ -465,7 +464,7 @@ class Values:
         out = {}
         for key in wanted & (self._source.objects.keys() | self._source.units.keys()):
             try:
-                out[key] = encode_plain(_at(self._source.root, self._source.paths[key]))
+                out[key] = encode_plain(self._source.live(key))
             except FormatError as error:
                 raise FormatError(f"the value under {key!r} cannot be sent to other ranks: {error}") from None
         return dict(sorted(out.items()))
@@ -481,9 +480,3 @@ def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, o
     mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
     if copied:
         agree_on_values(mine, {}, group, before, check_replicas=True, on_device=on_device)
-
-
-def _at(root: Any, path: tuple[Any, ...]) -> Any:
-    for part in path:
-        root = root[part.value if isinstance(part, IntKey) else part]
-    return root

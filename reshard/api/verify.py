@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,9 +34,6 @@ from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, touched_range
 from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["verify"]
 
@@ -216,8 +213,7 @@ class _Blocks:
         source, record = native.source(name), native.files[name]
         source.check(0, record.nbytes)
         if name not in self._sums:
-            block_bytes = record.block_bytes_or(native.manifest.block_bytes)
-            self._sums[name] = BlockChecksums(record.nbytes, block_bytes, partial(native.sums, name))
+            self._sums[name] = native.uncompared(name)
         sums = self._sums[name]
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
@@ -234,7 +230,7 @@ def _block_findings(
     asked = [
         (name, start, min(start + size, nbytes))
         for name, nbytes in sizes.items()
-        for size in [SHARE_BYTES // _block_bytes(native, name) * _block_bytes(native, name) if native else nbytes]
+        for size in [nbytes if native is None else SHARE_BYTES // native.block_bytes(name) * native.block_bytes(name)]
         for start in range(0, nbytes, max(size, 1)) or [0]
     ]
     found: dict[_FileRange, list[_Problem]] = {}
@@ -298,10 +294,6 @@ def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
         return True
     digest = Partial.from_bytes(found).digest(tensor.dtype, tensor.shape)
     return comparable(wanted, digest) and digest != wanted
-
-
-def _block_bytes(native: NativeFacts, name: str) -> int:
-    return native.files[name].block_bytes_or(native.manifest.block_bytes)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from planners.geometry.layout import TensorLayout, TensorSpec
+from planners.geometry.layout import Shape, TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
 from reshard.errors import KeyMismatchError, OptionError
+from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
 from reshard.live.state import take_apart
 from reshard.live.tensors import state_instead_of
@@ -35,7 +36,7 @@ class WeightPlace(NamedTuple):
     """The position of a tensor in a bucket."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     start: int
     """Offset of its first byte."""
@@ -46,7 +47,7 @@ class ChangedElements(NamedTuple):
     """The elements of a tensor that changed since the last pass."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     positions: torch.Tensor | None
     """In the flattened tensor, ascending, as int64; None if all elements are given."""
     values: torch.Tensor
@@ -246,7 +247,9 @@ class WeightSource:
 
     def _pass(self) -> Iterator[WeightBucket]:
         """Go through all batches on every rank. Ranks that get nothing send what they hold."""
-        for number, batch in enumerate(self._batches()):
+        # sizes are those of full tensors, so all ranks make the same transfers
+        limit = self._bucket_bytes * max(1, _TRANSFER_BYTES // self._bucket_bytes)
+        for number, batch in enumerate(batches(self.specs.values(), lambda spec: spec.nbytes, limit)):
             views = [self._views[spec.fqn] for spec in batch]
             wanted = {source.fqn for view in views for source in view.sources}
             given = {key: self._live.tensors[key].value for key in wanted if key in self._live.tensors}
@@ -265,21 +268,7 @@ class WeightSource:
             yield from buckets
         self._passes += 1
 
-    def _batches(self) -> Iterator[list[TensorSpec]]:
-        """Group the tensors into transfers. All ranks get the same groups, because sizes are those of full
-        tensors."""
-        limit = self._bucket_bytes * max(1, _TRANSFER_BYTES // self._bucket_bytes)
-        batch: list[TensorSpec] = []
-        held_bytes = 0
-        for spec in self.specs.values():
-            if batch and held_bytes + spec.nbytes > limit:
-                yield batch
-                batch, held_bytes = [], 0
-            batch.append(spec)
-            held_bytes += spec.nbytes
-        yield batch
-
-    def _local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+    def _local_shape(self, spec: TensorSpec) -> Shape:
         layout = self._layouts.get(spec.fqn)
         return spec.shape if layout is None else layout.parts(self._group.job_rank)[0].sizes
 

@@ -166,7 +166,7 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
 
 def _damage(report: CompareReport) -> Iterator[str]:
     """Yield a line for each damaged side: where, and how many tensors it kept from being compared."""
-    from planners.geometry.mesh import grouped
+    from planners.geometry.arrays import grouped
 
     texts = [as_given(as_given(text, report.labels[0]), report.labels[1]) for text in report.damaged.values()]
     sides = grouped(

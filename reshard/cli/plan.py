@@ -149,7 +149,7 @@ def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Clus
 
 def _print_outside(sides: Sides) -> None:
     """Which stages of a pipeline have the tensors outside its layers. Only their names say which are embeddings."""
-    from planners.geometry.mesh import grouped
+    from planners.geometry.arrays import grouped
     from planners.geometry.topologies import Globs
 
     if sides.topology is None or "pp" not in sides.topology.mesh.names:
@@ -167,7 +167,7 @@ def _print_outside(sides: Sides) -> None:
 
 def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:
     """What to do about axes that shard nothing, or notes where that is allowed."""
-    from reshard.cli.rules import as_options, example_rules, recorded_rules
+    from reshard.cli.sharding_rules import as_options, example_rules, recorded_rules
 
     screen = console()
     for text in notes:

@@ -97,9 +97,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
         yield textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-def print_totals(
-    screen: Console, title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]], most: int = 8
-) -> None:
+def print_totals(screen: Console, title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]]) -> None:
     """How many tensors there are of each kind and their bytes, those of the most bytes first.
     `nbytes` and `kinds` are by name; a kind is one or several lines."""
     from planners.units import format_each
@@ -107,7 +105,7 @@ def print_totals(
     counts, weights = Counter(kinds.values()), Counter[Sequence[str]]()
     for name, kind in kinds.items():
         weights[kind] += nbytes[name]
-    first = weights.most_common(most)
+    first = weights.most_common(8)
     numbers = [counted(counts[kind], "tensor") for kind, _ in first]
     sizes = format_each([weight for _, weight in first])
     wide = [max(map(len, texts), default=0) for texts in (numbers, sizes)]
@@ -115,7 +113,7 @@ def print_totals(
     for number, amount, (kind, _) in zip(numbers, sizes, first):
         rows += zip((f"{number:>{wide[0]}}  {amount:>{wide[1]}}", *[""] * len(kind)), kind)
     screen.print(f"[bold]{title}[/]")
-    print_rows(screen, [*rows, *([("", f"and {len(weights) - most} more")] if len(weights) > most else [])])
+    print_rows(screen, [*rows, *([("", f"and {len(weights) - len(first)} more")] if len(weights) > len(first) else [])])
 
 
 def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:

@@ -124,7 +124,7 @@ class Fetch(AbstractContextManager["Fetch"]):
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):
             return copies
-        from reshard.execute.segments import REMOTE_SEGMENT_BYTES, RemoteReading
+        from reshard.execute.shared_reads import REMOTE_SEGMENT_BYTES, RemoteReading
 
         requests = max(source.storage.requests for source in sources if source.view() is None)
         # half of the memory: the other half is for what is staged

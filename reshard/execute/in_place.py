@@ -15,7 +15,7 @@ from planners.geometry.box import merge_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
 from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums, Numbers, Range
 from reshard.stored.source import FileSource
 

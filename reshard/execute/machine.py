@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from reshard.errors import DeadlineError, format_ranks
 from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
-from reshard.execute.segments import (
+from reshard.execute.shared_reads import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
     FileFootprint,
@@ -43,7 +43,7 @@ from reshard.execute.segments import (
     unchecked_bytes,
 )
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_row
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_arithmetic import kernel
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums, Numbers

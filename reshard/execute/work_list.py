@@ -34,7 +34,7 @@ import xxhash
 from planners.geometry.box import Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
-from reshard.live.fingerprint_sums import Kernel
+from reshard.live.fingerprint_arithmetic import Kernel
 from reshard.stored.tensor import copy_view
 
 __all__ = [

@@ -367,11 +367,11 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     if names is None and hints.model_only and not any("fp32" in states for states in saved.state.values()):
         return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
     if names is None:
-        where = "" if scope is None else f" of {scope!r}"
+        which = "the optimizer" if scope is None else f"optimizer {scope!r}"
         example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'
         hints.missing(
             "param_names",
-            f"the optimizer{where} of {what} knows its {len(used)} parameters only by integer ids, in the order in "
+            f"{which} of {what} knows its {len(used)} parameters only by integer ids, in the order in "
             "which they were given to it, and the names in that order are not stored",
             example,
         )

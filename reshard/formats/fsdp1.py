@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box
+from planners.geometry.layout import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -124,7 +125,7 @@ def ask_copies(what: str, held: int, hints: Hints) -> None:
         hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
 
 
-def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:
+def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | None:
     """Names and shapes that the hint `flat_params` gives for a flat parameter's name or id; None if it has neither."""
     value = find_scope(hints.mapping("flat_params"), scope)
     value = value.get("params") if isinstance(value, Mapping) and "params" in value else value
@@ -331,7 +332,7 @@ def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
     return any(isinstance(value, TensorRef) and value.size != first.size for value in values.values())
 
 
-def _shapes(hints: Hints) -> dict[str, tuple[int, ...]]:
+def _shapes(hints: Hints) -> dict[str, Shape]:
     """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they are none."""
     try:
         shapes = {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
@@ -351,7 +352,7 @@ def _ask_shapes(hints: Hints, name: str) -> None:
 
 
 def _pieces(
-    name: str, shape: tuple[int, ...], values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
+    name: str, shape: Shape, values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
 ) -> StoredTensor:
     """A tensor from the 1-D pieces of all ranks, in order."""
     at, parts = 0, []

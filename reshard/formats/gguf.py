@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.geometry.box import Box, Window
-from planners.geometry.layout import TensorSpec, itemsize
+from planners.geometry.layout import Shape, TensorSpec, itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format
 from reshard.storage.base import Storage
@@ -290,7 +290,7 @@ _MAX_DEPTH = 16
 class GgufTensor:
     """One tensor of a file: its shape as torch counts dims, its ggml type, and where its bytes are."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     type: str
     start: int
     nbytes: int
@@ -489,7 +489,7 @@ def _entries(
     return entries
 
 
-def _nbytes(source: Source, name: str, shape: tuple[int, ...], code: int) -> tuple[str, int]:
+def _nbytes(source: Source, name: str, shape: Shape, code: int) -> tuple[str, int]:
     """The name of a tensor's type, and how many bytes the tensor has."""
     if code in PLAIN:
         type_, _, itemsize = PLAIN[code]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -32,15 +33,15 @@ from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation
 from reshard.storage.base import Storage, is_temporary
 from reshard.storage.local import LocalStorage
-from reshard.storage.opening import open_storage, path_text
+from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "RunStep", "StepRecord", "StepRecords", "discarded_in", "look_at",
-    "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path",
-    "steps_at",
+    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
+    "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of",
+    "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -98,7 +99,7 @@ class _Run(NamedTuple):
 
 @gc_paused()
 def open_contents(
-    path: str | os.PathLike[str] | Storage,
+    path: StoragePath,
     *,
     preferred: Format | None = None,
     step: int | None = None,
@@ -113,7 +114,7 @@ def open_contents(
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
-    found = None if _is_here(path) else _find(path)
+    found = _find(path) if _local(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
         return _open_at(path, preferred, share, check, found)
@@ -123,14 +124,14 @@ def open_contents(
     return _open_step(path, run, preferred, step, share, check)
 
 
-def steps_at(path: str | os.PathLike[str] | Storage, *, is_sure: bool = False) -> list[RunStep]:
+def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
     """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run or, unless it
     `is_sure` that a run is meant, a checkpoint of its own.
 
     Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for what is both a run and
     a checkpoint.
     """
-    return _run_at(path, None if _is_here(path) else _find(path), None, is_sure=is_sure).steps
+    return _run_at(path, _find(path) if _local(path) is None else None, None, is_sure=is_sure).steps
 
 
 def step_path(path: str | os.PathLike[str], number: int) -> str:
@@ -138,18 +139,17 @@ def step_path(path: str | os.PathLike[str], number: int) -> str:
     return path_below(path, _Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
 
-def _run_at(
-    path: str | os.PathLike[str] | Storage, found: _Found | None, preferred: Format | None, *, is_sure: bool
-) -> _Run:
+def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> _Run:
     """The verdict on a folder, see `reshard.formats.opening`: the one place where it is decided.
 
     Args:
         found: of what is not a local path; of that all names are not listed before they must be.
     """
     none = _Run([], [])
-    if not isinstance(path, Storage) and ("*" in path_text(path) or (found and _file_of(path) in found[1])):
+    text = "" if isinstance(path, Storage) else path_text(path)
+    if ("*" in text and not os.path.lexists(_local(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
-    look = look_in(found[1]) if found is not None else look_at(_local(path_text(path)))
+    look: Look = partial(look_at, _local(path) or "") if found is None else partial(look_in, found[1])
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
@@ -191,14 +191,14 @@ def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | No
     return any(format.is_composite and format.detect(storage, names) for format in formats())
 
 
-def run_in(names: Iterable[str]) -> str:
+def run_in(names: Collection[str]) -> str:
     """The newest steps, for a message, if these are the names in the folder of a run; else ""."""
-    look = look_in(names)
+    look = partial(look_in, names)
     steps = steps_seen(look)
     return _listed(steps) if any(is_certain(look, step) for step in steps) else ""
 
 
-def refuse_run(url: str, names: Iterable[str]) -> None:
+def refuse_run(url: str, names: Collection[str]) -> None:
     """Raise FormatError if these are the names in the folder of a run.
 
     With a checkpoint at its top, the path could mean either.
@@ -211,7 +211,7 @@ def refuse_run(url: str, names: Iterable[str]) -> None:
         )
 
 
-def refuse_first_step(path: str | os.PathLike[str] | Storage) -> None:
+def refuse_first_step(path: StoragePath) -> None:
     """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is a checkpoint, native or
     of DCP. That folder's path could mean either then. The tools of other formats leave both side by side.
 
@@ -219,7 +219,8 @@ def refuse_first_step(path: str | os.PathLike[str] | Storage) -> None:
     """
     if isinstance(path, Storage):
         return
-    text = os.path.abspath(_local(path_text(path))) if _is_here(path) else path_text(path).rstrip("/")
+    local = _local(path)
+    text = path_text(path).rstrip("/") if local is None else os.path.abspath(local)
     above, _, name = text.rpartition("/")
     if (step := step_of(name)) is None or step.step is None:
         return
@@ -251,7 +252,7 @@ def _listed(steps: Sequence[RunStep]) -> str:
     return format_some([step.name for step in reversed(steps)], 3)
 
 
-def _text(path: str | os.PathLike[str] | Storage) -> str:
+def _text(path: StoragePath) -> str:
     return path.url if isinstance(path, Storage) else os.fspath(path)
 
 
@@ -284,11 +285,12 @@ def _open_step(
     raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
 
 
-def _is_here(path: str | os.PathLike[str] | Storage) -> bool:
-    """Return True if it is a path of this machine."""
-    if isinstance(path, Storage):
-        return False
-    return "://" not in path_text(path) or path_text(path).startswith("file://")
+def _local(path: StoragePath) -> str | None:
+    """The path on this machine; None for a URL of anything else, and for a `Storage`."""
+    text = "://" if isinstance(path, Storage) else path_text(path)
+    if text.startswith("file://"):
+        return unquote(text.removeprefix("file://"))
+    return None if "://" in text else text
 
 
 def _file_of(path: str | os.PathLike[str]) -> str:
@@ -297,12 +299,8 @@ def _file_of(path: str | os.PathLike[str]) -> str:
     return last if last in _MARKERS or last.endswith(FILE_SUFFIXES) else ""
 
 
-def _local(text: str) -> str:
-    return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
-
-
 def _open_at(
-    path: str | os.PathLike[str] | Storage,
+    path: StoragePath,
     preferred: Format | None,
     share: native.Share,
     check: bool,
@@ -343,12 +341,12 @@ def _nothing(storage: Storage, url: str) -> str:
     """Return what to say of a path without files."""
     if any(map(is_generation, storage.empty_folders())):
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
-    path = Path(_local(url)) if isinstance(storage, LocalStorage) else None
-    if path is not None and path.is_dir():
-        return f"{url} is an empty folder: it holds no checkpoint"
-    if path is None:
+    local = _local(url) if isinstance(storage, LocalStorage) else None
+    if local is None:
         return f"there is nothing at {url}"
-    gone = path
+    gone = path = Path(local)
+    if path.is_dir():
+        return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
@@ -380,23 +378,24 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     return replace(contents, warnings=(*contents.warnings, warning))
 
 
-def _find(path: str | os.PathLike[str] | Storage) -> tuple[Storage, dict[str, int]]:
+def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     """The storage and the files to look at: those of a folder, or a single file."""
     if isinstance(path, Storage):
         storage, file = path, ""
     else:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
-        if "*" in last:  # some files of a folder that holds more than one checkpoint
+        if "*" in last and not os.path.lexists(_local(text) or ""):  # some files of a folder
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
-            found = {name: size for name, size in storage.list().items() if "/" not in name}
-            return storage, {name: size for name, size in found.items() if fnmatchcase(name, last)}
-        scheme = urlsplit(text).scheme if "://" in text else "file"
+            found = storage.list(re.split(r"[*?[]", last)[0]).items()
+            if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
+                return storage, fitting
+        local = _local(text)
         try:
-            single = Path(_local(text)).is_file() if scheme == "file" else bool(_file_of(text))
+            single = bool(_file_of(text)) if local is None else Path(local).is_file()
         except OSError as error:
             raise StorageError(f"cannot look at {text}: {error.strerror or error}") from error
-        if single and scheme == "memory":
+        if single and local is None and urlsplit(text).scheme == "memory":
             single = last in open_storage(parent).list(last)
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
@@ -548,33 +547,24 @@ def discarded_in(storage: Storage, below: str = "") -> set[str]:
     return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
 
 
-def look_at(folder: str) -> Look:
-    """Look at a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
-
-    def look(below: str) -> tuple[list[str], list[str]]:
-        folders: list[str] = []
-        files: list[str] = []
-        try:
-            with os.scandir(os.path.join(folder, below)) as entries:
-                for entry in entries:
-                    (folders if entry.is_dir() else files).append(entry.name)
-        except (OSError, ValueError):
-            return [], []
-        return folders, files
-
-    return look
+def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
+    """Look below a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
+    folders: list[str] = []
+    files: list[str] = []
+    try:
+        with os.scandir(os.path.join(folder, below)) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+    except (OSError, ValueError):
+        return [], []
+    return folders, files
 
 
-def look_in(names: Iterable[str]) -> Look:
+def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
     """Look at names that were listed already."""
-    listed = list(names)
-
-    def look(below: str) -> tuple[list[str], list[str]]:
-        inside = [name.removeprefix(below).partition("/") for name in listed if name.startswith(below)]
-        folders = dict.fromkeys(head for head, slash, _ in inside if slash)
-        return list(folders), [head for head, slash, _ in inside if not slash]
-
-    return look
+    inside = [name.removeprefix(below).partition("/") for name in names if name.startswith(below)]
+    folders = dict.fromkeys(head for head, slash, _ in inside if slash)
+    return list(folders), [head for head, slash, _ in inside if not slash]
 
 
 def steps_seen(look: Look) -> list[RunStep]:

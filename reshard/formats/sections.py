@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
-from reshard.state import IntKey
+from reshard.state import IntKey, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = ["Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
@@ -44,7 +44,7 @@ Tree = dict[Any, Any]
 
 _OPTIMIZER = re.compile(
     r"(optim|optims|optimizer|optimizers|opt|opt_state|optim_state|optimizer_state|optimizer_states|optimizer_\d+"
-    r"|optim_state_dict|optimizer_state_dict|optimizer_state_dicts)"
+    r"|optimizer_parts|optim_state_dict|optimizer_state_dict|optimizer_state_dicts)"
 )
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights")
 _OTHER = re.compile(
@@ -63,7 +63,7 @@ def nest(contents: Contents) -> Tree:
     leaves += [(key, False) for key in contents.objects]
     for key, is_tensor in leaves:
         path = contents.paths.get(key, (key,)) or (key,)
-        parts = [part.value if isinstance(part, IntKey) else part for part in path]
+        parts = [*map(plain_key, path)]
         # an int key of a dict becomes text, so that only lists have ints
         parts = [str(p) if isinstance(q, IntKey) else p for p, q in zip(parts, path)]
         if not _insert(root, parts, StoredLeaf(contents, key, is_tensor)):
@@ -120,8 +120,8 @@ class Sections:
 def find_sections(contents: Contents) -> Sections:
     """The model and the optimizers of a checkpoint."""
     tree = _unwrap(_split_flat(nest(contents)))
-    if _is_bare_optimizer(tree):
-        return Sections({}, [("", tree)])
+    if _is_bare_optimizer(tree) or _are_by_parameter(tree):
+        return Sections({}, [("", one) for one in _as_trees(tree)])
     found = sorted((key for key in tree if _is_optimizer(key, tree[key])), key=_natural)
     optimizers = [(key, one) for key in found for one in _as_trees(_inside(tree[key]))]
     models_in = [key for key in tree if isinstance(tree[key], dict) and _has_tensor(tree[key])]
@@ -268,9 +268,25 @@ def _has_tensor(tree: Tree) -> bool:
 def _as_trees(tree: Tree) -> list[Tree]:
     """Return an optimizer, or each of several in a list or by name."""
     inside = list(tree.values())
+    if _are_by_parameter(tree):
+        return [_by_parameter(tree)]
     numbered = bool(tree) and all(type(key) is int or str(key).isdigit() for key in tree)
     if numbered and all(isinstance(one, Mapping) and ("state" in one or "param_groups" in one) for one in inside):
         return [tree[key] for key in sorted(tree, key=int)]
     if inside and all(isinstance(one, Mapping) and is_nested(one) for one in inside):
-        return inside
+        numbered = all(_NUMBER.search(str(key)) for key in tree)  # stage_2 before stage_10
+        return [tree[key] for key in sorted(tree, key=_natural)] if numbered else inside
     return [tree]
+
+
+def _are_by_parameter(tree: Tree) -> bool:
+    """True for an optimizer of each parameter by its name, as torchtune keeps those that step in the backward pass."""
+    return bool(tree) and all("." in str(k) and isinstance(v, Mapping) and "param_groups" in v for k, v in tree.items())
+
+
+def _by_parameter(tree: Tree) -> Tree:
+    """Return them as one optimizer."""
+    kept = {name: one["state"] for name, one in tree.items() if isinstance(one.get("state"), dict)}
+    states = {name: state for name, of in kept.items() for state in of.values()}
+    groups = {name: {k: v for k, v in one["param_groups"][0].items() if k != "params"} for name, one in tree.items()}
+    return {"state": states, "param_groups": groups}

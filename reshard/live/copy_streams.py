@@ -137,11 +137,10 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._lanes: dict[torch.device, CopyStream] = {}
         for device in dict.fromkeys(devices):
-            module = device_module(device)
-            if hasattr(module, "Stream"):
+            if has_copy_streams(device):
                 self._lanes[device] = CopyStream(device)
-            elif module is not None:
-                module.synchronize()
+            else:
+                wait_for(device)
 
     def __getitem__(self, device: torch.device) -> CopyStream | None:
         """None for a device without streams."""

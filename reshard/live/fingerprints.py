@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from planners.geometry.arrays import distinct
 from planners.geometry.box import Box, merge_ranges
-from planners.geometry.layout import Part
+from planners.geometry.layout import Part, Shape
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks
 from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.live.fingerprint_sums import (
+from reshard.live.fingerprint_arithmetic import (
     LANES,
     PRIME,
     PUBLIC,
@@ -505,7 +506,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     place: bytes
     """8 bytes that are equal for ranks that hold the same elements; empty for none."""
     sums: bytes
@@ -520,7 +521,7 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     rank: int
     """The first of them."""
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     total: bytes
     """Of elements of which all holders have sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
@@ -656,10 +657,7 @@ def unpack_tally(packed: bytes, every: Iterable[K]) -> dict[K, Partial]:
 def add_tallies(packed: Sequence[bytes]) -> bytes:
     """Return the packed sum of packed tallies."""
     parts = [_rows(one) for one in packed]
-    ordered = np.sort(np.concatenate([part["number"] for part in parts]))
-    is_new = np.ones(len(ordered), dtype=bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    numbers = ordered[is_new]  # as np.unique, which imports numpy.ma
+    numbers = distinct(np.concatenate([part["number"] for part in parts]))
     total = np.zeros(len(numbers), _ROW)
     total["number"] = numbers
     for part in parts:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planners.geometry.box import flat_boxes
+from planners.geometry.layout import Shape
 from reshard.errors import NormalizationError
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, is_sharded
@@ -49,7 +50,7 @@ class FlatPiece:
     """The unit's flat parameter."""
     parameter: torch.Tensor
     """What the optimizer has: the original parameter with use_orig_params=True, else `flat`."""
-    shape: tuple[int, ...]
+    shape: Shape
     """Of the original parameter."""
     start: int
     """Where the parameter begins in the unsharded flat parameter, in elements."""
@@ -187,7 +188,7 @@ class FlatCut:
     """The ranges of a tensor's flattening that the ranks of a process group hold, one behind
     another."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     ranges: tuple[tuple[int, int], ...]
     """By position in the group: first element, and the one after the last; equal where there is
     none."""
@@ -258,7 +259,7 @@ def _along(axis: int, ndim: int) -> list[Any]:
     return [Shard(0) if each == axis else Replicate() for each in range(ndim)]
 
 
-def _chunk_dtensor(shape: tuple[int, ...], flat: torch.Tensor, mesh: Any, axis: int) -> DTensor:
+def _chunk_dtensor(shape: Shape, flat: torch.Tensor, mesh: Any, axis: int) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -368,7 +369,7 @@ def join_state(
     return out or None
 
 
-def _holds(nest: Any, shape: tuple[int, ...]) -> bool:
+def _holds(nest: Any, shape: Shape) -> bool:
     """Return whether a nest has a tensor of this shape."""
     return any(isinstance(leaf, torch.Tensor) and global_shape(leaf) == shape for leaf in leaves_of(nest).values())
 

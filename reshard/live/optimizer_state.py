@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from planners.geometry.layout import Shape
 from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like
@@ -76,7 +77,7 @@ class Saved(NamedTuple):
 
     key: str
     path: KeyPath
-    shape: tuple[int, ...] | None
+    shape: Shape | None
     """None for what is no tensor."""
     dtype: str = ""
     first: str = ""
@@ -292,7 +293,7 @@ class _StateMemory:
         return known
 
 
-def _fits(known: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
     return (
         is_tensor(known)
         and global_shape(known) == shape
@@ -409,7 +410,7 @@ def _is_on_mesh(row: Saved, parameter: Any) -> bool:
     return is_dtensor(parameter) and row.on_mesh
 
 
-def _place_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _place_like(like: Any, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Unfilled memory for a tensor of a parameter's state: placed like the parameter if the shapes are the same, else
     on its mesh. Without a parameter, an unsharded tensor."""
     if like is None or (type(like) is torch.Tensor and like.device.type == "meta"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from reshard.live.tensors import (
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
-from reshard.state import IntKey, KeyPath, State, is_selected, key_of
+from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
     "LiveState", "OwnState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
@@ -289,7 +290,7 @@ class Targets(State[LiveTensor]):
         if not isinstance(state, MutableMapping | list):
             raise option_error(f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError)
         own: list[KeyPath] = []
-        live = take_apart(state, whole_at=_saved_whole(saved or {}, own))
+        live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, own))
         # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere
         full: set[KeyPath] = {(), *(path[:i] for path in own for i in range(len(path)))}
         for key, path in live.paths.items():
@@ -408,22 +409,18 @@ def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
     return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
 
 
-def _saved_whole(saved: Mapping[str, Any], own: list[KeyPath]) -> Callable[[KeyPath, Any], bool]:
+def _saved_whole(saved: Mapping[str, Any], own: list[KeyPath], path: KeyPath, value: Any) -> bool:
     """Return True if the container at a path was saved as one object and can be replaced by it. `own` gets the paths of
     each `OwnState`."""
-
-    def whole(path: KeyPath, value: Any) -> bool:
-        if isinstance(value, OwnState):
-            own.append(path)
-        key = key_of(path)
-        if not path or key not in saved:
-            return False
-        if not any(map(is_single, flatten(value, is_leaf=is_single).leaves.values())):
-            return True
-        found = saved[key]
-        return not isinstance(value, Mapping) and type(found) in (list, tuple) and len(found) == len(value)
-
-    return whole
+    if isinstance(value, OwnState):
+        own.append(path)
+    key = key_of(path)
+    if not path or key not in saved:
+        return False
+    if not any(map(is_single, flatten(value, is_leaf=is_single).leaves.values())):
+        return True
+    found = saved[key]
+    return not isinstance(value, Mapping) and type(found) in (list, tuple) and len(found) == len(value)
 
 
 def _depth_of_dicts(path: KeyPath) -> int:
@@ -464,10 +461,10 @@ def _put(root: Any, path: KeyPath, value: Any) -> None:
             setattr(local, str(part), holder(value).view(getattr(local, str(part)).shape))
             return
         if not isinstance(container, tuple):
-            container[_index(part)] = value
+            container[plain_key(part)] = value
             return
         items = list(container)
-        items[_index(part)] = value
+        items[plain_key(part)] = value
         value = rebuilt(container, items)
 
 
@@ -475,8 +472,4 @@ def _inside(here: Any, part: str | int | IntKey) -> Any:
     """Return the child of a container, or of a tensor that consists of others, at one part of a
     path.
     """
-    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[_index(part)]
-
-
-def _index(part: str | int | IntKey) -> Any:
-    return part.value if isinstance(part, IntKey) else part
+    return getattr(holder(here), str(part)) if isinstance(here, torch.Tensor) else here[plain_key(part)]

@@ -80,7 +80,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
-def global_shape(tensor: Any) -> tuple[int, ...]:
+def global_shape(tensor: Any) -> Shape:
     """Shape of the full tensor."""
     # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
     return tuple(tensor.metadata().size) if is_sharded_tensor(tensor) else tuple(tensor.shape)
@@ -236,7 +236,7 @@ class LiveTensor:
         return dtype_of(self.value)
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
         return global_shape(self.value)
 
@@ -383,7 +383,7 @@ def _rank() -> int:
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
 def _forms_held(
-    forms: tuple[ProductForm, ...], shape: tuple[int, ...], here: int, local: tuple[int, ...]
+    forms: tuple[ProductForm, ...], shape: Shape, here: int, local: tuple[int, ...]
 ) -> tuple[ProductForm, ...]:
     """Metadata do not say how a tensor was sharded. What this rank really holds, of shape `local`,
     does."""
@@ -605,9 +605,7 @@ def candidate_layouts(
     return tuple(dict.fromkeys((_cut_later(literal, outermost), _cut_later(literal, every), literal)))
 
 
-def matching_shards(
-    forms: Sequence[ProductForm], shape: tuple[int, ...], held: Mapping[int, Shape]
-) -> tuple[ProductForm, ...]:
+def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[int, Shape]) -> tuple[ProductForm, ...]:
     """Return the `forms` whose local tensors have the shapes that some ranks hold (rank -> shape),
     in order. Of forms that give every rank the same elements, the last one stays, which says it as
     the placements do."""
@@ -649,7 +647,7 @@ def _local_shape(form: ProductForm, shape: Shape, rank: int) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def same_parts(a: ProductForm, b: ProductForm, shape: tuple[int, ...]) -> bool:
+def same_parts(a: ProductForm, b: ProductForm, shape: Shape) -> bool:
     """Return True if both give every rank the same elements in the same order."""
     return a == b or all(a.parts(shape, rank) == b.parts(shape, rank) for rank in a.ranks())
 

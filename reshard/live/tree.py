@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import FormatError, KeyMismatchError
-from reshard.state import IntKey, KeyPath, key_of
+from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 __all__ = [
     "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
@@ -229,7 +229,7 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
         return node.value
     kind = kinds.get(path, "list" if node and all(type(k) is int for k in node) else "dict")
     if kind.partition(":")[0] in ("dict", "tensor"):
-        return {k.value if isinstance(k, IntKey) else k: _build(v, (*path, k), kinds) for k, v in node.items()}
+        return {plain_key(k): _build(v, (*path, k), kinds) for k, v in node.items()}
     return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
 
 

@@ -9,24 +9,24 @@
 `reshard.mapping.families`.
 """
 
-from reshard.mapping.families import ready as ready
-from reshard.mapping.mapping import Mapping as Mapping, apply_dict as apply_dict
+from reshard.mapping.families import ready
+from reshard.mapping.mapping import Mapping, apply_dict
 from reshard.mapping.rules import (
-    Cast as Cast,
-    Concat as Concat,
-    Dequantize as Dequantize,
-    Drop as Drop,
-    Mxfp4 as Mxfp4,
-    Offset as Offset,
-    Rename as Rename,
-    Reshape as Reshape,
-    Resize as Resize,
-    Rope as Rope,
-    Rule as Rule,
-    Split as Split,
-    Stack as Stack,
-    Transpose as Transpose,
-    Unstack as Unstack,
+    Cast,
+    Concat,
+    Dequantize,
+    Drop,
+    Mxfp4,
+    Offset,
+    Rename,
+    Reshape,
+    Resize,
+    Rope,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
 )
 
 __all__ = [

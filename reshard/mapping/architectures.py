@@ -35,7 +35,8 @@ class Architecture:
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """Plain names of the norms before and after attention, and before and after feed-forward; "" if there is none."""
     experts: str = ""
-    """How experts are on disk: "apart", "stacked" (gate and up as one, named as Granite's), or "transposed" stacks."""
+    """How experts are on disk: "apart", "packed" (as in memory), "stacked" (gate and up as one, named as Granite's), or
+    "transposed" stacks."""
     shared: str = "shared_experts"
     """The plain name of the experts that every token goes to."""
     memory: Dict[str, str] = field(default_factory=dict)
@@ -181,6 +182,13 @@ _FC = {"mlp.fc1.{kind}": "mlp.up_proj.{kind}", "mlp.fc2.{kind}": "mlp.down_proj.
 _STARCODER = {"mlp.c_fc.{kind}": "mlp.up_proj.{kind}", "mlp.c_proj.{kind}": "mlp.down_proj.{kind}"}
 
 
+_AXK2 = {
+    "self_attn.q_b_proj.{kind}": "self_attn.q_gate_proj.{kind}",
+    "{norm}.W_down.weight": "{norm}.mlp.fc1.weight",
+    "{norm}.W_up.weight": "{norm}.mlp.fc2.weight",
+}
+
+
 def undone(names: Dict[str, str]) -> dict[str, str]:
     """Plain names, and those on disk, of all but the experts: in memory these keep the names on disk."""
     return {plain: disk for disk, plain in names.items() if "{e}" not in disk}
@@ -203,7 +211,7 @@ _TABLE = {
     ),
     "lfm2": Architecture(names=_LFM2),
     "bamba falcon_h1": Architecture(names=_JAMBA | {"pre_ff_layernorm.weight": "post_attention_layernorm.weight"}),
-    "olmo bitnet apertus diffllama": Architecture(),
+    "olmo bitnet apertus diffllama qwen2_5_omni_thinker": Architecture(),
     "nanochat": Architecture(names=_FC, gated=False),
     "phi": Architecture(names=_FC | {"self_attn.dense.{kind}": "self_attn.o_proj.{kind}"}, gated=False),
     "exaone": Architecture(
@@ -221,6 +229,8 @@ _TABLE = {
     "axk1": Architecture(
         experts="apart", latent=True, memory={"post_mlp_layernorm.weight": "mlp.post_mlp_layernorm.weight"}
     ),
+    "axk2": Architecture(experts="apart", latent=True, memory=_AXK2),
+    "mistral4": Architecture(experts="packed", latent=True),
     "glm": Architecture(_MEGATRON, fused=("gate_up",)),
     "glm4": Architecture(_SERVED, _GLM4_NORMS, ("gate_up",), _BOTH_SIDES),
     "exaone4": Architecture(_SERVED, norms=_AFTER),
@@ -242,6 +252,7 @@ _TABLE = {
     "minimax": Architecture((), _MIXTRAL, experts="apart"),
     "lfm2_moe": Architecture((), _LFM2_MOE, experts="apart", memory=undone(_LFM2_MOE) | _STACKS),
     "jamba": Architecture((), _JAMBA, experts="apart", memory=undone(_JAMBA) | _STACKS),
+    "qwen3_omni_moe_thinker": replace(_MOE, namings=()),
     "mimo_v2_flash": replace(_MOE, namings=(), memory={"self_attn.attention_sink_bias": "self_attn.sinks"}),
     "cohere2_moe": replace(_MOE, namings=(), norms=_ONE),
     "hy_v3": replace(_MOE, namings=_MEGATRON, names=_HY_V3, memory={_BIAS: "mlp.e_score_correction_bias"}),
@@ -282,10 +293,10 @@ _TABLE = {
         joined=("mlp", "mlp.shared_experts"),
     ),
     "llava llava_next llava_onevision internvl aya_vision cohere2_vision got_ocr2 paligemma vipllava idefics3 "
-    "smolvlm lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl": _AROUND,
+    "smolvlm lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl kimi_k25": _AROUND,
     "glm4v glm46v glm_ocr": Architecture(names=_GLM4_NORMS, fused=("gate_up",), norms=_BOTH_SIDES),
     "glm4v_moe": replace(_MOE, namings=_MEGATRON),
-    "gemma4_text gemma4": Architecture(norms=_BOTH_SIDES),
+    "gemma4_text gemma4 gemma3n_text gemma3n": Architecture(norms=_BOTH_SIDES),
     "qwen3_vl_moe": Architecture(_MEGATRON, experts="transposed"),
     "gemma3": replace(_GEMMA, namings=_MEGATRON, norms=_BOTH_SIDES),
 }  # fmt: skip
@@ -323,6 +334,8 @@ class Decoder:
     """Rows of one key head and of one value head of linear attention."""
     text: str = ""
     """The `model_type` of the decoder within a vision-language model."""
+    vision_size: int = 0
+    """Elements of a vector in the vision tower, in vision-language models."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -332,12 +345,10 @@ class Decoder:
     @property
     def architecture(self) -> Architecture:
         """What is known of the family. Raises NormalizationError, naming the nearest one, if that is nothing."""
-        found, inner = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text, _GRANITE_MOE)
-        if found is not _AROUND or not self.text:
-            name = self.family
-        else:
+        found, inner, name = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text), self.family
+        if self.text and (found is _AROUND or (found and inner and inner.experts and not found.experts)):
             name = f"{self.family} around {self.text}"
-            found = replace(inner, namings=()) if inner.experts in ("", "apart") else None
+            found = replace(inner, namings=()) if inner and inner.experts in ("", "apart", "packed") else None
         if found is not None:
             return found
         raise NormalizationError(
@@ -383,6 +394,7 @@ class Decoder:
         size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
         kv_heads = _number(config, "num_key_value_heads", heads)
         layers = _number(config, "num_hidden_layers")
+        rows = config.get("moe_intermediate_size") or config.get("intermediate_size")
         return cls(
             str(config["model_type"]),
             heads,
@@ -392,7 +404,7 @@ class Decoder:
             layers,
             _number(config, "num_nextn_predict_layers"),
             tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
-            _number(config, "moe_intermediate_size") or _number(config, "intermediate_size"),
+            rows if isinstance(rows, int) else 0,  # of Gemma 3n those of each layer
             (
                 _number(config, "q_lora_rank"),
                 _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"),
@@ -402,6 +414,7 @@ class Decoder:
             (_number(config, "linear_num_key_heads", 1), _number(config, "linear_num_value_heads", 1)),
             (_number(config, "linear_key_head_dim", 1), _number(config, "linear_value_head_dim", 1)),
             text,
+            _number(seen, "hidden_size"),
         )
 
 

@@ -282,7 +282,8 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
     fused = {"qkv": _attention(model), "gate_up": _gate_up("mlp")}
     apart = Mapping(rule.inverse() for name in known.fused for rule in fused[name])
     if known.experts != "stacked":
-        return outer | Mapping(rules) | apart
+        made = outer | Mapping(rules) | apart
+        return made | in_memory_to_disk(fill) if known.experts == "packed" else made
     shared = [f"{HF}mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")]
     names = {
         f"{HF}block_sparse_moe.input_linear.weight": f"{_BLOCK}gate_up_proj",
@@ -680,7 +681,8 @@ def _in_memory(model: Decoder, plain: Mapping, fill: float | None) -> Mapping:
     made = decoder | Mapping(renames(known.outer))
     if known.experts == "apart":
         made = plain | in_memory_to_disk(fill, known.gated).inverse()
-    return made | Mapping(rules) | decoder.inverse() | vision.in_memory(model.family)
+    size = model.vision_size // max(model.vision_heads, 1)
+    return made | Mapping(rules) | decoder.inverse() | vision.in_memory(model.family, size)
 
 
 def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, fill: float | None) -> Mapping:

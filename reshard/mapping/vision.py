@@ -2,14 +2,15 @@
 
     family                      on disk                 in memory               Megatron
     qwen2_vl, qwen2_5_vl        model.                  model.language_model.   language_model.
+    thinkers of Qwen Omni       model.                  model.language_model.
     qwen3_vl, qwen3_vl_moe      model.language_model.   model.language_model.   language_model.
     qwen3_5, qwen3_5_moe        model.language_model.   model.language_model.   language_model.
     glm4v_moe                   model.language_model.   model.language_model.   language_model.
     glm4v, glm46v, glm_ocr,     model.language_model.   model.language_model.
-    gemma4
+    gemma3n, gemma4
     llama4                      language_model.model.   language_model.model.   language_model.
     gemma3, mistral3            language_model.model.   model.language_model.   language_model.
-    minimax_m3_vl               language_model.model.   model.language_model.
+    minimax_m3_vl, kimi_k25     language_model.model.   model.language_model.
 
 Families around a decoder of any other family, such as LLaVA and InternVL, stand as `_ON_DISK` says.
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
 from reshard.mapping.mapping import Mapping
-from reshard.mapping.rules import Concat, Rename, Reshape, Rule, Split, Transpose, renames
+from reshard.mapping.rules import Concat, Rename, Reshape, Rope, Rule, Split, Transpose, renames
 
 __all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
 
@@ -33,27 +34,32 @@ _LLAVA = "language_model.model.", "language_model."
 _ON_DISK = {
     family: before
     for families, before in {
-        "qwen2_vl qwen2_5_vl": ("model.", ""),
+        "qwen2_vl qwen2_5_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker": ("model.", ""),
         "gemma3": ("language_model.model.", ""),
-        "llama4 mistral3 minimax_m3_vl llava llava_next llava_onevision internvl aya_vision got_ocr2 paligemma "
-        "vipllava": _LLAVA,
+        "llama4 mistral3 minimax_m3_vl kimi_k25 llava llava_next llava_onevision internvl aya_vision got_ocr2 "
+        "paligemma vipllava": _LLAVA,
         "idefics3 smolvlm": ("model.text_model.", ""),
-        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm46v glm_ocr glm4v_moe gemma4 cohere2_vision lfm2_vl "
-        "exaone4_5 video_llama_3 ovis2 deepseek_vl": ("model.language_model.", ""),
+        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm46v glm_ocr glm4v_moe gemma4 gemma3n cohere2_vision "
+        "lfm2_vl exaone4_5 video_llama_3 ovis2 deepseek_vl": ("model.language_model.", ""),
     }.items()
     for family in families.split()
 }
 """What stands before the names of the decoder, and before its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
 _PER_LAYER = tuple(
-    f"{x}.weight" for x in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+    f"{x}.weight"
+    for x in (
+        *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+        *("altup_projections.{i}", "altup_unembed_projections.{i}"),
+    )
 )
-"""What Gemma 4's decoder has beside its layers."""
+"""What the decoders of Gemma 3n and 4 have beside their layers."""
 _MEMORY = {
-    "visual.{rest+}": "model.visual.{rest+}",
-    "vision_tower.{rest+}": "model.vision_tower.{rest+}",
-    "multi_modal_projector.{rest+}": "model.multi_modal_projector.{rest+}",
-    "image_newline": "model.image_newline",
+    name: f"model.{name}"
+    for name in (
+        *("visual.{rest+}", "vision_tower.{rest+}", "audio_tower.{rest+}"),
+        *("multi_modal_projector.{rest+}", "mm_projector.{rest+}", "image_newline"),
+    )
 }
 _MINIMAX = {
     "vision_tower.vision_model.embeddings.patch_embedding.{rest+}": "model.vision_tower.embeddings.proj.{rest+}",
@@ -63,6 +69,19 @@ _MINIMAX = {
 }
 """Names on disk of what is beside the decoder, and in memory, where these differ."""
 _KINDS = ("weight", "bias")
+_KIMI_BLOCK, _KIMI_LAYER = "vision_tower.encoder.blocks.{i}.", "model.vision_tower.layers.{i}."
+_KIMI = {
+    f"{_KIMI_BLOCK}norm0.{{kind}}": f"{_KIMI_LAYER}norm1.{{kind}}",
+    f"{_KIMI_BLOCK}norm1.{{kind}}": f"{_KIMI_LAYER}norm2.{{kind}}",
+    f"{_KIMI_BLOCK}mlp.fc0.{{kind}}": f"{_KIMI_LAYER}mlp.fc1.{{kind}}",
+    f"{_KIMI_BLOCK}mlp.fc1.{{kind}}": f"{_KIMI_LAYER}mlp.fc2.{{kind}}",
+    f"{_KIMI_BLOCK}wo.{{kind}}": f"{_KIMI_LAYER}attn.proj.{{kind}}",
+    "vision_tower.encoder.final_layernorm.{kind}": "model.vision_tower.final_layernorm.{kind}",
+    "vision_tower.patch_embed.pos_emb.weight": "model.vision_tower.patch_embed.pos_emb.position_embeddings",
+    "mm_projector.proj.0.{kind}": "model.mm_projector.in_proj.{kind}",
+    "mm_projector.proj.2.{kind}": "model.mm_projector.out_proj.{kind}",
+}
+_MOVED = {"minimax_m3_vl": _MINIMAX, "kimi_k25": _KIMI}
 
 
 def to_decoder(family: str) -> Mapping:
@@ -71,12 +90,17 @@ def to_decoder(family: str) -> Mapping:
     return Mapping(_decoder(family, "model."))
 
 
-def in_memory(family: str) -> Mapping:
-    """Map the names on disk to those that a model of transformers 5 has in memory."""
+def in_memory(family: str, head_size: int) -> Mapping:
+    """Map the names on disk to those that a model of transformers 5 has in memory. Heads of the tower have
+    `head_size`."""
     if family == "llama4" or _ON_DISK.get(family, [""])[0] not in ("model.", _LLAVA[0]):
         return Mapping()
-    moved = _MINIMAX | _MEMORY if family == "minimax_m3_vl" else _MEMORY
-    return Mapping([*_decoder(family, "model.language_model."), *renames(moved)])
+    rules = [*_decoder(family, "model.language_model."), *renames(_MOVED.get(family, {}) | _MEMORY)]
+    if family != "kimi_k25":
+        return Mapping(rules)
+    parts = {kind: [f"{_KIMI_LAYER}attn.{x}_proj.{kind}" for x in "qkv"] for kind in _KINDS}
+    rules = [*(Split(f"{_KIMI_BLOCK}wqkv.{kind}", parts[kind], (1, 1, 1)) for kind in _KINDS), *rules]
+    return Mapping(rules) | Mapping(Rope(x, x, head_size, "halves") for of in parts.values() for x in of[:2])
 
 
 def _decoder(family: str, target: str) -> list[Rule]:

@@ -247,6 +247,14 @@ class NativeFacts(Facts):
             for done in [pool.submit(read, name) for name in sorted(names) for read in kinds]:
                 done.result()
 
+    def block_bytes(self, file: str) -> int:
+        """How many bytes of a data file one of its checksums covers."""
+        return self.files[file].block_bytes_or(self.manifest.block_bytes)
+
+    def uncompared(self, file: str) -> BlockChecksums:
+        """The checksums of a data file, of which no block was compared yet."""
+        return BlockChecksums(self.files[file].nbytes, self.block_bytes(file), partial(self.sums, file))
+
     def tensor(self, fqn: str) -> StoredTensor:
         """A tensor of the layout, whose chunks are found when they are asked for."""
         tensor = self.plan.layout[fqn]
@@ -468,12 +476,10 @@ def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple
     """
     compared = 0
     for source, ranges in spans.items():
-        record = facts.files.get(source.name)
-        if record is None:
+        if source.name not in facts.files:
             continue
         fresh = FileSource(source.storage, source.name)
-        block_bytes = record.block_bytes_or(facts.manifest.block_bytes)
-        sums = fresh.checksums = BlockChecksums(record.nbytes, block_bytes, partial(facts.sums, record.name))
+        sums = fresh.checksums = facts.uncompared(source.name)
         blocks = dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop))
         fresh.compare_blocks(list(blocks))
         compared += sum(stop - start for start, stop in blocks)

@@ -244,7 +244,7 @@ def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: d
     linked = []
     for file, name in names.items():
         old = records[file]
-        block_bytes = old.block_bytes_or(base.facts.manifest.block_bytes)
+        block_bytes = base.facts.block_bytes(file)
         other = UNSET if block_bytes == BLOCK_BYTES else block_bytes
         linked.append(LinkedRecord(name, old.nbytes, old.header_bytes, old.sums, live[file], other))
     return Reused(tuple(entries), arrays, tuple(linked))

@@ -193,14 +193,14 @@ class Group:
         return _decode(whole, kind) if only in (None, self.rank) else value
 
     def merge_within(
-        self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b"", *, kind: Any = None
+        self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b""
     ) -> tuple[T, dict[int, bytes]]:
         """`merge`, and what ranks sent that gave the same name as this one, such as that of their machine, by
         place in the group and in its order. They are few: 1,024 at most give one name."""
         if self._rounds is None:
             return combine([value]), {0: told}
         box = f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        merged = self.merge(value, combine, what, kind=kind, parcels={box: told})
+        merged = self.merge(value, combine, what, parcels={box: told})
         return merged, self._rounds.collect(box, range(self.world_size))
 
     def exchange_within(self, name: str, value: T, *, kind: Any = None) -> dict[int, T]:
@@ -208,12 +208,12 @@ class Group:
         _, found = self.merge_within(b"", b"".join, "an exchange among some", name, _encode(value))
         return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
-    def exchange(self, value: T, *, kind: Any = None) -> list[T]:
+    def exchange(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, for what every rank needs of every other. Equal ones travel once."""
         if self._rounds is None:
             return [value]
         pool = self.merge(DistinctValues([_encode(value)]), DistinctValues.join, "an exchange")
-        distinct = [_decode(data, kind or type(value)) for data in pool.distinct]
+        distinct = [_decode(data, type(value)) for data in pool.distinct]
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
@@ -280,13 +280,12 @@ class Group:
         )
         return [(_decode(one, kind or type(value)), ranks) for one, ranks in zip(answers, parties, strict=True)]
 
-    def share(self, value: T | None, root: int = 0, *, kind: Any = bytes) -> T:
-        """Return the value of the rank `root` (its place in the group); the others pass None."""
-        self._check_root(root, "share from")
-        if self.rank == root and value is None:
-            raise ReshardError(f"rank {root} is to share its data, but gave None")
-        mine = _encode(value) if self.rank == root else b""
-        return cast(T, _decode(self.merge(mine, b"".join, f"a share from rank {root}"), kind))
+    def share(self, value: T | None, *, kind: Any = bytes) -> T:
+        """Return the value of the first rank; the others may pass None."""
+        if self.rank == 0 and value is None:
+            raise ReshardError("rank 0 is to share its data, but gave None")
+        mine = b"" if self.rank else _encode(value)
+        return cast(T, _decode(self.merge(mine, b"".join, "a share from rank 0"), kind))
 
     def _check_root(self, root: int, what: str) -> None:
         if not 0 <= root < self.world_size:

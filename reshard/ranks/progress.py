@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from planners.units import format_bytes
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID

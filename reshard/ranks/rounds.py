@@ -139,7 +139,8 @@ class Rounds:
             if self.failure is not None:
                 self.failure.raise_()
             self._store.limit = deadline, GRACE_S
-            before = self._take_own_keys()
+            before = self._own_keys[:]
+            self._own_keys.clear()  # what follows is of this round
             limit = min(_INLINE_BYTES, PART_BYTES // min(len(self._ranks), _BOX_RANKS))
             for box, parcel in (parcels or {}).items():
                 name = self._key(f"parcel/{box}/{self._rank}")
@@ -224,7 +225,8 @@ class Rounds:
         count, everybody = f"{self.session}/{n}/seen", f"{self.session}/{n}/all"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
-        own = self._take_own_keys()
+        own = self._own_keys[:]
+        self._own_keys.clear()
         if self._rank:
             tree = tuple(f"{self.session}/{n}/{name}" for name in ("outcome", "count/", "log/"))
             self._stale_keys.leave(self.session, own if failed else [key for key in own if not key.startswith(tree)])
@@ -250,11 +252,6 @@ class Rounds:
                 yield f"{self.session}/{n}/count/{level}/{group}"
                 yield from self._store.keys_of(f"{self.session}/{n}/log/{level}/{group}", range(size))
 
-    def _take_own_keys(self) -> list[str]:
-        keys = self._own_keys[:]
-        self._own_keys.clear()
-        return keys
-
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
         """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
         place, oldest = self._rank, min(self._stale_keys.live, default=0)
@@ -263,12 +260,11 @@ class Rounds:
             log, count = self._key(f"log/{level}/{group}"), self._key(f"count/{level}/{group}")
             name = self._key(f"data/{level}/{place}")
             head = self._store.put(name, data, _INLINE_BYTES, self._own_keys)
-            if (
-                self._store.append(log, slot, msgspec.msgpack.encode(LogEntry(label, head, oldest)), count)
-                < sizes[group]
-            ):
+            entry = msgspec.msgpack.encode(LogEntry(label, head, oldest))
+            if self._store.append(log, slot, entry, count) < sizes[group]:
                 return None
-            entries = self._entries(level, group, sizes[group])
+            found = self._store.entries(log, range(sizes[group]))
+            entries = {slot: msgspec.msgpack.decode(one, type=LogEntry) for slot, one in found.items()}
             self._own_keys += [count, *self._store.keys_of(log, entries)]
             if len({entry.label for entry in entries.values()}) > 1:
                 return self._settle(self._diverged(entries, FAN**level, group))
@@ -278,11 +274,6 @@ class Rounds:
         limit = PART_BYTES if only is None else 0
         head = self._store.put(self._key("whole"), data, limit, self._own_keys)
         return self._settle(RoundOutcome(head, oldest))
-
-    def _entries(self, level: int, group: int, size: int) -> dict[int, LogEntry]:
-        """Return the entries of a log, by slot."""
-        found = self._store.entries(self._key(f"log/{level}/{group}"), range(size))
-        return {slot: msgspec.msgpack.decode(entry, type=LogEntry) for slot, entry in found.items()}
 
     def _wait(self, label: str, deadline: float, allowed_s: float) -> Outcome:
         if self._peers is not None and not self._peers.knows_whom:
@@ -313,11 +304,16 @@ class Rounds:
         until = time.monotonic() + _HERE_S + 2 * _WATCH_GAP_S
         for _ in self._store.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             pass
-        sizes = enumerate(_levels(len(self._ranks))[0])
-        heard = {
-            g * FAN + slot for g, size in sizes for slot in self._store.entries(self._key(f"here/{g}"), range(size))
+        heard = self._in_logs("here")
+        return [rank for rank in self._ranks if rank not in heard]
+
+    def _in_logs(self, name: str) -> set[int]:
+        """The ranks that have an entry in the logs of this name."""
+        return {
+            self._ranks[group * FAN + slot]
+            for group, size in enumerate(_levels(len(self._ranks))[0])
+            for slot in self._store.entries(self._key(f"{name}/{group}"), range(size))
         }
-        return [rank for place, rank in enumerate(self._ranks) if place not in heard]
 
     def _watch(self, label: str) -> Outcome | None:
         """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
@@ -352,11 +348,7 @@ class Rounds:
             if (outcome := self._read()) is not None:
                 return outcome
         self._own_keys.append(self._key("overdue"))
-        arrived = {
-            self._ranks[group * FAN + slot]
-            for group, size in enumerate(_levels(len(self._ranks))[0])
-            for slot in self._entries(0, group, size)
-        }
+        arrived = self._in_logs("log/0")
         missing = [rank for rank in self._ranks if rank not in arrived]
         where = f"{label} within {allowed_s:g} s"
         if not missing:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from opentelemetry import metrics, trace
 
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 
 __all__ = ["tell"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from planners.geometry.box import Box
-from planners.geometry.layout import Form, Part
+from planners.geometry.layout import Form, Part, Shape
 from reshard.errors import LayoutError, NormalizationError
 from reshard.live.copy_streams import batches
 from reshard.live.fsdp1 import FlatCut, cut_of, group_of
@@ -103,7 +103,7 @@ def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
 
 
 def _along_axes(
-    tensor: DTensor, form: Form, shape: tuple[int, ...], data: torch.Tensor, to_rank: int | None
+    tensor: DTensor, form: Form, shape: Shape, data: torch.Tensor, to_rank: int | None
 ) -> list[tuple[int, torch.Tensor]] | None:
     """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis
     after another."""
@@ -140,7 +140,7 @@ def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collect
     return [held for member in members for held in _collected(grid, member, later, kept)]
 
 
-def _sizes(dtype: torch.dtype, form: Form, shape: tuple[int, ...], ranks: Sequence[Sequence[int]]) -> list[int]:
+def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that each list of ranks holds together."""
     return [sum(part.numel for rank in own for part in form.parts(shape, rank)) * dtype.itemsize for own in ranks]
 
@@ -197,7 +197,7 @@ class _Move:
     want."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     held: _Ranges
     wanted: _Ranges
     local: torch.Tensor

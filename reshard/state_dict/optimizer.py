@@ -29,7 +29,7 @@ from reshard.state_dict.model import (
     spans_of,
     write_all,
 )
-from reshard.state_dict.names import LiveModel, where
+from reshard.state_dict.module_names import LiveModel, where
 from reshard.state_dict.optimizer_parameters import (
     LiveOptimizers,
     OptimizedParameter,

@@ -123,8 +123,9 @@ class Storage(ABC):
         """
         return False
 
-    def empty_folders(self) -> builtins.list[str]:
+    def empty_folders(self, prefix: str = "") -> builtins.list[str]:
         """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
+        With `prefix`, only of those at the top whose names start with it.
 
         `delete` of `NOTHING` in one of them removes it, unless another process has put an object there meanwhile.
         """

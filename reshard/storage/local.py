@@ -73,11 +73,15 @@ class LocalStorage(Storage):
             _list(os.fspath(self.root), "", found, deep=False)
         return found
 
-    def empty_folders(self) -> builtins.list[str]:
+    def empty_folders(self, prefix: str = "") -> builtins.list[str]:
+        found: list[str] = []
         with self._errors("list", "."):
-            walk = os.walk(self.root, onerror=_unless_absent)
-            found = [os.path.relpath(where, self.root) for where, folders, files in walk if not folders and not files]
-        return sorted(name for name in found if name != ".")
+            for where, folders, files in os.walk(self.root, onerror=_unless_absent):
+                if where == os.fspath(self.root):
+                    folders[:] = [name for name in folders if name.startswith(prefix)]  # nor looks into the others
+                elif not folders and not files:
+                    found.append(os.path.relpath(where, self.root))
+        return sorted(found)
 
     def size(self, name: str) -> int:
         return self._with_file(name, "read", lambda _, size: size)

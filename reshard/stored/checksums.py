@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.box import ByteRuns, Window
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",

@@ -23,7 +23,7 @@ from reshard.stored.source import Source
 
 __all__ = [
     "MAX_BUFFER_BYTES", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "box_bytes", "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "whole",
+    "box_bytes", "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "whole",
 ]  # fmt: skip
 
 
@@ -390,6 +390,11 @@ def whole(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(whole, value))
     return value[...] if isinstance(value, LazyTensor) else value
+
+
+def read_value(value: Any) -> Any:
+    """The tensor itself of a stored one, such as the learning rate of a param group; any other value as it is."""
+    return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
 def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], list[bool]]:

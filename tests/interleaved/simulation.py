@@ -698,7 +698,7 @@ def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
     rows = []
     for key, module in list(sys.modules.items()):
         if key.split(".")[0] == "reshard":
-            some = {id(time)} if key in ("reshard.ranks.group", "reshard.ranks.spans") else ids
+            some = {id(time)} if key in ("reshard.ranks.group", "reshard.ranks.timespans") else ids
             rows += [(module, name, id(value)) for name, value in vars(module).items() if id(value) in some]
     return rows
 

@@ -221,6 +221,29 @@ except ModuleNotFoundError as error:
     assert done.stdout == "No module named 'planners.nothing'\n"
 
 
+@pytest.mark.parametrize("path", ["planners.py", "planners/__init__.py"])
+@pytest.mark.parametrize("code", ["import reshard", "import planners, reshard", "import reshard.mapping"])
+def test_planners_of_the_users_own_are_named(path, code, tmp_path):
+    """Beside the script, and so first on the path: ours cannot be imported by its name."""
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("routes = []\n")
+    (tmp_path / "script.py").write_text(f"try:\n    {code}\nexcept ImportError as error:\n    print(error)\n")
+
+    found = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    ours = os.path.join(os.path.dirname(os.path.dirname(reshard.__file__)), "planners")
+    assert found.stdout == (
+        f"reshard needs its own package planners, in {ours}, but Python finds {tmp_path / path} first: rename that, "
+        "or remove its folder from sys.path\n"
+    )
+
+
+def test_a_folder_called_planners_does_no_harm(tmp_path):
+    (tmp_path / "planners").mkdir()
+    code = "import reshard, torch; reshard.save({'w': torch.ones(2)}, 'c'); print(reshard.planners.__file__)"
+    assert printed_by(code, tmp_path) == f"{reshard.planners.__file__}\n"
+
+
 @pytest.mark.parametrize("version", ["2.6.0", "2.15.3+cu130", "2.13.0a0+git1234"])
 def test_torch_as_it_was_tried_is_no_news(version):
     warn_if_untried(version)

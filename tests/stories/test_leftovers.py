@@ -429,8 +429,8 @@ def test_a_claim_made_while_empty_folders_are_removed_stays(folder, claim, tmp_p
     inner, real = open_storage(tmp_path), LocalStorage.empty_folders
     (tmp_path / folder).mkdir()
 
-    def then_claimed(storage: LocalStorage) -> list[str]:
-        found = real(storage)
+    def then_claimed(storage: LocalStorage, prefix: str = "") -> list[str]:
+        found = real(storage, prefix)
         inner.publish(f"{folder}/{claim}", b"{}")
         return found
 

@@ -64,6 +64,8 @@ _LINEAR = {
 }
 _INDEXED = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 3}
 _PER_LAYER = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 53}
+_GEMMA3N = {"head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 53, "laurel_rank": 4}
+_GEMMA3N |= {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}
 _NO_PADDING = {"pad_token_id": None}  # transformers 5.24 clears the padding's row of tied weights when it loads
 _SLIDING = {"layer_types": ["sliding_attention"] * 2}  # EXAONE's other layers do not rotate
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
@@ -219,6 +221,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     # transformers 5.24 saves three equal convolutions, whatever the heads
     "olmo_hybrid": ("OlmoHybrid", {**_LINEAR, "linear_num_value_heads": 2, "linear_key_head_dim": 8}),
     "gemma4_text": ("Gemma4", _PER_LAYER),
+    "gemma3n_text": ("Gemma3n", _GEMMA3N),
+    "axk2": ("AXK2", {**_LATENT, **_INDEXED, "gated_norm_rank": 4}),
+    "mistral4": ("Mistral4", _LATENT),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**_MOE, **_LINEAR, "shared_expert_intermediate_size": 24}),
 }
 """The class's first part, and what its config says beside the sizes that all have."""
@@ -254,6 +259,9 @@ _CLIP = {**_PICTURES, "model_type": "clip_vision_model", "intermediate_size": 24
 def _of(family: str, **more: Any) -> dict[str, Any]:
     return {"model_type": family, "tie_word_embeddings": False, **more}
 
+
+_HEARS = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "output_dim": 32}
+_HEARS |= {"num_mel_bins": 8, "downsample_hidden_size": 8, "n_window": 4}
 
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VL", _ROPE, {**_EYES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
@@ -303,6 +311,13 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "exaone4_5": ("Exaone4_5_", _of("exaone4", sliding_window=None, **_FULL), {**_EYES, "num_key_value_heads": 1}),
     "video_llama_3": ("VideoLlama3", _of("qwen2"), {**_PICTURES, "intermediate_size": 24}),
     "ovis2": ("Ovis2", _of("qwen2"), {**_PICTURES, "intermediate_size": 24, "vocab_size": 16}),
+    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker", _ROPE, {**_EYES, "fullatt_block_indexes": [1]}),
+    "qwen3_omni_moe_thinker": ("Qwen3OmniMoeThinker", {**_ROPE, **_MOE, "head_dim": 8}, _DEEP),
+    "kimi_k25": (
+        "Kimi_K25",
+        _of("deepseek_v3", **_LATENT),
+        {**_PICTURES, "intermediate_size": 24, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "deepseek_vl": ("DeepseekVL", _of("llama"), {**_CLIP, "model_type": "siglip_vision_model"}),
 }
 """The class's first part, and what its configs say of the decoder and of the vision tower."""
@@ -327,6 +342,8 @@ def fresh(name: str) -> Any:
         tied = {key: value for key, value in text.items() if key == "tie_word_embeddings"}
         tied |= {"hidden_size": 32, "vocab_size": 53} if name == "ovis2" else {}  # which it reads there
         more = {"text_config": {**_BASE, **text}, "vision_config": eyes, **tied}
+        more |= {"audio_config": _HEARS} if "omni" in name else {}
+        more |= {"projection_hidden_size": 16} if name == "kimi_k25" else {}
     else:
         config, cls, more = _OTHERS[name]
         more = {**more, **(_LAYERS if name == "bart" else {}), "vocab_size": 53, "decoder_ffn_dim": 48, "num_heads": 4}

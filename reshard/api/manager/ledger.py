@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from reshard.api.retention import published, remove_checkpoints
+from reshard.api.retention import Seen, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from reshard.formats.opening import LEDGER, StepRecord, StepRecords, path_below, refuse_first_step, steps_at
@@ -41,9 +41,10 @@ def whole_steps(root: str) -> list[int]:
     return [step for step, problem in _published(root).items() if not problem]
 
 
-def _published(root: str) -> dict[int, str]:
+def _published(root: str, seen: Seen | None = None) -> dict[int, str]:
     """The steps in storage whose save has ended, in order, and why a damaged one cannot be opened."""
-    rows = [(_NAME.fullmatch(one.path.rpartition("/")[2]), one.problem) for one in published(root) if one.is_below]
+    found = [one for one in published(root, seen) if one.is_below]
+    rows = [(_NAME.fullmatch(one.path.rpartition("/")[2]), one.problem) for one in found]
     return dict(sorted((int(match[1]), problem) for match, problem in rows if match))
 
 
@@ -57,6 +58,8 @@ class Ledger:
     root: str
     steps: dict[int, StepRecord] = field(default_factory=dict)
     """Also of steps that are being saved, or never were whole."""
+    _seen: Seen = field(default_factory=dict)
+    """So that a save does not open all steps before it."""
 
     @classmethod
     def read(cls, root: str) -> Ledger:
@@ -93,7 +96,7 @@ class Ledger:
 
     def refuse_discarded(self) -> None:
         """Raise CheckpointNotFoundError if complete steps are there, and the run has discarded all of them."""
-        if steps := [str(step) for step, problem in _published(self.root).items() if not problem]:
+        if steps := [str(step) for step, problem in _published(self.root, self._seen).items() if not problem]:
             raise CheckpointNotFoundError(
                 f"no step in {self.root} can be restored: the run went back to an earlier step, which is gone, and "
                 f"discarded {', '.join(steps)}. To continue from the newest of these, delete "
@@ -106,11 +109,11 @@ class Ledger:
 
     def published(self) -> dict[int, str]:
         """The steps that count, in order, and why a damaged one cannot be opened."""
-        return {step: why for step, why in _published(self.root).items() if step not in self.aside()}
+        return {step: why for step, why in _published(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
         """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`."""
-        own, seen = {f"step-{step}" for step in _published(self.root)}, []
+        own, seen = {f"step-{step}" for step in _published(self.root, self._seen)}, []
         with suppress(FormatError):  # a root may hold anything besides
             seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name and one.name not in own]
         steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
@@ -137,7 +140,7 @@ class Ledger:
     def tidy(self, kept: Collection[int]) -> None:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
         so."""
-        published = _published(self.root)
+        published = _published(self.root, self._seen)
         paths = {step_path(self.root, step): step for step, why in published.items() if not why and step not in kept}
         gone = remove_checkpoints(self.root, paths)
         damaged = {step for step in self.aside() if published.get(step)}

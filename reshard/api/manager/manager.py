@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
-import msgspec
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
@@ -22,7 +19,7 @@ from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.live_objects import LiveObjects
-from reshard.api.manager.policies import Every, Preemption, checked_metrics, checked_step
+from reshard.api.manager.policies import Due, Every, Preemption, Signals, Vote, checked_metrics, checked_step
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
@@ -193,7 +190,7 @@ class CheckpointManager:
         self._is_tidy = self._has_warned = False
         """Whether storage holds no more than the policy says, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
-        self._signals = _Signals(preemption.signals if self._may_save else ())
+        self._signals = Signals(preemption.signals if self._may_save else ())
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
@@ -274,24 +271,24 @@ class CheckpointManager:
             )
         return number
 
-    def _due(self, group: Group, step: int, force: bool) -> _Due:
+    def _due(self, group: Group, step: int, force: bool) -> Due:
         """Decide what all ranks do at this step."""
         before = step - 1 if self._before is None else self._before
         wanted = force or self.every.is_multiple(step, before)
         if self._memory_every is not None:
             wanted = wanted or self._memory_every.is_multiple(step, before)
         if not wanted and step % self._ask_every:
-            return _Due()
+            return Due()
         now = time.monotonic()
         asked = self._asked()
-        mine = _Vote(
+        mine = Vote(
             steps=(step, step),
             asked=asked,
             has_ended=all(pending.done() for pending in self._pending.values()),
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
         )
-        said = group.merge(mine, _Vote.join, "the decision to save")
+        said = group.merge(mine, Vote.join, "the decision to save")
         if said.steps[0] != said.steps[1]:
             low, high = said.steps
             group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
@@ -300,7 +297,7 @@ class CheckpointManager:
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
         is_new = step != self._newest
-        return _Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
+        return Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:
         """Return the requests that were not answered yet."""
@@ -554,79 +551,9 @@ class CheckpointManager:
         return Group(self._process_group, deadline_s=self._timeout)
 
 
-# What the ranks exchange at a step, and what follows from it.
-
-
-class _Due(NamedTuple):
-    """What all ranks do at a step."""
-
-    storage: str = ""
-    memory: str = ""
-    preempted: str = ""
-    has_ended: bool = False
-    """All background work, on all ranks."""
-
-
-class _Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or several, report at a step."""
-
-    steps: tuple[int, int]
-    """The lowest and the highest."""
-    asked: list[str]
-    force: bool
-    has_ended: bool
-    waited_s: tuple[float, float]
-    """Of the first rank: since it was last saved, and last kept."""
-
-    @staticmethod
-    def join(votes: list[_Vote]) -> _Vote:
-        """Combine several votes, in the order of the ranks."""
-        return _Vote(
-            (min(vote.steps[0] for vote in votes), max(vote.steps[1] for vote in votes)),
-            list(dict.fromkeys(one for vote in votes for one in vote.asked)),
-            any(vote.force for vote in votes),
-            all(vote.has_ended for vote in votes),
-            votes[0].waited_s,
-        )
-
-
 class _Pending(Protocol):
     """Work in the background."""
 
     def done(self) -> bool: ...
 
     def result(self) -> object: ...
-
-
-class _Signals:
-    """The signals that arrived since the last call of `take`."""
-
-    def __init__(self, numbers: Collection[int]) -> None:
-        self._came: list[str] = []
-        self._pid = os.getpid()
-        self._earlier: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            self._earlier = {number: signal.signal(number, self._note) for number in numbers}
-        elif numbers:
-            _log.warning("signals cannot request a save: create the manager in the main thread to handle them")
-
-    def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a fork that knows nothing of the run
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self._came.append(signal.Signals(number).name)
-        if callable(earlier := self._earlier.get(number)):
-            earlier(number, frame)
-
-    def take(self) -> list[str]:
-        """Return their names."""
-        came, self._came = self._came, []
-        return list(dict.fromkeys(came))
-
-    def release(self) -> None:
-        """Restore the earlier handlers, unless others were installed since."""
-        if threading.current_thread() is threading.main_thread():
-            for number, earlier in self._earlier.items():
-                if signal.getsignal(number) == self._note:
-                    signal.signal(number, signal.SIG_DFL if earlier is None else earlier)

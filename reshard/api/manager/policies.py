@@ -1,21 +1,27 @@
-"""Policies of a checkpoint manager: when to save, and what may request a save."""
+"""Policies of a checkpoint manager: when to save, what may request a save, and the vote of the ranks about it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
 from reshard.errors import OptionError
 
-__all__ = ["Every", "Preemption", "checked_metrics", "checked_step"]
+__all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics", "checked_step"]
+
+_log = logging.getLogger("reshard")
 
 
 @named_arguments
@@ -89,6 +95,76 @@ class Preemption:
         """Return what requests a save now, except signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
         return [*found, *(["Preemption.asks"] if self.asks is not None and self.asks() else [])]
+
+
+class Signals:
+    """The signals that arrived since the last call of `take`."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._came: list[str] = []
+        self._pid = os.getpid()
+        self._earlier: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._note) for number in numbers}
+        elif numbers:
+            _log.warning("signals cannot request a save: create the manager in the main thread to handle them")
+
+    def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a fork that knows nothing of the run
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._came.append(signal.Signals(number).name)
+        if callable(earlier := self._earlier.get(number)):
+            earlier(number, frame)
+
+    def take(self) -> list[str]:
+        """Return their names."""
+        came, self._came = self._came, []
+        return list(dict.fromkeys(came))
+
+    def release(self) -> None:
+        """Restore the earlier handlers, unless others were installed since."""
+        if threading.current_thread() is threading.main_thread():
+            for number, earlier in self._earlier.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+# What the ranks exchange at a step, and what follows from it.
+
+
+class Due(NamedTuple):
+    """What all ranks do at a step."""
+
+    storage: str = ""
+    memory: str = ""
+    preempted: str = ""
+    has_ended: bool = False
+    """All background work, on all ranks."""
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank, or several, report at a step."""
+
+    steps: tuple[int, int]
+    """The lowest and the highest."""
+    asked: list[str]
+    force: bool
+    has_ended: bool
+    waited_s: tuple[float, float]
+    """Of the first rank: since it was last saved, and last kept."""
+
+    @staticmethod
+    def join(votes: list[Vote]) -> Vote:
+        """Combine several votes, in the order of the ranks."""
+        return Vote(
+            (min(vote.steps[0] for vote in votes), max(vote.steps[1] for vote in votes)),
+            list(dict.fromkeys(one for vote in votes for one in vote.asked)),
+            any(vote.force for vote in votes),
+            all(vote.has_ended for vote in votes),
+            votes[0].waited_s,
+        )
 
 
 def checked_step(step: object) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from planners.geometry.box import Box
-from planners.geometry.layout import Form
+from planners.geometry.layout import Form, Shape
 from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host
@@ -64,7 +64,7 @@ def is_placed(value: Any) -> bool:
 _PLACED = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> Shape:
     """Return the shape of the full tensor. This rank may hold only a part of it."""
     if is_placed(value):
         return tuple(value.global_shape)
@@ -126,7 +126,7 @@ def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(form: Form, shape: tuple[int, ...], rank: int) -> tuple[tuple[tuple[Box, Box], ...], ...]:
+def _pieces(form: Form, shape: Shape, rank: int) -> tuple[tuple[tuple[Box, Box], ...], ...]:
     """Return the boxes of each local tensor of a rank, in global coordinates and in its own."""
     return tuple(tuple(part.boxes()) for part in form.parts(shape, rank))
 

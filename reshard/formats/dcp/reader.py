@@ -102,9 +102,21 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index)
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
     return Contents(
-        LazyMapping(tensors), LazyMapping(objects), index.paths,
+        LazyMapping(tensors), LazyMapping(objects), index.paths, _empty_dicts(index.paths.values()),
         format="dcp", facts=facts, keys_are_text=True, files=named,
     )  # fmt: skip
+
+
+def _empty_dicts(paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
+    """Empty dicts, which torch leaves out: in lists they show, and without them the items after them would move up."""
+    seen = {(path[:i], part) for path in paths for i, part in enumerate(path) if type(part) is int}
+    stops = dict(sorted(seen, key=lambda at: at[1]))
+    every = ((path, i) for path, stop in stops.items() for i in range(min(stop, _MAX_GAP)))
+    return {(*path, i): "dict" for path, i in every if (path, i) not in seen}
+
+
+_MAX_GAP = 1000
+"""Before an item of a list: a file may claim any number."""
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:

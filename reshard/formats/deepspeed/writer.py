@@ -19,7 +19,7 @@ from reshard.live.tree import unflatten
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePlan, Target, WrittenFile
-from reshard.stored.tensor import LazyTensor, StoredTensor
+from reshard.stored.tensor import StoredTensor, read_value
 
 __all__ = ["WRITING"]
 
@@ -230,7 +230,7 @@ def _step(found: Canonical, fqn: str) -> float | None:
     value = found.state[fqn].get("step")
     if value is None:
         return None
-    return float(LazyTensor(value)[...] if isinstance(value, StoredTensor) else value)
+    return float(read_value(value))
 
 
 def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, str]:

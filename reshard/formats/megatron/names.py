@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planners.geometry.box import Box
+from planners.geometry.layout import Shape
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import Hints, find_scope
 from reshard.stored.tensor import StoredTensor
@@ -400,7 +401,7 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     return found[0]
 
 
-def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
     """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column
     of the second one. `shapes` are those of the shards or of the full parameters, by name."""
     match = _FC1.fullmatch(name)
@@ -410,7 +411,7 @@ def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return second is not None and len(second) == 2 and shapes[name][0] == 2 * second[1]
 
 
-def local_shape(shape: tuple[int, ...], dim: int | None, tp: int, name: str) -> tuple[int, ...]:
+def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
     """Shape of a shard. Raises CorruptCheckpointError if the dim cannot be divided."""
     if dim is None or tp == 1:
         return shape

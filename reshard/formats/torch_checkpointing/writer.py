@@ -17,7 +17,7 @@ from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
 from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
-from reshard.state import IntKey, KeyPath
+from reshard.state import KeyPath, plain_key
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import FilePlan, Target, WrittenFile
@@ -112,7 +112,7 @@ def _checked(item: Any) -> str:
 
 
 def _path_text(path: KeyPath) -> str:
-    return json.dumps([part.value if isinstance(part, IntKey) else part for part in path], separators=(",", ":"))
+    return json.dumps([*map(plain_key, path)], separators=(",", ":"))
 
 
 def _replicated(spec: TensorSpec) -> dict[str, Any]:

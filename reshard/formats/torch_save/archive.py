@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
-from reshard.stored.crc32 import RecordChecksums, crc32
+from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 
@@ -125,10 +125,10 @@ class TorchArchive:
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)
 
-    def value(self, allow: Callable[[str], bool] | None = None) -> Any:
+    def value(self) -> Any:
         """Return what was saved, with a `TensorRef` for each tensor and a `Record` for each object
         of an unknown class."""
-        return load_pickle(self.read("data.pkl"), where=self.label, allow=allow)
+        return load_pickle(self.read("data.pkl"), where=self.label)
 
     def place(self, ref: TensorRef) -> Extent:
         """Return where the elements of a tensor are. Raises CorruptCheckpointError if its storage

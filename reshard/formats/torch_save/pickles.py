@@ -181,33 +181,23 @@ def _numpy(record: Record) -> Any:
 # `builtins.eval`, ...) is refused at once: no checkpoint needs it.
 
 
-def load_pickle(data: bytes | memoryview, *, where: str, allow: Callable[[str], bool] | None = None) -> Any:
-    """The value of a pickle. Bytes behind its end are ignored.
-
-    Args:
-        where: names the pickle in messages.
-        allow: says whether a class, by its dotted name, may become a `Record`; default: anything that is not of the
-            standard library.
+def load_pickle(data: bytes | memoryview, *, where: str) -> Any:
+    """The value of a pickle. Bytes behind its end are ignored. `where` names it in messages.
 
     Raises:
         UnsafeDataError: it names something that is not allowed, or uses an opcode that no checkpoint needs.
         CorruptCheckpointError: it is truncated or is no pickle.
     """
-    return load_pickle_at(data, 0, where=where, allow=allow)[0]
+    return load_pickle_at(data, 0, where=where)[0]
 
 
 def load_pickle_at(
-    data: bytes | memoryview,
-    start: int,
-    *,
-    where: str,
-    allow: Callable[[str], bool] | None = None,
-    seen: list[StorageRef] | None = None,
+    data: bytes | memoryview, start: int, *, where: str, seen: list[StorageRef] | None = None
 ) -> tuple[Any, int]:
     """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends. `seen` gets all storages."""
     stop = check_opcodes(data, start, where)
     program = bytes(data[start:stop])
-    reader = _Unpickler(io.BytesIO(program), where, allow or (lambda name: True), [] if seen is None else seen)
+    reader = _Unpickler(io.BytesIO(program), where, [] if seen is None else seen)
     try:
         return _run(reader, program), stop
     except (UnsafeDataError, CorruptCheckpointError, FormatError) as error:
@@ -258,11 +248,10 @@ def _run(reader: _Unpickler, program: bytes) -> Any:
 class _Unpickler(pickle.Unpickler):
     """CPython's unpickler, which may find nothing but values, our functions and types of records."""
 
-    def __init__(self, file: io.BytesIO, where: str, allow: Callable[[str], bool], seen: list[StorageRef]) -> None:
+    def __init__(self, file: io.BytesIO, where: str, seen: list[StorageRef]) -> None:
         super().__init__(file)
         self._seen = seen
         self._where = where
-        self._allow = allow
         self._types: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -279,7 +268,7 @@ class _Unpickler(pickle.Unpickler):
                 f"{self._where}: its tensors were written by pickle.dump, and only running code reads these; nothing "
                 "of it was run. If you trust the file, load it with pickle, and save it with torch.save or reshard.save"
             )
-        if full not in _INERT and (_is_standard(module) or not self._allow(full)):
+        if full not in _INERT and _is_standard(module):
             raise UnsafeDataError(
                 f"{self._where}: the pickle asks for {full}, which is not on the short list of plain types; nothing of "
                 "it was run. If you trust the file, load it with its own framework and save plain tensors instead"

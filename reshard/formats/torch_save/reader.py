@@ -73,7 +73,7 @@ def looks_like_torch_file(head: bytes) -> bool:
     )
 
 
-def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) -> TorchFile:
+def read_torch_file(source: Source) -> TorchFile:
     """Read what a file holds, without its tensors.
 
     Raises:
@@ -84,11 +84,11 @@ def read_torch_file(source: Source, allow: Callable[[str], bool] | None = None) 
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
-        return TorchFile(source, archive.value(allow), archive.place)
+        return TorchFile(source, archive.value(), archive.place)
     if head == _MAGIC_PICKLE:
-        return _read_stream(source, allow)
+        return _read_stream(source)
     if looks_like_torch_file(head):
-        value, end = _pickles(source, 0, 1, allow)
+        value, end = _pickles(source, 1)
         if end != source.nbytes:
             raise CorruptCheckpointError(
                 f"{source.label}: more bytes follow its pickle, which ends at byte {end}: it is damaged, or holds "
@@ -104,18 +104,16 @@ def _nowhere(source: Source, ref: TensorRef) -> Extent:
     )
 
 
-def _pickles(
-    source: Source, start: int, count: int, allow: Callable[[str], bool] | None, seen: list[StorageRef] | None = None
-) -> tuple[list[Any], int]:
-    """Several pickles in a row, and where they end. Without a view of the file, more and more of it is read."""
+def _pickles(source: Source, count: int, seen: list[StorageRef] | None = None) -> tuple[list[Any], int]:
+    """The first pickles of a file, and where they end. Without a view of the file, more and more of it is read."""
     view = source.view()
     length = source.nbytes if view is not None else min(_FIRST_READ_BYTES, source.nbytes)
     while True:
         data = source.read(0, length)
         try:
-            values, at = [], start
+            values, at = [], 0
             for _ in range(count):
-                value, at = load_pickle_at(data, at, where=source.label, allow=allow, seen=seen)
+                value, at = load_pickle_at(data, at, where=source.label, seen=seen)
                 values.append(value)
             return values, at
         except CorruptCheckpointError:
@@ -124,9 +122,9 @@ def _pickles(
             length = min(length * 4, source.nbytes)
 
 
-def _read_stream(source: Source, allow: Callable[[str], bool] | None) -> TorchFile:
+def _read_stream(source: Source) -> TorchFile:
     seen: list[StorageRef] = []
-    (_, protocol, info, value, keys), at = _pickles(source, 0, 5, allow, seen)
+    (_, protocol, info, value, keys), at = _pickles(source, 5, seen)
     if protocol != _PROTOCOL or not isinstance(info, dict) or not isinstance(keys, list):
         raise CorruptCheckpointError(f"{source.label}: a stream of torch.save of the unknown version {protocol!r:.40}")
     if info.get("little_endian") is not True:

@@ -23,7 +23,7 @@ from reshard.live.tree import builtin_kinds, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Record
-from reshard.stored.crc32 import combined, crc32
+from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
 from reshard.stored.tensor import Extent
 
@@ -192,10 +192,9 @@ class _ArchiveEntry:
 class ArchiveWriter:
     """A zip archive that is written from front to end."""
 
-    def __init__(self, write: Callable[[Any], Any], folder: str = "archive") -> None:
-        """`write` appends bytes; `folder` is what every record's name begins with."""
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        """`write` appends bytes."""
         self._write = write
-        self._folder = folder
         self._entries: list[_ArchiveEntry] = []
         self.nbytes = 0
         """How many bytes were written so far."""
@@ -209,7 +208,7 @@ class ArchiveWriter:
 
         Raises FormatError if the pieces add up to another number.
         """
-        full = f"{self._folder}/{name}".encode()
+        full = f"archive/{name}".encode()
         at = self.nbytes
         big = nbytes >= LIMIT32
         # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data

@@ -626,3 +626,21 @@ def test_objects_are_counted_alike_in_every_format(tmp_path: Path) -> None:
     for source in ("native", "dcp", "torch.pt"):
         report = reshard.convert(tmp_path / source, tmp_path / f"from-{source}", format="native")
         assert report.objects == count_objects(reshard.open(tmp_path / source).contents) == 12
+
+
+def test_a_conversion_to_one_file_does_not_look_into_folders_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder can be a home directory."""
+    beside, looked = tmp_path / "photos" / "1999", []
+    beside.mkdir(parents=True)
+    (beside / "a.pt").write_bytes(b"of somebody else")
+    reshard.save({"w": torch.arange(6.0)}, tmp_path / "saved")
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": looked.append(Path(path)) or scan(path))
+    for _ in range(2):
+        reshard.convert(tmp_path / "saved", tmp_path / "out.pt", format="torch", overwrite=True)
+    assert torch.load(tmp_path / "out.pt")["w"].equal(torch.arange(6.0))
+    assert tmp_path in looked
+    assert not any(path.is_relative_to(tmp_path / "photos") for path in looked)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "photos", "saved"]

@@ -15,9 +15,9 @@ import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from reshard.live import fingerprint_sums as fold_module, fingerprints as words_module
+from reshard.live import fingerprint_arithmetic as fold_module, fingerprints as words_module
 from reshard.live.dtypes import dtype_name
-from reshard.live.fingerprint_sums import (
+from reshard.live.fingerprint_arithmetic import (
     BLOCK,
     LANES,
     LIMB_BITS,

@@ -20,6 +20,7 @@ from torch import nn
 
 import reshard
 from reshard import Every, Keep, Preemption
+from reshard.api import retention
 from reshard.api.manager import ledger, manager as deciding
 from reshard.errors import (
     CheckpointError,
@@ -765,3 +766,36 @@ def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> No
 def test_without_a_schedule_the_error_says_what_to_pass(tmp_path):
     with pytest.raises(TypeError, match=r"CheckpointManager\(\) got no every=: .*reshard.Every\(steps=500\)"):
         reshard.CheckpointManager(tmp_path / "run")
+
+
+def test_a_save_opens_earlier_steps_only_if_they_changed(tmp_path: Path) -> None:
+    """Else the hundredth save of a run would take a hundred times as long as the first."""
+    state, opened = {"w": torch.arange(300.0)}, []
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), background=False) as manager:
+        for step in range(6):
+            manager.save(step, state)
+        look = retention.open_checkpoint
+        with mock.patch.object(retention, "open_checkpoint", lambda path: opened.append(path) or look(path)):
+            manager.save(6, state)
+            assert {Path(path).parent.name for path in opened} == {"step-6"}
+            flipped = tmp_path / "step-2" / "manifest.json"
+            flipped.write_bytes(flipped.read_bytes().replace(b'"w"', b'"v"', 1))
+            cut = next((tmp_path / "step-3").glob("data-*/*.safetensors"))
+            os.truncate(cut, cut.stat().st_size - 1)
+            next((tmp_path / "step-4").glob("data-*/*.sums")).unlink()
+            (tmp_path / "step-5" / "manifest.json").unlink()
+            assert manager.all_steps() == [0, 1, 6]
+
+
+@pytest.mark.parametrize("damage", ["manifest", "data"])
+def test_a_step_that_is_replaced_while_a_manager_runs_is_looked_at_again(tmp_path: Path, damage: str) -> None:
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), background=False) as manager:
+        for step in range(3):
+            manager.save(step, {"w": torch.zeros(3)})
+        assert manager.all_steps() == [0, 1, 2]
+        shutil.rmtree(tmp_path / "step-1")
+        assert manager.all_steps() == [0, 2]
+        reshard.save({"w": torch.ones(5)}, tmp_path / "step-1")
+        assert manager.all_steps() == [0, 1, 2]
+        os.truncate(next((tmp_path / "step-1").glob(f"{damage}*.json" if damage == "manifest" else "data-*/*.s*")), 5)
+        assert manager.all_steps() == [0, 2]

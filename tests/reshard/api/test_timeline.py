@@ -18,7 +18,7 @@ from reshard.elastic import Tier
 from reshard.errors import LayoutError, RankFailedError, ReshardError, StorageError
 from reshard.ranks import progress
 from reshard.ranks.progress import phase
-from reshard.ranks.spans import Span
+from reshard.ranks.timespans import Span
 from reshard.storage.memory import MemoryStorage
 from tests import gloo
 

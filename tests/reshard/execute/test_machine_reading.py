@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.geometry.box import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
-from reshard.execute import machine as machine_memory, machine as machine_reading, segments, work_list
+from reshard.execute import machine as machine_memory, machine as machine_reading, shared_reads, work_list
 from reshard.execute.machine import common_bytes
 from reshard.execute.reading import subtract_ranges
-from reshard.execute.segments import (
+from reshard.execute.shared_reads import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,
     ReadFootprint,
@@ -31,7 +31,7 @@ from reshard.execute.segments import (
     assign_segments,
     footprint_of,
 )
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_arithmetic import kernel
 from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.storage import LocalStorage, MemoryStorage
@@ -191,8 +191,8 @@ def test_blocks_of_ranges_are_chosen_and_looked_up(nbytes, block_bytes, chosen_,
 def test_touching_is_measured_where_it_can_be(tmp_path):
     (tmp_path / "a").write_bytes(bytes(3 * SIZE))
     window = Window.row_major(SIZE + 1, (SIZE,), 1)
-    assert 0 < segments.touch_us_per_mib([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
-    assert segments.touch_us_per_mib([]) == 0
+    assert 0 < shared_reads.touch_us_per_mib([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
+    assert shared_reads.touch_us_per_mib([]) == 0
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
@@ -254,7 +254,7 @@ def always_share() -> None:
 
 def large_segments() -> None:
     """Whatever the size of the files."""
-    segments.LARGE_FILE_BYTES = 0
+    shared_reads.LARGE_FILE_BYTES = 0
 
 
 def shared_files() -> int:

@@ -61,6 +61,60 @@ def test_an_optimizer_beside_its_schedule(tmp_path: Path) -> None:
     assert sorted(states) == sorted(W)
 
 
+def test_optimizers_of_pipeline_stages_in_one_dict(tmp_path: Path) -> None:
+    """NeMo Automodel's, of adapters with experts or a quantized base: each stage's has ids from 0."""
+    names = [f"layers.{stage}.w" for stage in range(12)]
+    dcp(tmp_path / "model", {name: torch.ones(2) for name in names})
+    parts = {
+        f"stage_{number}": {
+            "state": {0: {"exp_avg": torch.full((2,), float(number)), "step": torch.tensor(1.0)}},
+            "param_groups": [{"lr": 0.5, "params": [0]}],
+        }
+        for number in range(12)
+    }
+    dcp(tmp_path / "optim", {"optim": {"optimizer_parts": parts}, "sched": {"last_epoch": 2}})
+
+    found = reshard.open(tmp_path)
+
+    with pytest.raises(NormalizationError, match=r"optimizer 0 of .* only by integer ids.*'param_names': \{0: \["):
+        found.normalized()
+    with pytest.raises(NormalizationError, match=r"several optimizers, stages.* give \{0: \[names\], 1: "):
+        found.normalized({"param_names": names})
+    optimizer = found.normalized({"param_names": {number: [name] for number, name in enumerate(names)}})["optim"]
+    assert {name: state["exp_avg"][0].item() for name, state in optimizer["state"].items()} == {
+        name: number for number, name in enumerate(names)
+    }
+    assert [group["params"] for group in optimizer["param_groups"]] == [[name] for name in names]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_an_optimizer_for_each_parameter_by_its_name(kind: str, tmp_path: Path) -> None:
+    """torchtune's, which step during the backward pass: in a file of torch's, and by DCP."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    optimizers = {
+        name: cls([parameter], lr=0.5 if name.endswith("bias") else 0.25)
+        for name, parameter in model.named_parameters()
+    }
+    model(torch.ones(3)).sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    saved = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    torch.save(saved, tmp_path / "recipe_optim.pt")
+    torch.save({"model": model.state_dict(), "optimizer": saved, "epochs_run": 1}, tmp_path / "recipe_state.pt")
+    dcp(tmp_path / "dcp", {"model": model.state_dict(), "optimizer": saved})
+
+    for path in ("recipe_optim.pt", "recipe_state.pt", "dcp"):
+        found = reshard.open(tmp_path / path).normalized()["optim"]
+
+        groups = {group["lr"]: sorted(group["params"]) for group in found["param_groups"]}
+        assert groups == {0.25: ["0.weight", "1.weight"], 0.5: ["0.bias", "1.bias"]}
+        states = {name: one["state"][0] for name, one in saved.items() if kind == "adamw"}
+        assert sorted(found.get("state", {})) == sorted(states)
+        for name, state in states.items():
+            assert_same({key: value[...] for key, value in found["state"][name].items()}, state)
+
+
 def test_a_model_alone_in_a_folder_below_is_named(tmp_path: Path) -> None:
     dcp(tmp_path / "model", W)
     with pytest.raises(FormatError, match="in its subfolders model: open one of these"):

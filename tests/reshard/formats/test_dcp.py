@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+import reshard
 from planners.geometry.box import Box
 from reshard import convert, fingerprint, verify
 from reshard.checkpoint import open as open_checkpoint
@@ -424,3 +426,33 @@ def test_fuzzed_files_give_clear_errors_only(tmp_path: Path) -> None:
             refused += 1
         path.write_bytes(original[path])
     assert refused > 100
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own writer warns about many things
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [{"a": 1}, {}, {"b": 2}],
+        [{}, {"a": 1}, {}],
+        [{"x": [{}, {"y": 1}, {}, {}]}, {}, 3],
+        [{"a": 1}, [], {"q": {}}, {"b": 2}],
+        {"k": [{}, {"z": 1}], "3": ({}, 1)},
+        [torch.ones(2), {}, torch.ones(3)],
+    ],
+)
+def test_empty_dicts_in_lists_that_torch_leaves_out_keep_their_places(tmp_path: Path, saved: Any) -> None:
+    """Items after them do not move up."""
+    save_alone({"it": saved}, checkpoint_id=tmp_path / "saved")
+    live = {"it": copy.deepcopy(saved)}
+    assert reshard.load(live, tmp_path / "saved").ok
+    assert same(live["it"], saved)
+    convert(tmp_path / "saved", tmp_path / "native", format="native")
+    nested = reshard.open(tmp_path / "native").nested()["it"]
+    assert isinstance(nested, dict) or len(nested) >= len(saved) - 1  # those at the end are not known
+
+
+def test_an_item_of_a_list_at_a_claimed_place_far_away_is_no_burden(tmp_path: Path) -> None:
+    writer = DcpWriter({f"l.{i}": grid(W, 1, 1) for i in (3, 1 << 60)}, {})
+    writer.metadata.planner_data = {f"l.{i}": ("l", i) for i in (3, 1 << 60)}
+    writer.write(tmp_path)
+    assert len(open_checkpoint(tmp_path).nested()["l"]) < 2000

@@ -270,3 +270,24 @@ def test_an_index_of_other_files_beside_ours_is_found(tmp_path: Path, templates:
     assert opened.format == "native"
     assert any("was not opened" in warning for warning in opened.warnings)
     assert not reshard.verify(opened).ok
+
+
+def test_a_pattern_may_have_brackets_before_its_asterisk(tmp_path: Path) -> None:
+    for name in ("a-1-of-2", "a-2-of-2", "b-1-of-1"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert set(reshard.open(f"{tmp_path}/[a]-?-*.safetensors").keys()) == {"a-1-of-2", "a-2-of-2"}
+
+
+def test_a_folder_with_a_star_in_its_name_is_no_pattern(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    for name in ("a*b", "run*/step-1", "*"):
+        reshard.save(state, tmp_path / name)
+        assert torch.equal(reshard.open(tmp_path / name)["w"][...], torch.ones(2))
+        assert reshard.load({"w": torch.zeros(2)}, tmp_path / name).ok
+        assert reshard.verify(tmp_path / name).ok
+    assert reshard.latest_complete(tmp_path / "run*") == str(tmp_path / "run*/step-1")
+    assert [step.step for step in reshard.steps(tmp_path / "run*")] == [1]
+    reshard.save(state, "memory://stars/a*b")
+    assert list(reshard.open("memory://stars/a*b")) == ["w"]
+    torch.save(state, tmp_path / "one*.pt")
+    assert list(reshard.open(tmp_path / "one*.pt")) == ["w"]

@@ -21,8 +21,8 @@ from reshard.errors import CorruptCheckpointError
 from reshard.formats.torch_save import writer as torch_zip_writer
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.writer import ArchiveWriter, written_crc
-from reshard.stored import crc32 as crc32_chapter, streaming
-from reshard.stored.crc32 import combined, crc32
+from reshard.stored import record_checksums, streaming
+from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.source import BytesSource
 from reshard.stored.streaming import Region
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -59,7 +59,7 @@ def test_whichever_function_was_found_is_zlib_s(data: bytes, before: int) -> Non
 def test_zlib_stands_in_where_the_extra_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "isal", None)
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
-    spec = importlib.util.spec_from_file_location("crc32_without_isal", crc32_chapter.__file__)
+    spec = importlib.util.spec_from_file_location("crc32_without_isal", record_checksums.__file__)
     assert spec is not None
     assert spec.loader is not None
     chapter = importlib.util.module_from_spec(spec)

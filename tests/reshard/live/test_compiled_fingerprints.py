@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from planners.geometry.box import Box
-from reshard.live import fingerprint_sums as compiled
-from reshard.live.fingerprint_sums import PRIME, Key
+from reshard.live import fingerprint_arithmetic as compiled
+from reshard.live.fingerprint_arithmetic import PRIME, Key
 from reshard.live.fingerprints import partial, partials
 from tests.bits import DTYPES, random_bits
 from tests.kernels import COMPILED, NUMPY, summed_up_by

@@ -18,11 +18,11 @@ from planners.geometry.mesh import Mesh, Replicate, Shard, StridedShard
 from reshard.api.fingerprint import alone, fingerprint, holdings, join
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.live import (
-    fingerprint_sums as fold_module,
-    fingerprint_sums as tiling_module,
+    fingerprint_arithmetic as fold_module,
+    fingerprint_arithmetic as tiling_module,
     fingerprints as words_module,
 )
-from reshard.live.fingerprint_sums import PRIME, PUBLIC
+from reshard.live.fingerprint_arithmetic import PRIME, PUBLIC
 from reshard.live.fingerprints import Fingerprinter, Partial, add_tallies, pack_tally, partial, unpack_tally
 from tests import gloo
 from tests.bits import random_bits, select

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import reshard
+from planners import TensorSpec
 from reshard.errors import NormalizationError
 from reshard.mapping import Mapping
 from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
@@ -197,6 +198,20 @@ def test_an_unknown_family_names_the_nearest() -> None:
 def test_configs_that_do_not_do(config: object, message: str) -> None:
     with pytest.raises(NormalizationError, match=message):
         ready(config, "huggingface", "torchtitan")
+
+
+def test_a_decoder_with_experts_in_a_model_of_dense_ones() -> None:
+    """Mistral Small 4 is a `mistral3` around a `mistral4`."""
+    text = {"model_type": "mistral4", "num_attention_heads": 4, "vocab_size": 53, "num_hidden_layers": 2}
+    config = {"model_type": "mistral3", "text_config": text}
+    plain = ready(config, "huggingface", "plain")
+    stack = "language_model.model.layers.1.mlp.experts.gate_up_proj"
+    made = plain.views({stack: TensorSpec(stack, (2, 6, 4), "float32")})
+    assert sorted(made) == [f"model.layers.1.mlp.experts.{e}.{x}_proj.weight" for e in (0, 1) for x in ("gate", "up")]
+    with pytest.raises(NormalizationError, match="no ready mapping of 'mistral3' to megatron"):
+        ready(config, "huggingface", "megatron")
+    with pytest.raises(NormalizationError, match="no ready mapping for 'mistral3 around gpt_oss'"):
+        ready({**config, "text_config": {**text, "model_type": "gpt_oss"}}, "huggingface", "plain")
 
 
 def test_a_config_that_is_not_there_or_is_none(tmp_path: Path) -> None:

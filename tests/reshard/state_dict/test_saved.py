@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.state_dict.names import LiveModel
+from reshard.state_dict.module_names import LiveModel
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.saved_optimizer import SavedOptimizer, read_saved
 

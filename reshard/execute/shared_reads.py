@@ -20,7 +20,7 @@ import numpy.typing as npt
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
-from reshard.live.fingerprint_sums import kernel
+from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums, Numbers, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.mesh import distinct
+from planners.geometry.arrays import distinct
 
 __all__ = [
     "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from planners import BlockShard, PlanError, Shard, StridedShard
-from planners.geometry.mesh import Ownership, distinct, overlap, ownership
+from planners.geometry.arrays import distinct
+from planners.geometry.intervals import Ownership, overlap, ownership
 
 
 def all_intervals(own):

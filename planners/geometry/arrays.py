@@ -1,0 +1,57 @@
+"""Arrays of integers: distinct values, outer sums, row-major positions; and pairs grouped by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
+
+Ints = npt.NDArray[np.int64]
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major position of an index."""
+    position = 0
+    for i, size in zip(index, shape):
+        position = position * size + i
+    return position
+
+
+def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index at a row-major position. Inverse of `ravel`."""
+    out = []
+    for size in reversed(shape):
+        position, i = divmod(position, size)
+        out.append(i)
+    return tuple(reversed(out))
+
+
+def outer_sum(columns: Iterable[Ints]) -> Ints:
+    """The sums of one number of each column, in the order of the product of the columns."""
+    out = np.zeros(1, dtype=np.int64)
+    for column in columns:
+        out = (out[:, None] + column).reshape(-1)
+    return out
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def distinct(values: Ints) -> Ints:
+    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
+    which takes longer than most plans."""
+    ordered = np.sort(values, axis=None, kind="stable")
+    new = np.ones(len(ordered), dtype=bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return np.asarray(ordered[new], dtype=np.int64)
