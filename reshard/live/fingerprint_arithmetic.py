@@ -149,7 +149,7 @@ def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
 # An array of words as matrices of rows and columns, and which numbers belong to their places.
 
 
-Words = TypeVar("Words", torch.Tensor, npt.NDArray[np.int32])
+Words = TypeVar("Words", torch.Tensor, npt.NDArray[Any])
 Tile = tuple[tuple[int, int], ...]
 """A range of each axis."""
 
@@ -419,25 +419,23 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     """The digits of the sum over one tile: axes before `first` are its rows, the others its
     columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
-    sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device=words.device)
     if words.device.type == "cpu" and torch.get_num_threads() == 1:
+        sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device="cpu")
         _multiply(words.numpy(), first, column_limbs.numpy().T, sums.numpy())
     else:
-        chunk, height = _chunk(rows, columns, words.device)
-        done = 0
+        (chunk, height), found = _chunk(rows, columns, words.device), []
         for tile in tiles(words.shape[:first], height):
             piece = cut(words, tile)
             values = chunk[: piece.numel()]
             values.view(piece.shape).copy_(piece)
-            found = values.view(-1, columns) @ column_limbs.t()
-            sums[done : done + len(found)] = found
-            done += len(found)
+            found.append(values.view(-1, columns) @ column_limbs.t())
+        sums = torch.cat(found)
     high = torch.round(sums * 2.0**-_HALF_BITS)
     low = sums - high * 2.0**_HALF_BITS
     return torch.stack((row_limbs @ low, row_limbs @ high)).flatten().to(torch.int64)
 
 
-def _multiply(words: npt.NDArray[np.int32], first: int, limbs: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+def _multiply(words: npt.NDArray[Any], first: int, limbs: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     """words @ limbs into `out`, in one thread: so thin a product numpy's BLAS does faster than torch's."""
     columns, room, done = len(limbs), np.empty(CPU_WORDS), 0
     step = _ONE_THREAD // limbs.size * columns  # at least a row: there are no more than MAX_COLUMNS
