@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +149,7 @@ def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
 # An array of words as matrices of rows and columns, and which numbers belong to their places.
 
 
+Words = TypeVar("Words", torch.Tensor, npt.NDArray[Any])
 Tile = tuple[tuple[int, int], ...]
 """A range of each axis."""
 
@@ -290,7 +291,7 @@ def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
             yield (*((i, i + 1) for i in leading), piece, *whole)
 
 
-def cut(words: torch.Tensor, tile: Tile) -> torch.Tensor:
+def cut(words: Words, tile: Tile) -> Words:
     """The words of a tile. Nothing is copied."""
     return words[tuple(slice(start, stop) for start, stop in tile)]
 
@@ -418,32 +419,34 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     """The digits of the sum over one tile: axes before `first` are its rows, the others its
     columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
-    sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device=words.device)
-    chunk, height = _chunk(rows, columns, words.device)
-    done = 0
-    for tile in tiles(words.shape[:first], height):
-        size = math.prod(stop - start for start, stop in tile)
-        values = chunk[: size * columns]
-        piece = cut(words, tile)
-        values.view(piece.shape).copy_(piece)
-        _multiply(values.view(size, columns), column_limbs, sums[done : done + size])
-        done += size
+    if words.device.type == "cpu" and torch.get_num_threads() == 1:
+        sums = torch.empty(rows, LANES * LIMBS, dtype=torch.float64, device="cpu")
+        _multiply(words.numpy(), first, column_limbs.numpy().T, sums.numpy())
+    else:
+        (chunk, height), found = _chunk(rows, columns, words.device), []
+        for tile in tiles(words.shape[:first], height):
+            piece = cut(words, tile)
+            values = chunk[: piece.numel()]
+            values.view(piece.shape).copy_(piece)
+            found.append(values.view(-1, columns) @ column_limbs.t())
+        sums = torch.cat(found)
     high = torch.round(sums * 2.0**-_HALF_BITS)
     low = sums - high * 2.0**_HALF_BITS
-    parts = torch.stack((row_limbs @ low, row_limbs @ high))
-    return parts.flatten().to(torch.int64)
+    return torch.stack((row_limbs @ low, row_limbs @ high)).flatten().to(torch.int64)
 
 
-def _multiply(values: torch.Tensor, limbs: torch.Tensor, out: torch.Tensor) -> None:
-    """values @ limbs.t() into `out`: so thin a product numpy's BLAS does faster, torch's with the
-    threads it has."""
-    if values.device.type != "cpu" or torch.get_num_threads() > 1:
-        out[...] = values @ limbs.t()
-        return
-    left, right, made = values.numpy(), limbs.numpy().T, out.numpy()
-    step = max(1, _ONE_THREAD // limbs.numel())
-    for start in range(0, len(left), step):
-        np.matmul(left[start : start + step], right, out=made[start : start + step])
+def _multiply(words: npt.NDArray[Any], first: int, limbs: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """words @ limbs into `out`, in one thread: so thin a product numpy's BLAS does faster than torch's."""
+    columns, room, done = len(limbs), np.empty(CPU_WORDS), 0
+    step = _ONE_THREAD // limbs.size * columns  # at least a row: there are no more than MAX_COLUMNS
+    for tile in tiles(words.shape[:first], CPU_WORDS // columns):
+        piece = cut(words, tile)
+        values = room[: piece.size]
+        np.copyto(values.reshape(piece.shape), piece)
+        for start in range(0, piece.size, step):
+            rows = values[start : start + step].reshape(-1, columns)
+            np.matmul(rows, limbs, out=out[done : done + len(rows)])
+            done += len(rows)
 
 
 def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:

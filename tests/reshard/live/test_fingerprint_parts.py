@@ -143,6 +143,7 @@ def test_devices_without_exact_float64_are_served_by_the_cpu(monkeypatch):
 
 
 def test_a_device_that_is_nearly_full_takes_less_at_a_time(monkeypatch):
+    monkeypatch.setattr(fold_module, "kernel", lambda: None)
     tensor = random_bits((900, 700), torch.float32, torch.Generator().manual_seed(9))
     whole, made, real = partial(tensor), [], torch.empty
 
@@ -160,7 +161,30 @@ def test_a_device_that_is_nearly_full_takes_less_at_a_time(monkeypatch):
     assert len(made) > 1
     assert chunk.numel() == height * 700 <= 1 << 15
     monkeypatch.setattr(fold_module, "_chunk", lambda _, columns, __: (real(columns * 7, dtype=torch.float64), 7))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert partial(tensor) == whole
+
+
+@pytest.mark.parametrize("words", [1 << 18, 1 << 14])
+def test_one_thread_and_several_find_the_same(words, monkeypatch):
+    """They are two loops: of rows that are runs of memory, of columns cut off, of a transposed tensor, and of axes that
+    are no one row."""
+    monkeypatch.setattr(fold_module, "kernel", lambda: None)
+    monkeypatch.setattr(fold_module, "CPU_WORDS", words)
+    tensor = random_bits((3, 70, 40, 21), torch.float32, torch.Generator().manual_seed(9))
+    for one in (
+        tensor,
+        tensor[:, 3:, :17],
+        tensor.permute(2, 0, 3, 1),
+        tensor[..., ::2],
+        tensor[1, 2, 3, :1],
+        tensor[0, 0, 0, 0],
+    ):
+        found = []
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            found.append(partial(one))
+        assert found[0] == found[1] == partial(one.contiguous())
 
 
 def test_whether_a_device_is_exact_is_tried_again_where_algorithms_must_be_deterministic(monkeypatch):
