@@ -283,7 +283,7 @@ def _prepare(
     except BaseException:
         data.release()
         raise
-    return SaveJob(group, storage, str(path), generation, options, choice, base), data
+    return SaveJob(group, storage.without_new_folders(), str(path), generation, options, choice, base), data
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
@@ -317,7 +317,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
     try:
         with phase("claim"):
             if group.rank == 0:
-                commit.claim(job.storage, generation.save_id)
+                commit.claim(generation.storage, generation.save_id)
             group.barrier()  # no rank writes before there is a claim
             if group.rank:
                 commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
@@ -332,8 +332,7 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
                 with phase("publish"):
                     generation.publish(files, [parts] if files and job.options.fingerprints else [])
     except BaseException as error:
-        if group.rank == 0:
-            _clear(job, error)
+        _clear(job, error)
         raise
     finally:
         release_lease(generation.save_id)
@@ -379,9 +378,13 @@ def _remove_together(group: Group, generation: Generation) -> None:
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:
-    """Remove what a failed save has written, unless it failed after publishing."""
-    save_id = job.generation.save_id
+    """Remove what a failed save has written, unless it failed after publishing: the first rank all. Where folders are
+    only a part of names, the others remove what they wrote after it did so. In folders that is not possible, and must
+    not be tried: a network file system may still show them that nothing was published."""
+    save_id, has_folders = job.generation.save_id, job.storage is not job.generation.storage
     try:
+        if job.group.rank and (has_folders or commit.has_claim(job.storage, save_id)):
+            return
         if commit.counting(job.storage) != save_id:
             commit.remove(job.storage, save_id)
     except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest

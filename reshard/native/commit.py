@@ -46,7 +46,7 @@ from reshard.stored.contents import has_dcp
 
 __all__ = [
     "CLAIM", "LINKED", "Generation", "Written", "begin", "check_claimed", "claim", "counting", "folder_of",
-    "generations_in", "index_problem", "is_alive", "new_save_id", "published", "refuse_foreign", "release", "remove",
+    "generations_in", "has_claim", "index_problem", "is_alive", "new_save_id", "published", "refuse_foreign", "remove",
     "remove_dead", "remove_empty", "replaced_by_save", "save_id_of", "unpublish",
 ]  # fmt: skip
 
@@ -122,7 +122,7 @@ class Generation:
             table, data = encode_table(f"{self.folder}/files", records)
             self.storage.publish(table.name, data)
         manifest = self.manifest(written, parts, table)
-        look = self._check_current if check is None else partial(_both, check, self._check_current)
+        look = partial(self._check_current, check)
         look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
             self.storage.delete(HF_INDEX)
@@ -138,15 +138,17 @@ class Generation:
                 with suppress(StorageError):  # it goes with the generation
                     self.storage.delete(name)
 
-    def _check_current(self) -> None:
-        """Raises StorageError if another save published while this process was paused."""
+    def _check_current(self, check: Callable[[], None] | None) -> None:
+        """Raises StorageError if another save published while this process was paused, or what `check` raises."""
+        if check is not None:
+            check()
         found, where = counting(self.storage), self.storage.url
         if found not in (None, self.replaces, self.save_id):
             raise StorageError(
                 f"another save, {found}, was published in {where} since this one, {self.save_id}, began: the later "
                 "one is kept, and this one is discarded. Give each job its own folder"
             )
-        if f"{self.folder}/{CLAIM}" not in self.storage.names(f"{self.folder}/{CLAIM}"):
+        if not has_claim(self.storage, self.save_id):
             raise StorageError(
                 f"{where}: another process considered this save dead and deleted its files: nothing was published"
             )
@@ -169,7 +171,7 @@ class Generation:
         A failure is logged and no more: the checkpoint counts already, and the next save tries again.
         """
         try:
-            self.storage.delete(f"{self.folder}/{CLAIM}")
+            self.storage.delete(f"{self.folder}/{CLAIM}")  # from now on it stays only while a manifest names it
             remove_dead(self.storage)
         except ReshardError as error:
             _log.warning(
@@ -228,11 +230,6 @@ class Generation:
             for fqn, part in some.items():
                 totals[fqn] = totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 # Generations: every save writes into a folder of its own, and only the manifest says which one
@@ -314,23 +311,21 @@ def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
     Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
     """
     until = time.monotonic() + _VISIBLE_S
-    while True:
-        try:
-            storage.size(f"{folder_of(save_id)}/{CLAIM}")
-        except FileNotFoundError:
-            if time.monotonic() > until:
-                raise StorageError(
-                    f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
-                    "all ranks must pass the same path, to a folder that they share, not to one on each host"
-                ) from None
-            time.sleep(0.1)
-        else:
-            return
+    while not has_claim(storage, save_id):
+        if time.monotonic() > until:
+            raise StorageError(
+                f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
+                "all ranks must pass the same path, to a folder that they share, not to one on each host"
+            )
+        time.sleep(0.1)
 
 
-def release(storage: Storage, save_id: str) -> None:
-    """Record that the generation is published or given up. From now on it stays only while a manifest names it."""
-    storage.delete(f"{folder_of(save_id)}/{CLAIM}")
+def has_claim(storage: Storage, save_id: str) -> bool:
+    """Return whether the generation is claimed: it was neither published nor given up."""
+    with suppress(FileNotFoundError):
+        storage.size(f"{folder_of(save_id)}/{CLAIM}")
+        return True
+    return False
 
 
 def counting(storage: Storage) -> str | None:
@@ -411,10 +406,18 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation, its claim last, so that an interrupted removal is continued."""
-    folder = folder_of(save_id)
-    names = storage.names(f"{folder}/") if names is None else names
-    for name in sorted(names, key=lambda name: name.endswith(f"/{CLAIM}")):
+    """Remove a generation. Its claim goes last, after all else is durably gone: data without a claim is taken for a
+    save whose manifest was lost."""
+    claim = f"{folder_of(save_id)}/{CLAIM}"
+    names = storage.names(f"{folder_of(save_id)}/") if names is None else names
+    *some, last = [name for name in names if name != claim] or [claim]
+    for name in some:
+        storage.delete(name)
+    if claim in names:
+        storage.retract(last)
+        last = claim
+    storage.delete(last)
+    for name in storage.names(f"{folder_of(save_id)}/"):  # of a rank that was late, and continued
         storage.delete(name)
 
 

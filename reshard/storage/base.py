@@ -85,6 +85,11 @@ class Storage(ABC):
             f"{self.url} does not support objects that several processes write: let each process write its own"
         )
 
+    def without_new_folders(self) -> Storage:
+        """The same objects, where no folder is made for a new one: who comes late cannot write where another process
+        has removed everything. Without effect where a folder is only a part of names."""
+        return self
+
     @abstractmethod
     def publish(self, name: str, data: Buffer) -> None:
         """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
@@ -117,7 +122,7 @@ class Storage(ABC):
 
     def link(self, name: str, other: str) -> bool:
         """Give an object, which does not change any more, a second name, without reading its bytes: it stays as long
-        as it has one of them. A second time does nothing. False where this storage cannot.
+        as it has one of them. A second time does nothing. False where this storage cannot. No folder is made.
 
         Raises CheckpointNotFoundError if there is no such object.
         """

@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,6 +48,7 @@ class LocalStorage(Storage):
     is_common = True
     supports_shared_write = True
     requests = 1
+    _makes_folders = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
@@ -130,6 +132,11 @@ class LocalStorage(Storage):
         with self._errors("look at", name):
             return not Path(os.path.realpath(self._path(name))).is_relative_to(os.path.realpath(self.root))
 
+    def without_new_folders(self) -> Storage:
+        other = copy(self)
+        other._makes_folders = False
+        return other
+
     def create(self, name: str) -> Writer:
         return _LocalWriter(self, name, *self._created(name, os.O_EXCL))
 
@@ -145,9 +152,10 @@ class LocalStorage(Storage):
             for _ in range(_CREATE_TRIES):
                 # another process may remove the folders, empty as they still are, before our file is in them
                 with suppress(FileNotFoundError):
-                    make_folder(path.parent)
+                    if self._makes_folders:
+                        make_folder(path.parent)
                     return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
-        raise StorageError(f"cannot create {name} in {self.url}: another process keeps removing its folder")
+        raise StorageError(f"cannot create {name} in {self.url}: another process removed its folder")
 
     def publish(self, name: str, data: Buffer) -> None:
         self.publish_while(name, data, lambda: None)
@@ -156,23 +164,26 @@ class LocalStorage(Storage):
         path = self._path(name)
         for last in (False, False, True):
             beside = temporary_name(name, secrets.token_hex(8))
-            with self.create(beside) as out:
-                out.write(data)
+            try:
+                with self.create(beside) as out:
+                    out.write(data)
+            except CheckpointNotFoundError:  # another process took it for a leftover, and removed it, or its folder
+                if last:
+                    raise
+                continue
             try:
                 with self._errors("publish", name):
                     check()
                     os.replace(self.root / beside, path)
                     sync_folder(path.parent)
                 return
-            except CheckpointNotFoundError:  # another process took it for a leftover, and cleaned up
-                if last:
-                    raise
             except ReshardError as error:
                 try:
                     self.delete(beside)
                 except ReshardError as second:  # the first error is what the caller must see
                     error.add_note(f"removing the unfinished object failed too: {second}")
-                raise
+                if last or not isinstance(error, CheckpointNotFoundError):
+                    raise
 
     def temporary(self, name: str, token: str) -> str:
         return temporary_name(name, token)
@@ -187,23 +198,20 @@ class LocalStorage(Storage):
     def link(self, name: str, other: str) -> bool:
         path, beside = self._path(name), self._path(other)
         with self._errors("link", name):
-            for _ in range(_CREATE_TRIES):
-                try:
-                    make_folder(beside.parent)
-                    os.link(path, beside)
-                except FileExistsError:
-                    return os.path.samefile(path, beside)
-                except FileNotFoundError:  # the object, or the folder, which another process removed while it was empty
-                    if not path.exists():
-                        raise
-                except OSError as error:
-                    if error.errno in _NO_LINKS:
-                        return False
-                    raise
-                else:
-                    sync_folder(beside.parent)
-                    return True
-        raise StorageError(f"cannot link {name} in {self.url}: another process keeps removing the folder of {other}")
+            try:
+                os.link(path, beside)
+            except FileExistsError:
+                return os.path.samefile(path, beside)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    return False
+                if isinstance(error, FileNotFoundError) and path.exists():
+                    raise StorageError(
+                        f"cannot link {name} in {self.url}: another process removed the folder of {other}"
+                    ) from error
+                raise
+            sync_folder(beside.parent)
+            return True
 
     def delete(self, name: str) -> None:
         path = self._path(name)

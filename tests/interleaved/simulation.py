@@ -19,6 +19,7 @@ import functools
 import hashlib
 import heapq
 import itertools
+import math
 import os
 import random
 import secrets
@@ -26,28 +27,31 @@ import socket
 import sys
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import greenlet
+import torch
 
-from reshard.api import convert, load, retention, save as save_module
-from reshard.api.elastic import generation as moving
+from reshard.api import convert, load, redistribute, retention, save as save_module
+from reshard.execute import exchange
 from reshard.live import tensors
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.group import DEADLINE_S, Group
-from tests.simulated_hosts import cut_tensors, exchange
+from tests.interleaved.messages import IntoTarget, Network
+from tests.simulated_hosts import cut_tensors
 from tests.simulated_ranks import Died, World
 
 __all__ = ["Fault", "Hang", "Job", "Process", "Simulation", "simulated"]
 
-MODULES = (convert, load, retention)
+MODULES = (convert, load, redistribute, retention)
 """Imported before names in them are swapped, which is once."""
 CHANGES = ("mkdir", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "replace", "link", "unlink", "rmdir")
 """Of files and folders; `open` is one, too, where it creates."""
@@ -106,6 +110,13 @@ class _Task:
     waits: int = 0
     """The number of its latest wait: one that is over wakes nobody."""
     until: Callable[[], bool] | None = None
+    is_daemon: bool = False
+    """Whether it ends with the process."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or its process has and it must."""
+        return self.process.is_dead or (self.is_daemon and self.process.is_over)
 
 
 class Job(World):
@@ -124,8 +135,6 @@ class Job(World):
             self.mates[machine].append(rank)
         self.ends: list[Any] = [None] * size
         self.processes: list[Process] = []
-        self.sources: dict[int, Any] = {}
-        """Of messages that go from rank to rank."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -233,13 +242,20 @@ class Simulation:
             job.ends[process.rank] = error
         while not process.is_dead and any(not future.done() for future in process.own["saves"]):
             self.wait_for(lambda: all(future.done() for future in process.own["saves"]))
-        process.is_over = True
+        process.is_over = self._has_ended = True
         if not process.is_dead:  # and is no more
             self.dead_pids.add(process.number)
             job.dead.add(process.rank)
 
-    def _spawn(self, process: Process, body: Callable[[], None], after: Callable[[], bool] | None = None) -> None:
-        task = _Task(process, body)
+    def _spawn(
+        self,
+        process: Process,
+        body: Callable[[], None],
+        after: Callable[[], bool] | None = None,
+        *,
+        is_daemon: bool = False,
+    ) -> None:
+        task = _Task(process, body, is_daemon=is_daemon)
         task.until = after
         self._tasks.append(task)
         (self._ready if after is None else self._conditional).append(task)
@@ -300,9 +316,9 @@ class Simulation:
                 self._tasks.remove(task)
 
     def _bury(self) -> None:
-        """Tasks of the dead: none of them gets to an operation again."""
+        """Tasks of the dead, and threads that end with a process: none of them gets to an operation again."""
         self._has_ended = False
-        for task in [t for t in self._tasks if t.process.is_dead]:
+        for task in [t for t in self._tasks if t.is_over]:
             if task.run is None:
                 task.body = lambda: None
                 self._switch(task)
@@ -408,7 +424,8 @@ class Simulation:
         if task.process.is_dead:
             raise Died
         task.waits += 1
-        heapq.heappush(self._timers, (until, next(self._numbers), task, task.waits))
+        if until < math.inf:
+            heapq.heappush(self._timers, (until, next(self._numbers), task, task.waits))
         if what is not None:
             self._waiting[what].append((task, task.waits))
         self._leave()
@@ -416,7 +433,7 @@ class Simulation:
     def wake(self, what: Any) -> None:
         """Who waits for it goes on."""
         for task, number in self._waiting.pop(what, ()):
-            if task.waits == number:
+            if task.waits == number and not (task.run is not None and task.run.dead):
                 task.waits += 1
                 self._ready.append(task)
 
@@ -462,7 +479,9 @@ class Simulation:
         process = self.process
         if alone or process is None or process.job.world_size == 1:
             return Group(alone=True)
-        return process.job.group(process.rank, deadline_s=60.0)
+        group = process.job.group(process.rank, deadline_s=60.0)
+        group.tag = group._rounds.session  # type: ignore[union-attr]
+        return group
 
     def wall_s(self) -> float:
         """Seconds since 1970. Others may go on between a look at the clock and the next."""
@@ -520,11 +539,14 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
 
     class Thread:
         def __init__(self, target: Any, args: Any = (), name: str = "", daemon: bool = False) -> None:
-            self._run, self._is_over = lambda: target(*args), False
+            self._run, self._is_over, self._is_daemon = lambda: target(*args), False, daemon
 
         def start(self) -> None:
             assert simulation.process is not None
-            simulation._spawn(simulation.process, self._live)
+            simulation._spawn(simulation.process, self._live, is_daemon=self._is_daemon)
+
+        def is_alive(self) -> bool:
+            return not self._is_over
 
         def _live(self) -> None:
             with contextlib.suppress(Died):
@@ -549,6 +571,25 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
             if not self._is_set:
                 simulation.block(id(self), simulation.now + timeout)
             return self._is_set
+
+    class Queue:
+        def __init__(self) -> None:
+            self._items: deque[Any] = deque()
+
+        def put(self, item: Any) -> None:
+            self._items.append(item)
+            simulation.wake(id(self))
+
+        def get(self, timeout: float = math.inf) -> Any:
+            until = simulation.now + timeout
+            while not self._items:
+                if simulation.now >= until:
+                    raise Empty
+                simulation.block(id(self), until)
+            return self._items.popleft()
+
+        def empty(self) -> bool:
+            return not self._items
 
     class Pool:
         """Does all at once, where it is given."""
@@ -598,6 +639,7 @@ def _threads(simulation: Simulation) -> dict[int, Any]:
         id(threading): SimpleNamespace(**{**vars(threading), "Thread": Thread, "Event": Event}),
         id(ThreadPoolExecutor): Pool,
         id(Future): Awaited,
+        id(SimpleQueue): Queue,
         id(secrets): SimpleNamespace(token_hex=simulation.token),
         id(liveness.machine): lambda: "" if simulation.process is None else simulation.process.machine,
         id(liveness.start_of): simulation.start_of,
@@ -664,13 +706,13 @@ def simulated(simulation: Simulation) -> Iterator[None]:
     """The modules of reshard and `os` go by the simulation."""
     swaps = _threads(simulation)
     this = SimpleNamespace(**{**vars(os), "getpid": simulation.pid, "kill": _nobody})
-    exchanged = functools.partial(exchange, lambda: simulation.process.job.sources)  # type: ignore[union-attr]
     rows: list[tuple[Any, str, Any]] = [
         *((module, name, swaps[its]) for module, name, its in _swapped(frozenset(swaps), len(sys.modules))),
         *((module, name, _OfProcess(simulation, own, getattr(module, name))) for module, name, own in _OWN),
         (save_module, "REMOVES_ALONE", 2),  # so that three ranks do what many do
         (liveness, "os", this),
-        (moving, "Exchange", exchanged),
+        (exchange, "dist", Network(simulation)),
+        (exchange, "_IntoTarget", IntoTarget),
         (commit, "_begun", [0.0]),
         (commit.Generation, "_check_current", _at_once(simulation)),
         *((os, name, call) for name, call in _files(simulation).items()),
@@ -678,7 +720,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         (socket, "gethostname", simulation.host),
     ]
     real = [(place, name, getattr(place, name)) for place, name, _ in rows]
-    with cut_tensors():
+    with cut_tensors(), torch.no_grad():  # which each of them enters and leaves, in any order
         try:
             for place, name, value in rows:
                 setattr(place, name, value)
@@ -703,15 +745,17 @@ def _swapped(ids: frozenset[int], _: int) -> list[tuple[Any, str, int]]:
     return rows
 
 
-def _at_once(simulation: Simulation) -> Callable[[commit.Generation], None]:
+def _at_once(simulation: Simulation) -> Callable[[commit.Generation, Callable[[], None] | None], None]:
     """The last look before a manifest is published and its rename are one: no file system has a rename on condition,
     and tests/faults.md says so."""
     real = commit.Generation._check_current
 
-    def check(generation: commit.Generation) -> None:
+    def check(generation: commit.Generation, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            before()
         simulation.replaces[generation.save_id] = generation.replaces
         with simulation.calm():
-            real(generation)
+            real(generation, None)
 
     return check
 

@@ -31,7 +31,14 @@ import reshard
 from planners import Mesh, Replicate, Shard, TensorLayout, TensorSpec
 from reshard.checkpoint import Checkpoint
 from reshard.elastic import Tier, gather
-from reshard.errors import CheckpointNotFoundError, DeadlineError, FormatError, RankFailedError, ReshardError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DeadlineError,
+    FormatError,
+    RankFailedError,
+    ReshardError,
+    UndefinedTargetsError,
+)
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
@@ -61,15 +68,18 @@ def full(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state(step: int, rank: int, size: int) -> dict[str, Any]:
-    """What a rank holds of it: two tensors in rows, one in each rank, one whole on all."""
+def state(step: int, rank: int, size: int, shard: int = 0) -> dict[str, Any]:
+    """What a rank holds of it: two tensors in rows (or columns, with `shard` 1), one in each rank, one whole on all."""
     mesh = Mesh({"dp": size})
-    cuts = {"w": Shard(0), "frozen": Shard(0), "b": Replicate()}
+    cuts = {"w": Shard(shard), "frozen": Shard(shard), "b": Replicate()}
     out: dict[str, Any] = {}
     for name, whole in full(step).items():
         if name in cuts:
             spec = TensorSpec(name, tuple(whole.shape), "float32")
-            out[name] = cut(whole, TensorLayout(spec, mesh, [cuts[name]]), rank)
+            layout = TensorLayout(spec, mesh, [cuts[name]])
+            local = cut(whole, layout, rank)
+            out[name] = local if local.numel() else whole.narrow(shard, 0, 0)
+            out[name].cut_by = layout
         else:
             out[name] = whole
     return {**out, "step": step}
@@ -243,8 +253,11 @@ def converting_anew(step: int) -> Callable[[Path], Body]:
     return in_turn(saving("c", step), converting("c", "out"))
 
 
-def keeping(*steps: int, restores: bool = True) -> Callable[..., Body]:
-    """`Tier.restore`, if something is there, and `Tier.save` of steps in turn; the step that was restored."""
+def keeping(*steps: int, restores: bool = True, in_background: bool = False) -> Callable[..., Body]:
+    """`Tier.restore`, if something is there, and `Tier.save` of steps in turn; the step that was restored.
+
+    `in_background`: by `Tier.async_save`, each of which waits for the one before.
+    """
 
     def body(folder: Path, copies: int) -> Body:
         def run(rank: int, size: int) -> int | None:
@@ -260,7 +273,15 @@ def keeping(*steps: int, restores: bool = True) -> Callable[..., Body]:
                     check_part(mine, rank, size)
             for number, least in enumerate(steps, 1):  # who goes on from a later step keeps later ones
                 step = max(least, (found or 0) + number)
-                tier.save(state(step, rank, size), step)
+                mine = state(step, rank, size)
+                if in_background:
+                    pending = tier.async_save(mine, step)
+                    mine["w"].fill_(-1.0)
+                    if number < len(steps):
+                        continue
+                    pending.result()
+                else:
+                    tier.save(mine, step)
                 reported[folder] = max(reported.get(folder, 0), step)
             return found
 
@@ -273,20 +294,52 @@ reported: dict[Path, int] = {}
 """The newest step of which a rank knows that it is kept, by folder."""
 
 
-def check_part(mine: dict[str, Any], rank: int, size: int) -> None:
+def check_part(mine: dict[str, Any], rank: int, size: int, shard: int = 0) -> None:
     """Raises AssertionError unless all that a rank holds is of one step."""
-    wanted = state(mine["step"], rank, size)
+    wanted = state(mine["step"], rank, size, shard)
     for key in full(0):
         assert torch.equal(mine[key], wanted[key]), f"rank {rank} has a mixture: {key} is not of {mine['step']}"
 
 
-def loading(name: str, *allowed: int) -> Callable[[Path], Body]:
+def moving(*steps: int, from_first: bool = False) -> Callable[[Path], Body]:
+    """Transfers from rows to columns, one after another by one plan: each is complete, did nothing, or says that its
+    targets are undefined. `from_first`: the first rank has all."""
+
+    def body(folder: Path) -> Body:
+        def run(rank: int, size: int) -> None:
+            source, target = state(0, rank, size), state(0, rank, size, 1)
+            if from_first:
+                source = full(0) if rank == 0 else {}
+            mine = {key: source[key] for key in full(0) if key in source}
+            wanted = {key: target[key] for key in full(0)}
+            step = 0
+            try:
+                prepared = reshard.prepare(mine, wanted, timeout=DEADLINE_S)
+                for now in steps:
+                    new = full(now) if from_first else state(now, rank, size)
+                    for key, tensor in mine.items():
+                        tensor.copy_(new[key])
+                    prepared.run()
+                    step = now
+                    check_part({**wanted, "step": step}, rank, size, 1)
+            except UndefinedTargetsError:
+                raise
+            except ReshardError:
+                check_part({**wanted, "step": step}, rank, size, 1)
+                raise
+
+        return run
+
+    return body
+
+
+def loading(name: str, *allowed: int, read_once: bool = False) -> Callable[[Path], Body]:
     """`load`, and whether it is all of one step."""
 
     def body(folder: Path) -> Body:
         def run(rank: int, size: int) -> Any:
             mine = state(0, rank, size)
-            reshard.load(mine, str(folder / name), read_once=False, timeout=DEADLINE_S)
+            reshard.load(mine, str(folder / name), read_once=read_once, timeout=DEADLINE_S)
             step = mine["step"]
             assert step in allowed, f"rank {rank} loaded step {step}"
             check_part(mine, rank, size)
@@ -299,7 +352,17 @@ def loading(name: str, *allowed: int) -> Callable[[Path], Body]:
 
 def pruning(keep_last: int) -> Callable[[Path], Body]:
     """`prune`."""
-    return lambda folder: lambda rank, size: reshard.prune(str(folder), keep_last=keep_last)
+
+    def body(folder: Path) -> Body:
+        def run(rank: int, size: int) -> list[str]:
+            try:
+                return reshard.prune(str(folder), keep_last=keep_last)
+            except CheckpointNotFoundError as error:  # which others may remove meanwhile
+                raise AssertionError(f"a removal fails because of another: {error}") from error
+
+        return run
+
+    return body
 
 
 ONE = (("c", 1),)
@@ -315,6 +378,8 @@ VERBS: dict[str, Verb] = {
     "async_save": Verb(saving_in_background("c", 2, 3), ONE),
     "load": Verb(loading("c", 1, 100), ONE),
     "load, save beside": Verb(loading("c", 1, 2, 100), ONE, saving("c", 2)),
+    "load, read once": Verb(loading("c", 1, 100, read_once=True), ONE),
+    "load, read once, save beside": Verb(loading("c", 1, 2, 100, read_once=True), ONE, saving("c", 2)),
     "save, load beside": Verb(saving("c", 2), ONE, loading("c", 1, 2, 100)),
     "prune": Verb(pruning(1), THREE, into="step-4", is_alone=True),
     "prune, save beside": Verb(
@@ -336,7 +401,12 @@ VERBS: dict[str, Verb] = {
     ),
     "keep": Verb(keeping(2, 3), (("disks", 1),), into="disks", again=keeping, is_kept=True),
     "keep, the first": Verb(keeping(2, 3), into="disks", again=keeping, is_kept=True),
+    "keep in the background": Verb(
+        keeping(2, 3, in_background=True), (("disks", 1),), into="disks", again=keeping, is_kept=True
+    ),
     "recover": Verb(keeping(), (("disks", 1),), into="disks", again=keeping, is_kept=True),
+    "redistribute": Verb(moving(*range(1, 7))),
+    "redistribute from one": Verb(moving(*range(1, 7), from_first=True)),
 }  # fmt: skip
 
 
@@ -548,8 +618,11 @@ class _Trial:
         for rank, error in errors.items():
             if not isinstance(error, ReshardError):
                 self._wrong(f"{job}: rank {rank} ended with {error!r}")
-            elif victims and isinstance(error, RankFailedError | DeadlineError) and not self._may_fail(job, error):
-                if not any(f"rank {gone} " in f"{error} " or f"ranks {gone}" in str(error) for gone in victims):
+            elif victims and isinstance(error, _NAMING) and not self._may_fail(job, error):
+                hosts = {f"[{self.machines[gone]}]" for gone in victims}  # as gloo gives the address
+                ranks = {words for gone in victims for words in (f"rank {gone} ", f"rank {gone}'", f"ranks {gone}")}
+                ranks |= {f"rank {done} (process" for done in left.keys() - errors.keys()}  # which has exited since
+                if not any(words in f"{error} " for words in hosts | ranks):
                     self._wrong(f"{job}: rank {rank} does not name {victims}: {error}")
             elif not victims and not culprits and not self._may_fail(job, error):
                 self._wrong(f"{job}: rank {rank} failed, though nothing happened: {error!r}")
@@ -643,6 +716,10 @@ class _KeptTrial(_Trial):
             left = sorted(entry.name for entry in (self.folder / "disks" / host).iterdir())
             if len(left) != 2 or f"-step-{reported[self.folder]}-" not in left[0] or left[1] != "owner.json":
                 self._wrong(f"on {host} are left: {left}")
+
+
+_NAMING = RankFailedError | DeadlineError | UndefinedTargetsError
+"""Errors that say who is gone."""
 
 
 def is_run(name: str) -> bool:

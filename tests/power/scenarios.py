@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from planners import Mesh, Replicate, Shard, TensorLayout, TensorSpec
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.storage import open_storage
@@ -320,6 +320,26 @@ def after_a_kill(at: int) -> Scenario:
     return Scenario(again.begin, run, check)
 
 
+def after_an_error(at: int) -> Scenario:
+    """A save that ends with an error there, before it counts, and removes what it has written."""
+
+    def run(folder: Path) -> None:
+        with SystemCalls().failing(at):
+            try:
+                reshard.save(state_of(1), folder / "c")
+            except StorageError:
+                return
+        raise AssertionError(f"call {at} comes after the save")
+
+    def check(folder: Path, done: bool, days_later: bool) -> str:
+        same(whole_at(folder / "c"), None)
+        same(latest(folder), None)
+        next_save(folder / "c", days_later)
+        return "None"
+
+    return Scenario(lambda folder: None, run, check)
+
+
 def stored() -> Scenario:
     """What a storage says of each of its verbs: durable when it returns."""
 
@@ -331,12 +351,12 @@ def stored() -> Scenario:
     def check(folder: Path, done: bool, days_later: bool) -> str:
         found = open_storage(folder).list()
         if done:
-            same(sorted(found), ["new/b", "old/a"])
+            same(sorted(found), ["new/a", "new/b", "old/a"])
         return str(sorted(found))
 
     def begin(folder: Path) -> None:
-        for name in ("a", "c"):
-            open_storage(folder).publish(f"old/{name}", b"x")
+        for name in ("new/a", "old/a", "old/c"):
+            open_storage(folder).publish(name, b"x")
 
     return Scenario(begin, run, check)
 
@@ -348,6 +368,7 @@ SCENARIOS: dict[str, Scenario] = {
     "save on a base": incremental(),
     "save on itself": saves(1, 2, base="auto"),
     "save after a kill": after_a_kill(14),
+    "save with an error": after_an_error(18),
     "prune": pruned(),
     "convert to native": converted("native", "out", 1),
     "convert to safetensors": converted("safetensors", "out", None),

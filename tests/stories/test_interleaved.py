@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from reshard.api import redistribute
 from reshard.native import commit
 from tests.interleaved import scale
 from tests.interleaved.scale import counted
@@ -37,6 +38,14 @@ def test_the_old_or_the_new_one_whatever_happens(verb: str, root: Path) -> None:
     for fault in ("none", "kill", "pause", "fail"):
         outcome = trial("ci.0", verb, fault, root=root)
         assert not outcome.violations, f"{outcome.violations}; {outcome.fault}, {outcome.size} ranks"
+
+
+@pytest.mark.parametrize(
+    ("verb", "seed"),
+    [("save, prune beside", "d31.4.21"), ("save, base beside", "d31.20.21"), ("save, base beside", "d31.47.39")],
+)
+def test_a_rank_that_is_late_leaves_no_data_of_a_save_that_others_gave_up(verb: str, seed: str, root: Path) -> None:
+    assert not trial(seed, verb, "pause", root=root).violations
 
 
 def test_a_seed_gives_the_same_run_again(root: Path) -> None:
@@ -95,10 +104,21 @@ def _no_last_look() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _nothing_is_undefined() -> Iterator[None]:
+    """As if a transfer that fails midway had moved nothing."""
+    with mock.patch.object(redistribute.Prepared, "_undefined", lambda self, error: error):
+        yield
+
+
 @pytest.mark.parametrize(
-    ("broken", "verb"), [(_manifest_before_data, "save over another"), (_no_last_look, "save, two jobs")]
+    ("broken", "verb", "fault", "count"),
+    [
+        (_manifest_before_data, "save over another", "none", 8),
+        (_no_last_look, "save, two jobs", "none", 8),
+        (_nothing_is_undefined, "redistribute", "kill", 24),
+    ],
 )
-def test_what_is_broken_on_purpose_is_found(broken, verb: str, root: Path) -> None:
+def test_what_is_broken_on_purpose_is_found(broken, verb: str, fault: str, count: int, root: Path) -> None:
     with broken():
-        found = [trial(f"broken.{i}", verb, "none", root=root).violations for i in range(8)]
-    assert any(found)
+        assert any(trial(f"broken.{i}", verb, fault, root=root).violations for i in range(count))

@@ -56,6 +56,16 @@ def test_what_is_found_is_the_old_or_the_new(name):
     assert seen.different == 5
 
 
+@pytest.mark.parametrize("name", ["prune", "save with an error"])
+def test_what_was_removed_is_not_taken_for_damaged(name):
+    """Data without a claim is that of a save whose manifest was lost, so a claim goes when the data has gone."""
+    with scratch() as folder:
+        disk = recorded(SCENARIOS[name], folder / "recorded")
+        seen = tried(SCENARIOS[name], disk, random.Random(0), most=40)
+    assert not seen.violations, seen.violations[0]
+    assert seen.different > 20
+
+
 def test_every_sync_is_tried():
     assert syncs_in(local) | syncs_in(generation) == NEEDED.keys()
 

@@ -567,7 +567,7 @@ class _Look:
             here = _HostFiles(self._hosts.storages, storage, threads=1)
             run_tasks(replace(self._work, out=out), asked, executor, lambda task, nbytes: None, here=here)
             storage.publish(MANIFEST, self.native.storage.read(MANIFEST))
-            commit.release(storage, manifest.save_id)
+            storage.delete(f"{commit.folder_of(manifest.save_id)}/{commit.CLAIM}")
         finally:
             release_lease(manifest.save_id)
         commit.remove_dead(storage)

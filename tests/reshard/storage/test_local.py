@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import resource
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +338,28 @@ def test_a_publish_whose_first_file_was_cleaned_up_is_repeated(tmp_path: Path, m
     assert storage.list() == {"manifest.json": 2}
 
 
+def test_a_publish_whose_folder_was_cleaned_up_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `prune` does with a checkpoint that another `prune` is about to remove."""
+    real_fsync, removed = os.fsync, 0
+
+    def fsync(file: int) -> None:
+        nonlocal removed
+        real_fsync(file)
+        if stat.S_ISREG(os.fstat(file).st_mode) and removed < times:
+            removed += 1
+            shutil.rmtree(tmp_path / "step")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = LocalStorage(tmp_path)
+    times = 2
+    storage.publish("step/claim.json", b"{}")
+    assert (removed, storage.list()) == (2, {"step/claim.json": 2})
+    removed, times = 0, 100
+    with pytest.raises(CheckpointNotFoundError):
+        storage.publish("step/claim.json", b"new")
+    assert (removed, storage.list()) == (3, {})
+
+
 def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(tmp_path)
     real_open = os.open
@@ -353,7 +377,22 @@ def test_a_folder_that_vanishes_while_creating_is_made_again(tmp_path: Path, mon
     assert removed
 
 
-@pytest.mark.parametrize("write", ["publish", "create", "link"])
+def test_who_comes_late_makes_no_folder_that_another_process_removed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish("a", b"data")
+    late = storage.without_new_folders()
+    for write in (late.create, lambda name: late.open_shared(name, 8)):
+        with pytest.raises(StorageError, match=r"cannot create gone/b in .*: another process removed its folder"):
+            write("gone/b")
+    with pytest.raises(StorageError, match=r"cannot link a in .*: another process removed the folder of gone/b"):
+        storage.link("a", "gone/b")
+    assert storage.list() == {"a": 4}
+    _write(late, "b", b"x")
+    _write(storage, "new/b", b"x")
+    assert storage.list() == {"a": 4, "b": 1, "new/b": 1}
+
+
+@pytest.mark.parametrize("write", ["publish", "create"])
 def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_again(
     write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,10 +409,8 @@ def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_aga
     monkeypatch.setattr(os, "mkdir", mkdir)
     if write == "publish":
         storage.publish("outer/inner/b", b"data")
-    elif write == "create":
+    else:
         with storage.create("outer/inner/b") as out:
             out.write(b"data")
-    else:
-        assert storage.link("a", "outer/inner/b")
     assert storage.read("outer/inner/b") == b"data"
     assert len(removed) == 3
