@@ -260,7 +260,7 @@ def test_layouts_are_said_in_words(say, gpt) -> None:
     assert lines[-1] == "more  --items lists what each rank reads; --legend explains the notation"
     assert not any("Notation" in line or "Box[" in line for line in lines)
     lines = say("plan", gpt, "fsdp=3", "--items", "--legend", "--limit", "5").out.splitlines()
-    assert sum("Box[" in line for line in lines) == 5
+    assert sum("<- Box[" in line for line in lines) == 5
     assert not any("more  --" in line for line in lines)
 
     at = next(i for i, line in enumerate(lines) if "from  " in line)
