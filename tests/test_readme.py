@@ -100,7 +100,8 @@ def test_the_reference_has_every_public_name_with_an_example_that_uses_it(packag
             entry.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", entry, re.M | re.S)) for entry in entries
         }
 
-    assert sorted(found) == sorted(package.__all__)
+    no_star = {"open"} if package is reshard else set()  # which a star import leaves builtin
+    assert sorted(found) == sorted({*package.__all__, *no_star})
     assert [name for name, example in found.items() if not re.search(rf"\b{name}\b", example)] == []
 
 
