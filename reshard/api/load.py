@@ -432,16 +432,16 @@ def refuse_overlaps(match: KeyMatch) -> None:
     left_out = {*targets.replaced, *targets.tied_in_place}
     tensors = [targets.tensors[key] for key in match.tensors if key not in left_out]
     extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
-    widest: _MemorySpan | None = None
+    before: list[_MemorySpan] = []  # hardly ever more than one
     for extent in extents:
-        near = widest if widest is not None and widest.device == extent.device else None
-        if near is not None and extent.start < near.stop and _share(near.local, extent.local):
-            raise LayoutError(
-                f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
-                "overwrite a part of the other. Leave one of them out, or give them memory of their own"
-            )
-        if near is None or extent.stop > near.stop:
-            widest = extent
+        before = [near for near in before if near.device == extent.device and extent.start < near.stop]
+        for near in before:
+            if _share(near.local, extent.local):
+                raise LayoutError(
+                    f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
+                    "overwrite a part of the other. Leave one of them out, or give them memory of their own"
+                )
+        before.append(extent)
 
 
 def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
