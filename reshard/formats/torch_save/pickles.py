@@ -143,7 +143,9 @@ def _hashable(key: Any) -> Any:
     try:
         hash(key)
     except TypeError as error:
-        raise CorruptCheckpointError(f"a key of a dict, or a member of a set, in the checkpoint is none: {error}") from None
+        raise CorruptCheckpointError(
+            f"a key of a dict, or a member of a set, in the checkpoint is none: {error}"
+        ) from None
     return key
 
 
