@@ -408,8 +408,9 @@ class Journal:
         return self._job_id
 
     def names(self) -> dict[str, int]:
-        """The files in the target, with their sizes. If it is a single file: those beside it, and records of
-        conversions, but nothing else in folders beside it, because that can be a home directory."""
+        """The files in the target, with their sizes. If it is a single file: those beside it, and
+        records of conversions, but nothing else in folders beside it, because that can be a home
+        directory."""
         if not self.file:
             return self.storage.list()
         top = self.storage.top()
@@ -451,8 +452,9 @@ class Journal:
             self._lease.stop()
 
     def tidy(self) -> None:
-        """After a failure, when no process writes any more: complete files stay for the next try, and nothing else.
-        If the job has finished no file, nothing stays. Where another process continues it, all is that one's."""
+        """After a failure, when no process writes any more: complete files stay for the next try,
+        and nothing else. If the job has finished no file, nothing stays. Where another process
+        continues it, all is that one's."""
         if not self.give_up():
             return
         names = self.names()

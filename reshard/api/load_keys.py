@@ -128,8 +128,9 @@ class KeyMatch:
                     self.retyped[key_of(own[: len(own) - levels])] = saved, found
 
     def _name_of(self, key: str) -> str:
-        """The name of the place that a key of the target stands for. In a dict with 1 and "1" the number has a name of
-        its own; a dict with only one of them may have been saved, or be the target."""
+        """The name of the place that a key of the target stands for. In a dict with 1 and "1" the
+        number has a name of its own; a dict with only one of them may have been saved, or be the
+        target."""
         if key in self.mapping:
             return self.mapping[key]
         path, places = self.targets.paths[key], self.checkpoint.contents.paths

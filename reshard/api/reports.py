@@ -81,8 +81,9 @@ class FilledReport(TimedReport):
     unexpected: tuple[str, ...]
     """Keys of the source that no rank's target has. They were not read or moved."""
     cast: Mapping[str, tuple[str, str]]
-    """Key of the target -> (dtype before, dtype of the target) of converted tensors. A load also lists numbers that
-    it stored as a 0-d tensor, or the reverse. These convert exactly, with any `dtype_policy`."""
+    """Key of the target -> (dtype before, dtype of the target) of converted tensors. A load also
+    lists numbers that it stored as a 0-d tensor, or the reverse. These convert exactly, with any
+    `dtype_policy`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,8 +106,9 @@ class CheckedReport(TimedReport):
     format: str
     """Format of the checkpoint that was loaded or written."""
     bytes_unchecked: int
-    """Bytes of the requested elements (in a load, of this rank) that were not compared with a checksum: the format has
-    none, `check` was off, or the check would have read too much, see docs/what-ok-means.md."""
+    """Bytes of the requested elements (in a load, of this rank) that were not compared with a
+    checksum: the format has none, `check` was off, or the check would have read too much, see
+    docs/what-ok-means.md."""
     unchecked: str
     """In words, what was not compared. Empty if every byte was, and for a conversion that wrote the saved fingerprints.
     """

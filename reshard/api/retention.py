@@ -230,8 +230,9 @@ def _remove_in(folder: str, place: str) -> None:
 def remove_checkpoints(
     folder: str | os.PathLike[str], paths: Iterable[str], executor: Executor | None = None
 ) -> list[str]:
-    """Remove these of the checkpoints directly below `folder`, and what killed saves have left there, as `prune` does.
-    Returns the paths of what was removed: what a save replaces just now stays."""
+    """Remove these of the checkpoints directly below `folder`, and what killed saves have left
+    there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
+    stays."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)

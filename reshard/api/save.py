@@ -287,8 +287,8 @@ def _prepare(
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
-    """Decide the save id and the base on the first rank. Raises an error if the save must not replace what is
-    there."""
+    """Decide the save id and the base on the first rank. Raises an error if the save must not
+    replace what is there."""
     if there := commit.refuse_foreign(storage):
         refuse_run(storage.url, there)
     refuse_first_step(path)
@@ -302,8 +302,8 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 
 
 def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its data, and the choice
-    says why."""
+    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its
+    data, and the choice says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, share), choice
     except (CheckpointError, StorageError) as error:

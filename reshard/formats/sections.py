@@ -208,8 +208,9 @@ def _split_flat(tree: Tree) -> Tree:
 
 
 def _unwrap(tree: Tree) -> Tree:
-    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim": ...}}`. What stands
-    beside has no tensors, or is none of a model, as in Composer's `{"state": {"model": ...}, "rng": ...}`."""
+    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim":
+    ...}}`. What stands beside has no tensors, or is none of a model, as in Composer's `{"state":
+    {"model": ...}, "rng": ...}`."""
     while not _has_sections(tree) and not _is_bare_optimizer(tree):
         found = list(tree.values()) if len(tree) == 1 else _may_be_models(tree)
         if len(found) != 1 or not isinstance(found[0], dict) or not _has_sections(found[0]):

@@ -542,8 +542,9 @@ is_pending = _Named("Partial")
 
 
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None = None, **whole: Any) -> DTensor:
-    """A DTensor of this local tensor, which stays on its device: `DTensor.from_local` would move it to that of the
-    mesh. FSDP2 with CPU offload has parameters on the host, on a mesh of devices. `whole`: shape and stride."""
+    """A DTensor of this local tensor, which stays on its device: `DTensor.from_local` would move it
+    to that of the mesh. FSDP2 with CPU offload has parameters on the host, on a mesh of devices.
+    `whole`: shape and stride."""
     from torch.distributed.tensor import DTensor
 
     stays = local.device.type in (mesh.device_type, "meta")

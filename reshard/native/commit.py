@@ -265,8 +265,8 @@ _begun: list[float] = [0.0]
 
 
 def begin() -> float:
-    """Return the time at which a save begins, in seconds since 1970: later than all others of this process, even if
-    clocks are set back."""
+    """Return the time at which a save begins, in seconds since 1970: later than all others of this
+    process, even if clocks are set back."""
     _begun[0] = max(time.time(), _begun[0] + 1e-6)
     return _begun[0]
 
@@ -337,8 +337,8 @@ def counting(storage: Storage) -> str | None:
 
 
 def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) -> str | None:
-    """Return the id of what a save replaces where these files are: the save that counts, or one whose manifest is
-    damaged or lost. Raises CheckpointExistsError if it may not."""
+    """Return the id of what a save replaces where these files are: the save that counts, or one
+    whose manifest is damaged or lost. Raises CheckpointExistsError if it may not."""
     found = counting(storage) or max(without_claim(names), default="").removeprefix("data-") or None
     if found is not None and not overwrite:
         raise CheckpointExistsError(
@@ -406,8 +406,8 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation. Its claim goes last, after all else is durably gone: data without a claim is taken for a
-    save whose manifest was lost."""
+    """Remove a generation. Its claim goes last, after all else is durably gone: data without a
+    claim is taken for a save whose manifest was lost."""
     claim = f"{folder_of(save_id)}/{CLAIM}"
     names = storage.names(f"{folder_of(save_id)}/") if names is None else names
     *some, last = [name for name in names if name != claim] or [claim]
@@ -476,8 +476,8 @@ def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
 
 
 def index_problem(native: NativeFacts) -> str | None:
-    """Return how the index would lead Hugging Face tools to other tensors than the manifest names; None if there is
-    no problem."""
+    """Return how the index would lead Hugging Face tools to other tensors than the manifest names;
+    None if there is no problem."""
     if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"

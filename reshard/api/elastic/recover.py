@@ -188,8 +188,9 @@ def _report(
 def _candidates(
     settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
 ) -> tuple[FoundGenerations | None, _Candidates]:
-    """Collective: the generations that count on some host, the newest first, and the fallback at its place in time.
-    With a step, only those of that step. The first rank also gets what the hosts have."""
+    """Collective: the generations that count on some host, the newest first, and the fallback at
+    its place in time. With a step, only those of that step. The first rank also gets what the hosts
+    have."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
     rows = hosts.gather_kept(group)

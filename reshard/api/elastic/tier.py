@@ -428,8 +428,9 @@ class _KeepJob:
         return received
 
     def give_up(self, cause: BaseException) -> None:
-        """Remove what this rank has put into a generation that will never count, and the first of the host what is of
-        the host. Other ranks may still read and write their files, and must meet the cause and not their absence."""
+        """Remove what this rank has put into a generation that will never count, and the first of
+        the host what is of the host. Other ranks may still read and write their files, and must
+        meet the cause and not their absence."""
         group, storage = self.save.group, LocalStorage(self.hosts.folder)
         places = [place for place, those in enumerate(self.copies.keepers) if group.rank in (place, *those)]
         own = {f"{group.ranks[place]:05d}" for place in places}

@@ -404,8 +404,9 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
 
 
 def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two rows for each column
-    of the second one. `shapes` are those of the shards or of the full parameters, by name."""
+    """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two
+    rows for each column of the second one. `shapes` are those of the shards or of the full
+    parameters, by name."""
     match = _FC1.fullmatch(name)
     if match is None or name not in shapes:
         return False

@@ -241,8 +241,9 @@ _stack_size_lock = threading.Lock()
 
 
 def _run(reader: _Unpickler, program: bytes) -> Any:
-    """Run the unpickler with enough stack: CPython hashes nested tuples by recursion in C (65 bytes a level measured),
-    and a pickle of a megabyte can nest a million to a key of a dict, which would end the process."""
+    """Run the unpickler with enough stack: CPython hashes nested tuples by recursion in C (65 bytes
+    a level measured), and a pickle of a megabyte can nest a million to a key of a dict, which would
+    end the process."""
     depth = sum(map(program.count, (b"\x85", b"\x86", b"\x87", b"t", b"\x91")))  # a bound: tuples and frozensets
     if depth <= _SAFE_DEPTH:
         return reader.load()

@@ -346,8 +346,9 @@ def pickled_with_tensors(value: Any, first: int) -> tuple[bytes, list[torch.Tens
 
 
 def save_tensor(tensor: torch.Tensor, file: Any) -> None:
-    """What `torch.save` does with a contiguous tensor on the CPU that has its memory for itself, in a fraction of the
-    time: archives of tensors of one dtype and shape differ in nothing but the data. Others are left to torch."""
+    """What `torch.save` does with a contiguous tensor on the CPU that has its memory for itself, in
+    a fraction of the time: archives of tensors of one dtype and shape differ in nothing but the
+    data. Others are left to torch."""
     usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
     if not usual or str(tensor.dtype).removeprefix("torch.") not in _STORAGES:
         torch.save(tensor, file)
