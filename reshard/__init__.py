@@ -99,12 +99,7 @@ if TYPE_CHECKING:
         redistribute as redistribute,
         verify_live as verify_live,
     )
-    from reshard.api.retention import (
-        Step as Step,
-        latest_complete as latest_complete,
-        prune as prune,
-        steps as steps,
-    )
+    from reshard.api.retention import Step as Step, latest_complete as latest_complete, prune as prune, steps as steps
     from reshard.api.save import (
         PendingSave as PendingSave,
         SaveReport as SaveReport,
@@ -122,10 +117,7 @@ if TYPE_CHECKING:
     )
     from reshard.errors import ReshardError as ReshardError
     from reshard.live.state import PerRank as PerRank
-    from reshard.live.tensor_classes import (
-        dequantized as dequantized,
-        register_tensor_class as register_tensor_class,
-    )
+    from reshard.live.tensor_classes import dequantized as dequantized, register_tensor_class as register_tensor_class
     from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
     from reshard.native.version import __version__ as __version__

@@ -33,10 +33,10 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 475_400,
+    "tokens": 475_600,
     "header %": 8.0,
     "mean line": 53.1,
-    "lines over 100 %": 9.65,
+    "lines over 100 %": 9.7,
     "names of several classes": 4,
     "pairs of like classes": 13,
     "folders of Megatron": 3,
@@ -45,7 +45,7 @@ MOST = {
     "folders of safetensors": 3,
     "folders of GGUF": 2,
     "folders of torchsnapshot": 1,
-    "load: modules": 44,
+    "load: modules": 45,
     "load: folders": 11,
     "load: functions": 416,
     "save: modules": 39,

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
@@ -20,6 +19,7 @@ from planners.units import format_bytes, format_count
 from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.reports import CheckedReport, FilledReport
+from reshard.api.shared_memory import filled_once, refuse_overlaps
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open_among, stored_layout
 from reshard.errors import (
@@ -27,7 +27,6 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     KeyMismatchError,
-    LayoutError,
     OptionError,
     format_names,
     format_value,
@@ -39,7 +38,7 @@ from reshard.live.dtypes import as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import PerRank, Targets
-from reshard.live.tensors import UNSHARDED, LiveTensor, world_size
+from reshard.live.tensors import UNSHARDED, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
 from reshard.ranks.group import DEADLINE_S, Group
@@ -402,118 +401,6 @@ def own_values(
 
 def _value(saved: Mapping[int, Any], rank: int) -> Any:
     return read_value(saved[rank])
-
-
-# Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is
-# refused.
-#
-# Two keys of one memory can only be filled from two stored tensors if these are equal; two views
-# that overlap otherwise would each overwrite a part of the other. Either would depend on which is
-# written last.
-
-
-_WORK = 10_000
-"""Steps that numpy may take to find out whether two strided arrays share an element; most need but a few."""
-
-
-class _MemorySpan(NamedTuple):
-    """The address range of a local tensor."""
-
-    device: str
-    start: int
-    stop: int
-    key: str
-    local: torch.Tensor
-
-
-def refuse_overlaps(match: KeyMatch) -> None:
-    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied."""
-    targets = match.targets
-    left_out = {*targets.replaced, *targets.tied_in_place}
-    tensors = [targets.tensors[key] for key in match.tensors if key not in left_out]
-    extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
-    widest: _MemorySpan | None = None
-    for extent in extents:
-        near = widest if widest is not None and widest.device == extent.device else None
-        if near is not None and extent.start < near.stop and _share(near.local, extent.local):
-            raise LayoutError(
-                f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
-                "overwrite a part of the other. Leave one of them out, or give them memory of their own"
-            )
-        if near is None or extent.stop > near.stop:
-            widest = extent
-
-
-def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
-    if tensor.is_meta:
-        return
-    for local in tensor.local:
-        if not local.numel():
-            continue
-        dense = local.is_contiguous()  # nearly always
-        reach = local.numel() - 1 if dense else 0  # of the elements along the dims of smaller strides
-        for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if not dense else ():
-            if size > 1 and stride <= reach:
-                raise LayoutError(
-                    f"the target {tensor.key!r} has several elements at one memory address (shape "
-                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): load into a copy "
-                    "of it, made by .clone()"
-                )
-            reach += stride * (size - 1)
-        start = local.data_ptr()
-        yield _MemorySpan(str(local.device), start, start + (reach + 1) * local.element_size(), tensor.key, local)
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
-        return False
-    try:
-        return bool(cast(Any, np.shares_memory)(as_array(a), as_array(b), max_work=_WORK))
-    except np.exceptions.TooHardError:
-        return False
-
-
-def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
-    """The tensors that match, without the keys whose memory another key fills already.
-
-    Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
-    """
-    names, checkpoint, tied = match.tensors, match.checkpoint, match.targets.tied_in_place
-    first: dict[str, str] = {}
-    out: dict[str, str] = {}
-    for key, name in names.items():
-        other = first.setdefault(tied.get(key, key), key)
-        if other == key:
-            out[key] = name
-        elif not _equal(checkpoint, names[other], name, match.targets.tensors[key], rank):
-            raise KeyMismatchError(
-                f"{other!r} and {key!r} share memory, but {checkpoint.url} has different values for them: untie "
-                "them before loading, or leave one of them out"
-            )
-    return out
-
-
-def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
-    """Return whether two stored tensors have the same values, as far as this rank wants them."""
-    names = checkpoint.aliases
-    if names.get(one, one) == names.get(other, other):
-        return True
-    a, b = checkpoint[one], checkpoint[other]
-    prints = checkpoint.fingerprints or {}
-    if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
-        return True
-    from reshard.stored.streaming import windows
-
-    for region in TensorLayout.of(target.spec, target.form).boxes(rank):
-        for window in windows(region.sizes, max(a.dtype.itemsize, target.dtype.itemsize)):
-            place = (*window.shift(region.offsets).slices, ...)
-            x, y = (as_array(tensor[place].to(target.dtype)) for tensor in (a, b))
-            if x.tobytes() != y.tobytes():
-                return False
-    return True
 
 
 # `LoadReport`: the truth about every key of a load.

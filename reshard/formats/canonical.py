@@ -367,7 +367,8 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     if not saved.by_id:
         return saved
     names = _stored_names(saved) or hints.ids(scope) or (hints.ids() if scope is not None else None)
-    used = sorted({int(i) for i in saved.state} | {i for g in saved.groups for i in g.get("params", ())})
+    listed = {i for g in saved.groups for i in g.get("params", ())}
+    used = sorted({int(i) for i in saved.state} | listed)
     if names is None and hints.model_only and not any("fp32" in states for states in saved.state.values()):
         return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
     if names is None:
@@ -380,10 +381,11 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
             example,
         )
     unnamed = [i for i in used if i not in names]
-    if unnamed:
+    if unnamed or (listed and len(names) > len(used)):  # that of a frozen parameter would move those after it
         raise NormalizationError(
             f"the hint 'param_names' gives {format_count(len(names), 'name')}, but the optimizer of {what} has "
-            f"a parameter of id {unnamed[0]} (ids {used[0]} to {used[-1]})"
+            f"{format_count(len(used), 'parameter')}, with ids {used[0]} to {used[-1]}: give the name of each "
+            "parameter that it was created with, in that order, without frozen ones that it did not get"
         )
     state = {names[int(i)]: states for i, states in saved.state.items()}
     if len(state) != len(saved.state):

@@ -225,7 +225,7 @@ class Grid:
                 )
             return range(self.starts[stage], self.starts.get(stage + 1, count))
         if self.first_layers is not None or self.last_layers is not None:
-            return self._uneven(stage, count)
+            return self._uneven(stage, chunk, chunks, count)
         parts = self.pp * chunks
         if count % parts:
             raise NormalizationError(
@@ -236,15 +236,17 @@ class Grid:
         start = (chunk * self.pp + stage) * each
         return range(start, start + each)
 
-    def _uneven(self, stage: int, count: int) -> range:
+    def _uneven(self, stage: int, chunk: int, chunks: int, count: int) -> range:
         first, last = self.first_layers, self.last_layers
         middle = self.pp - (first is not None) - (last is not None)
         rest = count - (first or 0) - (last or 0)
         each = rest // middle if middle else 0
         sizes = [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
-        if sum(sizes) != count:
-            raise CorruptCheckpointError(f"{count} layers cannot be divided among stages of {sizes} layers")
-        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+        if sum(sizes) != count or any(size % chunks for size in sizes):
+            what = f"stages of {sizes} layers" + (f" in {chunks} chunks each" if chunks > 1 else "")
+            raise CorruptCheckpointError(f"{count} layers cannot be divided among {what}")
+        start = chunk * count // chunks + sum(sizes[:stage]) // chunks  # each chunk has layers of every stage
+        return range(start, start + sizes[stage] // chunks)
 
     def __str__(self) -> str:
         return f"tp {self.tp}, pp {self.pp}" + (f", ep {self.ep}" if self.ep > 1 else "")

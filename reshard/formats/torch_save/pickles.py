@@ -124,16 +124,29 @@ def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int
 
     result: Any
     if isinstance(value, dict):
-        result = {go(k): go(v) for k, v in value.items()}
+        result = {_hashable(go(k)): go(v) for k, v in value.items()}
     elif isinstance(value, Record):
         result = _plain_record(value, go)
-    elif type(value) in (list, tuple, set, frozenset):
+    elif type(value) in (set, frozenset):
+        result = type(value)(_hashable(go(v)) for v in value)
+    elif type(value) in (list, tuple):
         result = type(value)(go(v) for v in value)
     else:
         result = value  # torch.Size and the like
     above.discard(id(value))
     done[id(value)] = result
     return result
+
+
+def _hashable(key: Any) -> Any:
+    """A key of a dict, or a member of a set. Raises CorruptCheckpointError if it cannot be one."""
+    try:
+        hash(key)
+    except TypeError as error:
+        raise CorruptCheckpointError(
+            f"a key of a dict, or a member of a set, in the checkpoint is none: {error}"
+        ) from None
+    return key
 
 
 def _plain_record(record: Record, go: Any) -> Any:
@@ -152,8 +165,8 @@ def _plain_record(record: Record, go: Any) -> Any:
 
 def _numpy(record: Record) -> Any:
     """A numpy number or array of plain numbers; the record itself for other dtypes."""
-    if record.path.endswith("scalar"):
-        dtype, shape, fortran, data = (record.args or (None,))[0], (), False, record.args[-1]
+    if record.path.endswith("scalar") and record.args:
+        dtype, shape, fortran, data = record.args[0], (), False, record.args[-1]
     elif isinstance(record.state, tuple) and len(record.state) == 5:
         _, shape, dtype, fortran, data = record.state
     else:

@@ -395,3 +395,12 @@ def test_the_opcode_table_is_complete() -> None:
         if code not in known:
             # a byte alone may need its argument behind it
             assert pickles.RUN.match(bytes([code]) + b"\0" * 8).end() >= 1, opcode.name  # type: ignore[union-attr]
+
+
+def test_records_that_cannot_be_what_they_say_are_damage_or_stay_records() -> None:
+    scalar = make_record_type("numpy._core.multiarray", "scalar")()
+    assert plain(scalar) is scalar
+    namespace = make_record_type("argparse", "Namespace")()
+    for value in ({namespace: 1}, {namespace}, frozenset({namespace})):
+        with pytest.raises(CorruptCheckpointError, match="a key of a dict, or a member of a set"):
+            plain(value)

@@ -170,8 +170,10 @@ def test_ids_need_names(tmp_path: Path) -> None:
     )
     with pytest.raises(NormalizationError, match=r"'exp_avg' of 'lin\.\w+' has shape .*another order"):
         normalized(tmp_path, state, {"param_names": ["lin.weight", "lin.bias"]})
-    with pytest.raises(NormalizationError, match=r"gives 1 name, but .* id 1"):
+    with pytest.raises(NormalizationError, match=r"gives 1 name, but .* 2 parameters, with ids 0 to 1: "):
         normalized(tmp_path, state, {"param_names": ["lin.bias"]})
+    with pytest.raises(NormalizationError, match=r"gives 3 names, but .* without frozen ones"):
+        normalized(tmp_path, state, {"param_names": ["lin.bias", "lin.weight", "head.weight"]})
     with pytest.raises(NormalizationError, match="same name"):
         normalized(tmp_path, state, {"param_names": ["lin.bias", "lin.bias"]})
     with pytest.raises(NormalizationError, match="must be names"):

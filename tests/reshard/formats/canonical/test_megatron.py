@@ -336,6 +336,28 @@ def test_where_layers_that_predict_several_tokens_are_registered() -> None:
     assert set(first) == {"embedding.word_embeddings.weight"} | {k for k in keys if "decoder.layers.0" in k}
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "chunks", "expected"),
+    [
+        (2, None, 1, [[[0, 1]], [[2, 3, 4]], [[5, 6, 7]]]),
+        (None, 2, 1, [[[0, 1, 2]], [[3, 4, 5]], [[6, 7]]]),
+        # each chunk of the model has some layers of every stage
+        (2, 2, 2, [[[0], [4]], [[1, 2], [5, 6]], [[3], [7]]]),
+        (None, 4, 2, [[[0], [4]], [[1], [5]], [[2, 3], [6, 7]]]),
+    ],
+)
+def test_layers_of_stages_where_the_first_or_last_has_another_number(
+    first: int | None, last: int | None, chunks: int, expected: list[list[list[int]]]
+) -> None:
+    args = {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": first}
+    args["decoder_last_pipeline_num_layers"] = last
+    grid = Grid.of(args, groups=3, experts=None, hints=Hints(None))
+    found = [[list(grid.layers(stage, chunk, chunks, 8)) for chunk in range(chunks)] for stage in range(3)]
+    assert found == expected
+    with pytest.raises(CorruptCheckpointError, match=r"8 layers cannot be divided among stages of .* in 3 chunks each"):
+        grid.layers(0, 0, 3, 8)
+
+
 def test_places_in_buckets() -> None:
     """Every parameter begins at a multiple of 64, and a bucket that is not full refuses."""
     assert place_params([("b", 24), ("a", 100)], [165]) is None

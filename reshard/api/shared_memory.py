@@ -1,0 +1,126 @@
+"""Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from planners.geometry.layout import TensorLayout
+from reshard.api.load_keys import KeyMatch
+from reshard.checkpoint import Checkpoint
+from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live.dtypes import as_array
+from reshard.live.tensors import LiveTensor
+
+__all__ = ["filled_once", "refuse_overlaps"]
+
+# Two keys of one memory can only be filled from two stored tensors if these are equal; two views
+# that overlap otherwise would each overwrite a part of the other. Either would depend on which is
+# written last.
+
+
+_WORK = 10_000
+"""Steps that numpy may take to find out whether two strided arrays share an element; most need but a few."""
+
+
+class _MemorySpan(NamedTuple):
+    """The address range of a local tensor."""
+
+    device: str
+    start: int
+    stop: int
+    key: str
+    local: torch.Tensor
+
+
+def refuse_overlaps(match: KeyMatch) -> None:
+    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied."""
+    targets = match.targets
+    left_out = {*targets.replaced, *targets.tied_in_place}
+    tensors = [targets.tensors[key] for key in match.tensors if key not in left_out]
+    extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
+    before: list[_MemorySpan] = []  # hardly ever more than one
+    for extent in extents:
+        before = [near for near in before if near.device == extent.device and extent.start < near.stop]
+        for near in before:
+            if _share(near.local, extent.local):
+                raise LayoutError(
+                    f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
+                    "overwrite a part of the other. Leave one of them out, or give them memory of their own"
+                )
+        before.append(extent)
+
+
+def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
+    if tensor.is_meta:
+        return
+    for local in tensor.local:
+        if not local.numel():
+            continue
+        dense = local.is_contiguous()  # nearly always
+        reach = local.numel() - 1 if dense else 0  # of the elements along the dims of smaller strides
+        for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if not dense else ():
+            if size > 1 and stride <= reach:
+                raise LayoutError(
+                    f"the target {tensor.key!r} has several elements at one memory address (shape "
+                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): load into a copy "
+                    "of it, made by .clone()"
+                )
+            reach += stride * (size - 1)
+        start = local.data_ptr()
+        yield _MemorySpan(str(local.device), start, start + (reach + 1) * local.element_size(), tensor.key, local)
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
+        return False
+    try:
+        return bool(cast(Any, np.shares_memory)(as_array(a), as_array(b), max_work=_WORK))
+    except np.exceptions.TooHardError:
+        return False
+
+
+def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
+    """The tensors that match, without the keys whose memory another key fills already.
+
+    Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
+    """
+    names, checkpoint, tied = match.tensors, match.checkpoint, match.targets.tied_in_place
+    first: dict[str, str] = {}
+    out: dict[str, str] = {}
+    for key, name in names.items():
+        other = first.setdefault(tied.get(key, key), key)
+        if other == key:
+            out[key] = name
+        elif not _equal(checkpoint, names[other], name, match.targets.tensors[key], rank):
+            raise KeyMismatchError(
+                f"{other!r} and {key!r} share memory, but {checkpoint.url} has different values for them: untie "
+                "them before loading, or leave one of them out"
+            )
+    return out
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
+    """Return whether two stored tensors have the same values, as far as this rank wants them."""
+    names = checkpoint.aliases
+    if names.get(one, one) == names.get(other, other):
+        return True
+    a, b = checkpoint[one], checkpoint[other]
+    prints = checkpoint.fingerprints or {}
+    if a.dtype == b.dtype and one in prints and prints.get(one) == prints.get(other):
+        return True
+    from reshard.stored.streaming import windows
+
+    for region in TensorLayout.of(target.spec, target.form).boxes(rank):
+        for window in windows(region.sizes, max(a.dtype.itemsize, target.dtype.itemsize)):
+            place = (*window.shift(region.offsets).slices, ...)
+            x, y = (as_array(tensor[place].to(target.dtype)) for tensor in (a, b))
+            if x.tobytes() != y.tobytes():
+                return False
+    return True
