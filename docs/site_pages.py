@@ -19,6 +19,7 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
     "results.md": "benchmarks/RESULTS.md",
     "testing.md": "tests/README.md",
+    "kernel.md": "kernels/README.md",
     **{
         f"tests/{name}.md": f"tests/{name}.md"
         for name in ("complaints", "edge-cases", "faults", "fingerprint", "integrations", "torchs_tests")

@@ -2,7 +2,7 @@
 
     python -m tests.frameworks                       # all, one after another
     python -m tests.frameworks torchao deepspeed     # some
-    python -m tests.frameworks --write               # and put the table on tests/integrations.md
+    python -m tests.frameworks --write               # and put the table on docs/integrations.md
 
 `.venv-<name>` sees the packages of the environment that runs this, its torch above all, and adds the framework. Nothing
 there may bring another torch. A test that is skipped counts as skipped, so a framework that cannot be imported shows.
@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 __all__ = ["FRAMEWORKS", "PAGE", "Framework", "Result", "table"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "tests" / "integrations.md"
+PAGE = ROOT / "docs" / "integrations.md"
 _BLOCK = re.compile(r"(?<=<!-- frameworks -->\n).*?(?=<!-- end of frameworks -->)", re.DOTALL)
 _HERE = "tests/reshard/integrations"
 
@@ -152,10 +152,11 @@ def table(results: dict[str, Result]) -> Iterator[str]:
     """The lines of the table."""
     yield f"With torch {metadata.version('torch').partition('+')[0]} on CPUs and Python {sys.version.split()[0]}:"
     yield ""
-    yield "| Tests of | Versions | Passed | Failed | Skipped |"
-    yield "|---|---|---:|---:|---:|"
+    yield "| Framework | Versions | Passed/failed/skipped |"
+    yield "|---|---|---|"
     for name, one in results.items():
-        yield f"| {name} | {', '.join(one.versions)} | {one.passed} | {one.failed} | {one.skipped} |"
+        versions = ", ".join(version.removeprefix(f"{name} ") for version in one.versions)
+        yield f"| {name} | {versions} | {one.passed}/{one.failed}/{one.skipped} |"
 
 
 def put_on_page(lines: Sequence[str], page: Path = PAGE) -> None:
@@ -170,9 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {one.name: one for one in FRAMEWORKS}
     parser.add_argument("names", nargs="*", metavar="FRAMEWORK", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument(
-        "--write", action="store_true", help="put the table on tests/integrations.md; needs all of them"
-    )
+    parser.add_argument("--write", action="store_true", help="put the table on docs/integrations.md; needs all of them")
     parser.add_argument("--flags", default="-n 2 --dist worksteal", help="options of pytest")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in known]:

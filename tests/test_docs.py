@@ -18,7 +18,7 @@ from docs.index_readme import for_index
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "kernels/README.md")),
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "tests").glob("*.md")),
 ]
