@@ -125,6 +125,11 @@ def test_a_model_alone(tmp_path: Path, prefix: str) -> None:
     check(checkpoint.open(tmp_path / "model.safetensors").normalized(), optim=False)
 
 
+def test_a_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert list(checkpoint.open(tmp_path / "a.pt").normalized()["model"]) == ["tensor"]
+
+
 def test_an_optimizer_alone(tmp_path: Path) -> None:
     found = normalized(tmp_path, by_name())
     assert found["model"] == {}
