@@ -268,7 +268,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
         members = _members(rank, group, groups, params)
         if given is not None:
             members = [by_name[given[i]] for i in ids if given.get(i) in by_name]
-        if len(members) == len(ids):
+        if len(members) == len(ids) == len(set(members)):  # chunks may have parameters of the same names
             names.update(zip(ids, members))
         elif ids:
             members = []

@@ -305,6 +305,20 @@ def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
     assert len(found["model"]) == 6
 
 
+@pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", ["4", 0, -1, 4.0, True])
+def test_hints_that_must_be_numbers(tmp_path: Path, hint: str, value: Any) -> None:
+    """One that is none was ignored."""
+    with pytest.raises(NormalizationError, match=f"the hint '{hint}' must be a whole number >= 1, got"):
+        normalized(tmp_path, {"w": W}, {hint: value})
+    assert list(normalized(tmp_path, {"w": W}, {hint: None})["model"]) == ["w"]
+
+
+def test_a_hint_that_is_no_list_is_named_beside_the_files(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"or a hint is not what it should be: TypeError"):
+        normalized(tmp_path, {"w": W}, {"param_groups": 5})
+
+
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:
     with pytest.raises(
         NormalizationError,
