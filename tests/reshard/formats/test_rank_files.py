@@ -122,6 +122,17 @@ def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
     assert same(checkpoint["model.rng.rank_1"][...], torch.tensor([1]))
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_items_of_a_sequence_that_differ(kind: type, tmp_path: Path) -> None:
+    """As states of random generators do: they have a key for each rank, so the sequence becomes a dict."""
+    ranks(tmp_path, *({"rng": kind([torch.tensor([rank]), A])} for rank in range(2)))
+
+    rng = open_checkpoint(tmp_path).nested()["model"]["rng"]
+
+    assert list(rng) == ["0.rank_0", "0.rank_1", 1]
+    assert rng["0.rank_1"][...].tolist() == [1]
+
+
 @pytest.mark.parametrize(("first", "second"), [(8, 16), (16, 8), (2, 4)])
 def test_parts_of_two_saves_are_not_mixed(tmp_path: Path, first: int, second: int) -> None:
     """As a run leaves them that goes on with another number of ranks: by names, 16 comes before 8."""
