@@ -305,6 +305,16 @@ def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
     assert len(found["model"]) == 6
 
 
+def test_offsets_that_give_a_layer_to_two_stages(tmp_path: Path) -> None:
+    """One of them would be lost in silence."""
+    for stage in range(2):
+        torch.save({"model": {f"layers.{n}.w": W + 2 * stage + n for n in range(2)}}, tmp_path / f"stage_{stage}.pt")
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(NormalizationError, match=r"two stages of .* have 'layers.1.w', in stage 1 called 'layers.0.w'"):
+        opened.normalized({"layer_offsets": {1: 1}})
+    assert opened.normalized({"layer_offsets": {1: 2}})["model"]["layers.3.w"][...].equal(W + 3)
+
+
 @pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
 @pytest.mark.parametrize("value", ["4", 0, -1, 4.0, True])
 def test_hints_that_must_be_numbers(tmp_path: Path, hint: str, value: Any) -> None:

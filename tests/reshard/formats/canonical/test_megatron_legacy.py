@@ -187,6 +187,19 @@ def test_names_that_no_rule_knows(tmp_path: Path) -> None:
         opened.normalized({"tp_dims": {"decoder.odd": -1}})
 
 
+@pytest.mark.parametrize(("pp", "vpp", "offsets"), [(2, 1, {1: 1}), (2, 1, {1: 0}), (2, 2, {0: 0, 1: 1})])
+def test_offsets_that_give_a_layer_to_two_stages(pp: int, vpp: int, offsets: Any, tmp_path: Path) -> None:
+    """One of them would be lost in silence."""
+    save(tmp_path, Shape(layers=4), tp=1, pp=pp, vpp=vpp, ep=1, flat=False)
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(
+        NormalizationError, match=r"'decoder\.layers\..*' is in two stages or chunks of .*layer_offsets"
+    ):
+        opened.normalized({"layer_offsets": offsets})
+    if vpp == 1:
+        assert len(opened.normalized({"layer_offsets": {0: 0, 1: 2}})["model"]) == len(opened.normalized()["model"])
+
+
 def test_groups_that_follow_no_rule(tmp_path: Path) -> None:
     """Ids whose states do not fit are not believed; names by id are."""
     shape = Shape(layers=1)
