@@ -115,7 +115,10 @@ HINTS: dict[str, str] = {
 
 
 class Hints:
-    """The hints that the caller gave. Raises NormalizationError for one that is not known, or is no such number."""
+    """The hints that the caller gave.
+
+    Raises NormalizationError for one that is not known, or is no such number.
+    """
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
         """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""

@@ -167,8 +167,10 @@ class Fsdp1Facts(Facts):
 
 
 def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
-    """Files in the top folder by what they are called and their number; {} if there are others beside them, or two of
-    one number."""
+    """Files in the top folder by what they are called and their number.
+
+    {} if there are others beside them, or two of one number.
+    """
     out: dict[str, dict[int, str]] = {}
     for file in names:
         if "/" in file or not file.endswith((".pt", ".pth", ".bin", ".safetensors", ".ckpt")):

@@ -158,7 +158,8 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     except PlanError as error:
         raise FormatError(f"{root.label}: the array {key!r}: {error}") from None
     grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
-    files = tuple(array.chunk_layout.write_chunk.shape or array.shape)  # of several chunks each, where zarr 3 shards
+    # of several chunks each, where zarr 3 shards
+    files = tuple(array.chunk_layout.write_chunk.shape or array.shape)
     present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
     chunks = []
     for number, box in enumerate(_cells(tuple(array.shape), grid)):

@@ -151,8 +151,9 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
             known = result.model.setdefault(fqn, tensor)
             if known is not tensor and fqn != name:
                 raise NormalizationError(
-                    f"two stages of {what} have {fqn!r}, in stage {stage.number} called {name!r}: the hint "
-                    "'layer_offsets' must give each stage layers of its own"
+                    f"two stages of {what} have {fqn!r}, "
+                    f"in stage {stage.number} called {name!r}: "
+                    "the hint 'layer_offsets' must give each stage layers of its own"
                 )
             if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
                 raise CorruptCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")

@@ -66,8 +66,9 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
                 at = rank.files.pp, chunk
                 if "layer_offsets" in hints and _LAYER.fullmatch(fqn) and places.setdefault(fqn, at) != at:
                     raise NormalizationError(
-                        f"{fqn!r} is in two stages or chunks of {what}: the hint 'layer_offsets' must give each stage "
-                        "layers of its own, and cannot tell chunks apart"
+                        f"{fqn!r} is in two stages or chunks of {what}: "
+                        "the hint 'layer_offsets' must give each stage layers of its own, "
+                        "and is the same for all chunks"
                     )
                 parts.setdefault(fqn, {}).setdefault(rank.files.tp, tensor)
         for name_of, found in read_rank_optimizers(rank, args, hints):

@@ -40,7 +40,9 @@ def open(files: Files) -> Contents:
 
 
 def _sections(files: Files) -> list[Section]:
-    """The items, of as many ranks as saved them; files of others are of a save before.
+    """The items, of as many ranks as saved them.
+
+    Files of other ranks are of a save before.
 
     Raises CorruptCheckpointError if an item of tensors has no files.
     """
