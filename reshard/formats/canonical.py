@@ -115,7 +115,10 @@ HINTS: dict[str, str] = {
 
 
 class Hints:
-    """The hints that the caller gave. Raises NormalizationError for one that is not known."""
+    """The hints that the caller gave.
+
+    Raises NormalizationError for one that is not known, or is no such number.
+    """
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
         """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""
@@ -126,6 +129,10 @@ class Hints:
         if unknown:
             near = did_you_mean(str(unknown[0]), HINTS) or "."
             raise NormalizationError(f"unknown hint {unknown[0]!r}{near} Known hints are {', '.join(HINTS)}")
+        for name in ("vocab_size", "kv_heads", "head_dim"):
+            value = self._given.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise NormalizationError(f"the hint {name!r} must be a whole number >= 1, got {value!r:.40}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The hint's value."""

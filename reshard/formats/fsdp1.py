@@ -167,15 +167,18 @@ class Fsdp1Facts(Facts):
 
 
 def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
-    """Files in the top folder by what they are called and their number; {} if there are others beside them."""
+    """Files in the top folder by what they are called and their number.
+
+    {} if there are others beside them, or two of one number.
+    """
     out: dict[str, dict[int, str]] = {}
     for file in names:
         if "/" in file or not file.endswith((".pt", ".pth", ".bin", ".safetensors", ".ckpt")):
             continue
         match = _FILE.fullmatch(file)
-        if match is None:
+        known = out.setdefault((match["section"] or "").rstrip("_-. "), {}) if match else {}
+        if match is None or known.setdefault(int(match["rank"]), file) != file:
             return {}
-        out.setdefault((match["section"] or "").rstrip("_-. "), {})[int(match["rank"])] = file
     return out
 
 
@@ -196,7 +199,7 @@ def _holds_pieces(value: Any) -> bool:
     if any(is_sharded_tensor(leaf) for _, leaf in leaves):
         return True
     states = [
-        leaf for path, leaf in leaves if "state" in path and type(path[-2]) is int and isinstance(leaf, TensorRef)
+        leaf for path, leaf in leaves if "state" in path[:-2] and type(path[-2]) is int and isinstance(leaf, TensorRef)
     ]
     return bool(states) and all(len(ref.size) < 2 for ref in states) and any(len(ref.size) == 1 for ref in states)
 
@@ -317,6 +320,8 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
                 out[name] = whole
             elif not original:
                 out.update(cut_flat(name, whole, flat_names, hints))
+        elif value is None or isinstance(value, (int, float, str, bytes)):
+            continue  # no part of a model, such as extra state
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
         ):

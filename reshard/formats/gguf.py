@@ -585,9 +585,10 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
     if lost is not None or len(headers) > total:
         what = f"number {lost} is missing" if lost is not None else f"there are {len(headers)}"
         raise CorruptCheckpointError(f"{header.source.label}: the model was split into {total} files, and {what}")
+    counts = (None, total, *([0] if total == 1 else []))  # llama.cpp merges files into one of 0 parts
     for number, (file, of) in enumerate(headers.items()):
         said = of.number("split.no")
-        if said not in (None, number) or of.number("split.count") not in (None, total):
+        if said not in (None, number) or of.number("split.count") not in counts:
             raise CorruptCheckpointError(
                 f"{of.source.label}: it says that it is number {said} (from 0) of {of.number('split.count')}, and "
                 f"{file} should be number {number} of {total}"

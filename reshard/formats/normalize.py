@@ -60,8 +60,9 @@ def normalize(
         if isinstance(error, ReshardError) and not isinstance(error, PlanError):
             raise
         # a value of another type than its format has at this place
+        why = f"{', or a hint is not what it should be' if hints else ''}: {type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{what}: what is in its files is not what {contents.format} writes: {type(error).__name__}: {error}"
+            f"{what}: what is in its files is not what {contents.format} writes{why}"
         ) from error
 
 

@@ -140,12 +140,11 @@ class _Root:
         """The array, opened by tensorstore."""
         with framework("tensorstore>=0.1.60", f"{self.label}: "):
             import tensorstore
-        base = f"file://{self.storage.root / self.folder}"
-        kvstore: Any = (
-            {"driver": "ocdbt", "base": f"{base.rstrip('/')}/", "path": f"{key}/"}
-            if self.ocdbt
-            else f"{base.rstrip('/')}/{key}/"
-        )
+        # not a URL, in which "%", "#", and "?" of names would be more than letters
+        base: dict[str, Any] = {"driver": "file", "path": f"{self.storage.root / self.folder}/"}
+        kvstore = {**base, "path": f"{base['path']}{key}/"}
+        if self.ocdbt:
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
         try:
             return tensorstore.open({"driver": self.driver, "kvstore": kvstore}, open=True, read=True).result()
         except (ValueError, OSError, TypeError) as error:
@@ -159,11 +158,13 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     except PlanError as error:
         raise FormatError(f"{root.label}: the array {key!r}: {error}") from None
     grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
+    # of several chunks each, where zarr 3 shards
+    files = tuple(array.chunk_layout.write_chunk.shape or array.shape)
     present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
     chunks = []
     for number, box in enumerate(_cells(tuple(array.shape), grid)):
         label, window = f"{root.label} (array {key!r}, {box})", Window.row_major(0, box.sizes, spec.itemsize)
-        if present is not None and _chunk_key(root.driver, box, grid) not in present:
+        if present is not None and _chunk_key(root.driver, box, files) not in present:
             raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
         source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
         chunks.append(StoredChunk(box, Extent(source, window), number))
@@ -171,7 +172,7 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
 
 
 def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
-    """The key of a chunk within its array, by zarr's rules."""
+    """The key of what holds a chunk within its array, by zarr's rules."""
     index = [str(offset // max(size, 1)) for offset, size in zip(box.offsets, grid)]
     if driver == "zarr3":
         return "/".join(["c", *index])

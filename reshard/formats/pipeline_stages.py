@@ -96,7 +96,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         found: dict[int, dict[str, KeyPath]] = {}
         outside = False
         for key in (*contents.tensors, *contents.aliases, *contents.objects):
-            path = contents.paths.get(key, (key,))
+            path = contents.paths.get(key) or (key,)
             match = _KEY.fullmatch(str(path[at])) if len(path) > at + 1 else None
             if match is not None:
                 found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
@@ -149,6 +149,12 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         for name, tensor in stage.model.items():
             fqn = _globally(name, stage.number, offsets)
             known = result.model.setdefault(fqn, tensor)
+            if known is not tensor and fqn != name:
+                raise NormalizationError(
+                    f"two stages of {what} have {fqn!r}, "
+                    f"in stage {stage.number} called {name!r}: "
+                    "the hint 'layer_offsets' must give each stage layers of its own"
+                )
             if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
                 raise CorruptCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
     for stage in stages:

@@ -54,6 +54,8 @@ class Section:
     name: str
     world_size: int | None = None
     files: dict[int, str] = field(default_factory=dict)
+    twice: tuple[str, str] | None = None
+    """Two files of one rank, if there are any."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -72,7 +74,8 @@ def sections_of(
             continue
         groups = match.groupdict()
         section = sections.setdefault(groups["section"], Section(_section_name(groups["section"], match.re)))
-        section.files[int(groups["rank"])] = file
+        if (other := section.files.setdefault(int(groups["rank"]), file)) != file:
+            section.twice = other, file
         if groups.get("world") is not None:
             section.world_size = int(groups["world"])
     return sections
@@ -92,7 +95,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
-        FormatError: several sections of one name, or DTensors that cannot be understood.
+        FormatError: several sections of one name, several files of one rank, or DTensors that cannot be understood.
     """
     sections = list(sections_of(files.listed).values())
     return with_others(open_sections("rank_files", files, sections), files, sections)
@@ -111,6 +114,12 @@ def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
     storage = files.storage
     out = ContentsBuilder(storage.url)
     for section in sections:
+        if section.twice is not None:
+            raise FormatError(
+                f"{storage.url}: {section.twice[0]} and {section.twice[1]} are both of one rank, "
+                "so there are parts of two saves: "
+                "move those of one elsewhere"
+            )
         _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
         _check_ranks(storage, section, _ranks_meant(ranks))

@@ -228,7 +228,8 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
     if not _is_tied(config):
         return {}
     found = {**_shared(known), **_heads_with_bias(known)}
-    kinds = [str(kind) for kind in config.get("architectures") or ()]
+    named = config.get("architectures")
+    kinds = [str(kind) for kind in named] if isinstance(named, list) else []
     has_head = any(part in kind for kind in kinds for part in ("CausalLM", "LMHead", "ForConditionalGeneration"))
     if has_head and not any("lm_head" in key for key in (*known, *found)):
         inputs = [key for key in known if key.endswith(_INPUTS)]

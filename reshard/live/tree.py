@@ -227,8 +227,9 @@ def _descend(root: dict[Any, Any], path: KeyPath) -> dict[Any, Any]:
 def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     if isinstance(node, _Leaf):
         return node.value
-    kind = kinds.get(path, "list" if node and all(type(k) is int for k in node) else "dict")
-    if kind.partition(":")[0] in ("dict", "tensor"):
+    kind = kinds.get(path, "list" if node else "dict")
+    # of a sequence, ranks may have other items each, which have text keys then
+    if kind.partition(":")[0] in ("dict", "tensor") or any(type(k) is not int for k in node):
         return {plain_key(k): _build(v, (*path, k), kinds) for k, v in node.items()}
     return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
 

@@ -185,11 +185,11 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that share one storage, each with those of the others: parameters that are tied."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    """Names of tensors that are the same elements, each with those of the others: parameters that are tied."""
+    found: dict[TensorRef, list[str]] = {}
     for name, ref in module.items():
         if isinstance(ref, TensorRef) and 0 not in ref.size:
-            found.setdefault((ref.storage.key, ref.offset, ref.size), []).append(str(name))
+            found.setdefault(ref, []).append(str(name))
     return {a: b for names in found.values() for a in names for b in names if a != b}
 
 

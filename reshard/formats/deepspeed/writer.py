@@ -210,6 +210,8 @@ def _check(found: Canonical, trained: list[str], groups: list[dict[str, Any]], w
             )
         if fqn not in placed:
             raise FormatError(f"{what}: {fqn!r} has states but no param group: the hint 'param_groups' gives them")
+    # frozen ones, too: a slash is what distinguishes files of states
+    for fqn in found.model:
         if "/" in fqn:
             raise FormatError(f"{what}: {fqn!r} cannot be the name of a folder, because it contains '/'")
     for number, group in enumerate(groups):

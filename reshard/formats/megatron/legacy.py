@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope
 from reshard.formats.megatron.canonical import finish
 from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
@@ -56,12 +56,20 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
     args = arguments(ranks[0].files.model)
     naming = _Naming(ranks, hints)
     parts: dict[str, dict[int, StoredTensor]] = {}
+    places: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[int, dict[str, Value]]] = {}
     groups: list[dict[str, Any]] = []
     for rank in ranks:
         for chunk, tensors in enumerate(rank.chunks):
             for name, tensor in tensors.items():
                 fqn = naming(rank, chunk, name)
+                at = rank.files.pp, chunk
+                if "layer_offsets" in hints and _LAYER.fullmatch(fqn) and places.setdefault(fqn, at) != at:
+                    raise NormalizationError(
+                        f"{fqn!r} is in two stages or chunks of {what}: "
+                        "the hint 'layer_offsets' must give each stage layers of its own, "
+                        "and is the same for all chunks"
+                    )
                 parts.setdefault(fqn, {}).setdefault(rank.files.tp, tensor)
         for name_of, found in read_rank_optimizers(rank, args, hints):
             _take(naming, rank, name_of, found, states, groups)
@@ -268,7 +276,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
         members = _members(rank, group, groups, params)
         if given is not None:
             members = [by_name[given[i]] for i in ids if given.get(i) in by_name]
-        if len(members) == len(ids):
+        if len(members) == len(ids) == len(set(members)):  # chunks may have parameters of the same names
             names.update(zip(ids, members))
         elif ids:
             members = []

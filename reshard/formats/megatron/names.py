@@ -388,8 +388,8 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     """
     for pattern, dim in hints.mapping("tp_dims").items():
         if fnmatch.fnmatchcase(name, str(pattern)):
-            if dim is not None and type(dim) is not int:
-                raise NormalizationError(f"the hint 'tp_dims' must give a dim or None, got {dim!r} for {pattern!r}")
+            if dim is not None and (type(dim) is not int or dim < 0):
+                raise NormalizationError(f"the hint 'tp_dims' must give dims >= 0 or None, got {dim!r} for {pattern!r}")
             return dim
     if tp == 1:
         return None

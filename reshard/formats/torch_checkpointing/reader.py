@@ -35,21 +35,28 @@ def open(files: Files) -> Contents:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: DTensors that cannot be understood.
     """
-    sections = list(sections_of(files.listed, [ITEM]).values())
-    _check_items(files, sections)
+    sections = _sections(files)
     return with_others(open_sections("torch_checkpointing", files, sections), files, sections, [METADATA])
 
 
-def _check_items(files: Files, sections: list[Section]) -> None:
-    """Let sections know how many ranks saved them. Raises CorruptCheckpointError if an item of tensors has no files."""
+def _sections(files: Files) -> list[Section]:
+    """The items, of as many ranks as saved them.
+
+    Files of other ranks are of a save before.
+
+    Raises CorruptCheckpointError if an item of tensors has no files.
+    """
     source = files[METADATA]
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
     if not isinstance(items, dict) or type(world) is not int:
         raise CorruptCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
-    known = {section.name: section for section in sections}
+    named = {file: match for file in files.listed if (match := ITEM.fullmatch(file))}
+    saved = {file: 0 for file, match in named.items() if int(match["rank"]) < world}
+    known = {section.name: section for section in sections_of(saved, [ITEM]).values()}
     for item in map(str, items):
         if item not in known:
             raise CorruptCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
         known[item].world_size = world
+    return list(known.values())

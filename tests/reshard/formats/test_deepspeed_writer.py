@@ -29,7 +29,7 @@ def test_what_deepspeed_wrote_comes_back(name: str, tmp_path: Path) -> None:
     report = reshard.convert(tmp_path / "ours", tmp_path / "theirs", format="deepspeed")
 
     assert_same(values(tmp_path / "theirs"), values(sample(name)))
-    assert not report.left_out
+    assert not report.omitted
     if name == "ds_z1_w2/ckpt_universal":
         wanted, found = (next(path.glob("global_step2*")) for path in (sample(name), tmp_path / "theirs"))
         files = {str(file.relative_to(wanted)) for file in wanted.rglob("*.pt")}
@@ -90,6 +90,10 @@ def other_step(made: dict[str, Any]) -> None:
     made["optim"]["state"]["mlp.weight"]["step"] = torch.tensor(8.0)
 
 
+def slash_in_a_frozen_name(made: dict[str, Any]) -> None:
+    made["model"]["mlp/frozen"] = torch.ones(3)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -97,6 +101,7 @@ def other_step(made: dict[str, Any]) -> None:
         (lost_state, "'mlp.weight' has no exp_avg_sq"),
         (in_no_group, "no param group"),
         (other_step, "one step count"),
+        (slash_in_a_frozen_name, "cannot be the name of a folder"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

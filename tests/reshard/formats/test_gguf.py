@@ -179,6 +179,16 @@ def test_files_of_one_model(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_files_that_llama_cpp_merged(tmp_path: Path) -> None:
+    """It keeps the values of the first file, and sets the number of files to 0."""
+    values = {"split.no": 0, "split.count": 0, "split.tensors.count": 1}
+    (tmp_path / "m.gguf").write_bytes(gguf({"a": A}, values))
+    check_all(open_checkpoint(tmp_path), {"a": A})
+    split(tmp_path, **{"split.count": 0})
+    with pytest.raises(CorruptCheckpointError, match=r"number 0 \(from 0\) of 0"):
+        open_checkpoint(tmp_path / "m-*.gguf")
+
+
 BAD = {
     "no magic": (b"GGML" + b"\0" * 60, "not a GGUF file"),
     "cut in the magic": (b"GG", "truncated"),

@@ -82,7 +82,7 @@ def test_what_megatron_wrote_comes_back(name: str, tmp_path: Path) -> None:
 
     before, after = values(source), values(tmp_path / "theirs")
     assert_same(after, before)
-    assert not report.left_out
+    assert not report.omitted
     if name in ("mcore_tp1", "mcore_tp2_pp2", "mcore_moe_ep2"):
         wanted, found = metadata(next(source.glob("iter_*"))), metadata(next((tmp_path / "theirs").glob("iter_*")))
         for key, meta in wanted.state_dict_metadata.items():
@@ -109,7 +109,7 @@ def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     assert len(report.files) > 1
-    assert report.left_out == ("epoch",)
+    assert report.omitted == ("epoch",)
     found = metadata(folder)
     fc1 = found.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
     assert [tuple(chunk.sizes) for chunk in fc1.chunks] == [(1, 6, H)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -89,6 +90,43 @@ def test_damage_is_named(tmp_path):
     (tmp_path / "c" / "_METADATA").write_text("{")
     with pytest.raises(CorruptCheckpointError, match="_METADATA"):
         reshard.open(tmp_path / "c")
+
+
+def write_zarr3(root, name):
+    """An array whose files hold four chunks each, as Orbax writes with `chunk_byte_size`, and its tree."""
+    tensorstore = pytest.importorskip("tensorstore")
+    inner = {"chunk_shape": [2, 3], "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+    metadata = {
+        "shape": [10, 6],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": inner}],
+    }
+    kvstore = {"driver": "file", "path": f"{root}/{name}/"}
+    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, "store_data_equal_to_fill_value": True}
+    tensorstore.open(spec, create=True).result().write(KERNEL.numpy()).result()
+    entry = {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}
+    tree = {"tree_metadata": {name: entry}, "use_zarr3": True, "use_ocdbt": False}
+    tree["store_array_data_equal_to_fill_value"] = True
+    (root / "_METADATA").write_text(json.dumps(tree))
+
+
+def test_files_of_several_chunks(tmp_path):
+    write_zarr3(tmp_path, "w")
+
+    assert torch.equal(reshard.open(tmp_path)["w"][...], KERNEL)
+    (tmp_path / "w" / "c" / "1" / "0").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"array 'w', Box\[4:6, 0:3\]\) is missing"):
+        reshard.open(tmp_path)["w"]
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a#b", "a?b", "a|b", "ä b"])
+def test_names_with_letters_that_mean_something_in_urls(name, tmp_path):
+    write_zarr3(tmp_path / name, name)
+    shutil.copytree(sample("orbax/ocdbt"), tmp_path / f"2{name}")
+
+    assert torch.equal(reshard.open(tmp_path / name)[name][...], KERNEL)
+    assert torch.equal(reshard.open(tmp_path / f"2{name}")["params.dense.kernel"][...], KERNEL)
 
 
 def test_only_local_folders(tmp_path):

@@ -75,6 +75,10 @@ def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path)
     assert opened.format == "torch_checkpointing"
     check_all(opened, {"model.w": A})
+    torch.save({"w": A + 1}, tmp_path / "model_2.pt")
+    left = open_checkpoint(tmp_path)
+    check_all(left, {"model.w": A})
+    assert left.warnings == ("not opened: model_2.pt",)
     (tmp_path / "model_1.pt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"rank 1 of 2 is missing: model_1\.pt"):
         open_checkpoint(tmp_path)
@@ -116,6 +120,26 @@ def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
     assert dict(checkpoint.objects) == {"model.epoch": 3, "model.r.rank_0": 0, "model.r.rank_1": 1}
     assert same(checkpoint["model.w"][1:], A[1:])
     assert same(checkpoint["model.rng.rank_1"][...], torch.tensor([1]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_items_of_a_sequence_that_differ(kind: type, tmp_path: Path) -> None:
+    """As states of random generators do: they have a key for each rank, so the sequence becomes a dict."""
+    ranks(tmp_path, *({"rng": kind([torch.tensor([rank]), A])} for rank in range(2)))
+
+    rng = open_checkpoint(tmp_path).nested()["model"]["rng"]
+
+    assert list(rng) == ["0.rank_0", "0.rank_1", 1]
+    assert rng["0.rank_1"][...].tolist() == [1]
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, 16), (16, 8), (2, 4)])
+def test_parts_of_two_saves_are_not_mixed(tmp_path: Path, first: int, second: int) -> None:
+    """As a run leaves them that goes on with another number of ranks: by names, 16 comes before 8."""
+    ranks(tmp_path, *({"rng": torch.tensor([rank])} for rank in range(first)))
+    ranks(tmp_path, *({"rng": torch.tensor([rank])} for rank in range(second)))
+    with pytest.raises(FormatError, match=r"are both of one rank, so there are parts of two saves"):
+        open_checkpoint(tmp_path)
 
 
 def test_sections_and_other_files(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_tied_weights(tmp_path: Path) -> None:
     for fields in (
         {"tie_word_embeddings": False},
         {"architectures": ["XModel"]},
+        {"architectures": 5},
         {"text_config": {"tie_word_embeddings": False}},
     ):
         config(tmp_path, **fields)

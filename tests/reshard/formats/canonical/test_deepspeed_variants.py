@@ -80,6 +80,20 @@ def test_sixteen_bits_without_zero(tmp_path: Path, flat: bool) -> None:
     assert {float(of["step"][...]) for of in found["optim"]["state"].values()} == {4.0}
 
 
+def test_a_transposed_view_is_not_tied(tmp_path: Path) -> None:
+    """Its memory and shape are those of the weight, and its elements are not: it has no master."""
+    weight, master = torch.arange(9.0).reshape(3, 3).bfloat16(), torch.arange(9.0).reshape(3, 3)
+    inner = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups": [[master]]}
+    state = {"module": {"w": weight, "t": weight.t()}, "optimizer": optimizer, "param_shapes": None}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+
+    model = checkpoint.open(tmp_path).normalized({"param_names": ["w"]})["model"]
+
+    assert model["w"][...].equal(master)
+    assert model["t"][...].equal(weight.t())
+
+
 def test_hints_that_do_not_fit_flat_groups(tmp_path: Path) -> None:
     save_mixed(tmp_path, values_of(), flat=True)
     opened = checkpoint.open(tmp_path)

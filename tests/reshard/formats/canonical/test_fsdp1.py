@@ -172,3 +172,30 @@ def test_hostile_pickles_run_nothing(tmp_path: Path, name: str, plain: bool) -> 
     with pytest.raises(UnsafeDataError, match="nothing of it was run"):
         checkpoint.open(tmp_path).normalized()
     assert not mark.exists()
+
+
+def test_plain_values_beside_the_pieces_of_a_model_are_no_part_of_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        model = {"w": torch.arange(6.0) + 6 * rank, "w._extra_state": None, "version": 3}
+        state = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        torch.save({"model": model, "optim": state}, tmp_path / f"c_{rank}.pt")
+
+    model = checkpoint.open(tmp_path).normalized({"param_shapes": {"w": (3, 4)}, "param_names": ["w"]})["model"]
+
+    assert list(model) == ["w"]
+    assert torch.equal(model["w"][...], torch.arange(12.0).reshape(3, 4))
+
+
+@pytest.mark.parametrize("value", [{"state": torch.ones(3)}, {"state": 5, "w": torch.ones(3)}])
+def test_numbered_files_that_hold_a_single_state(value: dict[str, Any], tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save(value, tmp_path / f"c_{rank}.pt")
+    with pytest.raises(FormatError, match=r"2 files of torch\.save and no index"):
+        checkpoint.open(tmp_path)
+
+
+def test_two_files_of_one_number(tmp_path: Path) -> None:
+    save_pieces(tmp_path, 2)
+    shutil.copy(tmp_path / "raw_1.pt", tmp_path / "raw_1.bin")
+    with pytest.raises(FormatError, match=r"3 files of torch\.save and no index"):
+        checkpoint.open(tmp_path)

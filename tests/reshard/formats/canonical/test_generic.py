@@ -125,6 +125,11 @@ def test_a_model_alone(tmp_path: Path, prefix: str) -> None:
     check(checkpoint.open(tmp_path / "model.safetensors").normalized(), optim=False)
 
 
+def test_a_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert list(checkpoint.open(tmp_path / "a.pt").normalized()["model"]) == ["tensor"]
+
+
 def test_an_optimizer_alone(tmp_path: Path) -> None:
     found = normalized(tmp_path, by_name())
     assert found["model"] == {}
@@ -298,6 +303,30 @@ def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
     assert found["model"]["model_1.layers.0.weight"][...].equal(W + 2)
     assert found["optim"]["state"]["model_1.layers.0.weight"]["exp_avg"][...].equal((W + 2) * 2)
     assert len(found["model"]) == 6
+
+
+def test_offsets_that_give_a_layer_to_two_stages(tmp_path: Path) -> None:
+    """One of them would be lost in silence."""
+    for stage in range(2):
+        torch.save({"model": {f"layers.{n}.w": W + 2 * stage + n for n in range(2)}}, tmp_path / f"stage_{stage}.pt")
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(NormalizationError, match=r"two stages of .* have 'layers.1.w', in stage 1 called 'layers.0.w'"):
+        opened.normalized({"layer_offsets": {1: 1}})
+    assert opened.normalized({"layer_offsets": {1: 2}})["model"]["layers.3.w"][...].equal(W + 3)
+
+
+@pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", ["4", 0, -1, 4.0, True])
+def test_hints_that_must_be_numbers(tmp_path: Path, hint: str, value: Any) -> None:
+    """One that is none was ignored."""
+    with pytest.raises(NormalizationError, match=f"the hint '{hint}' must be a whole number >= 1, got"):
+        normalized(tmp_path, {"w": W}, {hint: value})
+    assert list(normalized(tmp_path, {"w": W}, {hint: None})["model"]) == ["w"]
+
+
+def test_a_hint_that_is_no_list_is_named_beside_the_files(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"or a hint is not what it should be: TypeError"):
+        normalized(tmp_path, {"w": W}, {"param_groups": 5})
 
 
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:

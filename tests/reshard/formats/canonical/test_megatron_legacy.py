@@ -183,6 +183,21 @@ def test_names_that_no_rule_knows(tmp_path: Path) -> None:
         opened.normalized()
     assert opened.normalized({"tp_dims": {"*.odd": 1}})["model"]["decoder.odd"].shape == (2, 6)
     assert opened.normalized({"tp_dims": {"decoder.odd": None}})["model"]["decoder.odd"].shape == (2, 3)
+    with pytest.raises(NormalizationError, match=r"must give dims >= 0 or None, got -1 for 'decoder\.odd'"):
+        opened.normalized({"tp_dims": {"decoder.odd": -1}})
+
+
+@pytest.mark.parametrize(("pp", "vpp", "offsets"), [(2, 1, {1: 1}), (2, 1, {1: 0}), (2, 2, {0: 0, 1: 1})])
+def test_offsets_that_give_a_layer_to_two_stages(pp: int, vpp: int, offsets: Any, tmp_path: Path) -> None:
+    """One of them would be lost in silence."""
+    save(tmp_path, Shape(layers=4), tp=1, pp=pp, vpp=vpp, ep=1, flat=False)
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(
+        NormalizationError, match=r"'decoder\.layers\..*' is in two stages or chunks of .*layer_offsets"
+    ):
+        opened.normalized({"layer_offsets": offsets})
+    if vpp == 1:
+        assert len(opened.normalized({"layer_offsets": {0: 0, 1: 2}})["model"]) == len(opened.normalized()["model"])
 
 
 def test_groups_that_follow_no_rule(tmp_path: Path) -> None:
@@ -203,6 +218,21 @@ def test_groups_that_follow_no_rule(tmp_path: Path) -> None:
     wanted = make.cropped(states["exp_avg"])
     assert all(found["optim"]["state"][n]["exp_avg"][...].equal(wanted[n]) for n in names)
     assert "decoder.final_layernorm.weight" in found["optim"]["param_groups"][0]["params"]
+
+
+def test_chunks_whose_parameters_have_the_same_names(tmp_path: Path) -> None:
+    """Names by id do not say of which chunk they are: states of one would be lost, and the other have them."""
+    save(tmp_path, Shape(layers=2), tp=1, pp=1, vpp=2, ep=1, flat=False)
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file = torch.load(path, weights_only=False)
+    first, last = file["optimizer"]["param_groups"]
+    first["params"], last["params"] = first["params"] + last["params"], []
+    torch.save(file, path)
+    held = [(name, value) for v in range(2) for name, value in file[f"model{v}"].items() if value is not None]
+    names = [name for small in (False, True) for name, value in held if (value.ndim == 1) is small]
+    assert len(set(names)) < len(names)
+    with pytest.raises(NormalizationError, match="do not determine which parameter"):
+        checkpoint.open(tmp_path).normalized({"param_names": {"mp_rank_00": names}})
 
 
 @pytest.mark.parametrize("ep", [1, 2])
