@@ -289,7 +289,7 @@ class _ModelMatch:
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
-        state.update((name[len(region.prefix) :], self.given[name]) for name in strangers)
+        state.update((region.key_of(name), self.given[name]) for name in strangers)
         if not strangers:
             # nothing is left that a hook could turn into what is missing: all names are of this version
             self.missing += missing
