@@ -549,7 +549,9 @@ class Matcher:
                 continue
             over = hit.rule.sources[hit.source].number
             place = (hit.source, int(hit.words[over]) if over else 0)
-            found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})[place] = (key, hit)
+            own = found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})
+            if own.setdefault(place, (key, hit))[0] != key:
+                raise KeyMismatchError(f"{own[place][0]!r} and {key!r} have the same place in {hit.rule}: rename one")
             _count(known, hit)
         groups = []
         for of in found.values():
