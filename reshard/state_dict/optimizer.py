@@ -204,7 +204,7 @@ class _OptimizerMatch:
                 values = saved.state.get(name)
                 if values is None:
                     values = self._under_another_name(one, kind)
-                if values is not None and type(values) is not dict and not isinstance(values, Mapping):
+                if values is not None and not issubclass(type(values), Mapping):
                     self.faults.append(f"{name}: its state is a {type(values).__name__}, expected a dict")
                     values = None
                 if values is not None:

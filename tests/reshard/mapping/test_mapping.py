@@ -490,7 +490,7 @@ def test_settings_of_rules_are_checked() -> None:
         lambda: Transpose("x", "y", (0, 2)),
         lambda: Dequantize(block=(0, 128)),
     ):
-        with pytest.raises(NormalizationError, match="must (be|have)"):
+        with pytest.raises(NormalizationError, match=r"must (be|have)"):
             make()
 
 
