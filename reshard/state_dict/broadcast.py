@@ -288,7 +288,7 @@ def _receive(views: list[tuple[Box, torch.Tensor]], tag: int) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return raw_bytes(tensor.contiguous())
+    return raw_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _wire() -> torch.device:

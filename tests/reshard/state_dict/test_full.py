@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
@@ -329,3 +330,20 @@ def check_slashes() -> None:
 
 def test_extra_state_of_tensors_is_broadcast_and_names_may_have_slashes() -> None:
     gloo.run(check_slashes, 2)
+
+
+def check_conjugated() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.complex(torch.arange(6.0), torch.ones(6))
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(distribute_tensor(torch.zeros(6, dtype=torch.complex64), mesh, [Shard(0)]))
+    set_model_state_dict(model, {"w": values.conj()} if dist.get_rank() == 0 else {}, options=BROADCAST)
+    assert_same(get_model_state_dict(model, options=FULL)["w"], values.conj().resolve_conj())
+
+    local = values.chunk(2)[dist.get_rank()].conj()
+    model.w = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+    assert_same(get_model_state_dict(model, options=FULL)["w"], values.conj().resolve_conj())
+
+
+def test_conjugated_tensors_are_sent() -> None:
+    gloo.run(check_conjugated, 2)
