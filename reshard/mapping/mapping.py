@@ -20,6 +20,7 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.state import same_value
 from reshard.mapping.rules import Computing, Pattern, Rename, Rule, Site, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
@@ -342,7 +343,7 @@ class MappingStage:
 
     def _carried_object(self, group: RuleGroup) -> Any:
         values = [self.given.objects[name] for name in group.members]
-        if any(value != values[0] for value in values[1:]):
+        if not all(same_value(value, values[0]) for value in values[1:]):
             raise KeyMismatchError(
                 f"{group.members[0]!r} is {values[0]!r:.60}, but others that would become one with it differ"
             )

@@ -622,7 +622,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
             view = torch.empty(0, dtype=target.dtype, device=target.device)
             views.append(view.set_(scratch, target.storage_offset(), target.shape, target.stride()))
             views[-1].copy_(values[i].reshape(target.shape))
-        after = [torch.equal(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
+        after = [same_value(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
         found += [i for i, same in zip(cluster, after) if not same]
     return found
 

@@ -345,7 +345,7 @@ def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Map
             fields = saved.fields[name]
         if first is None:
             first = name, fields
-            comparable = not any(isinstance(value, torch.Tensor) for value in leaves_of(fields).values())
+            comparable = not any(hasattr(value, "shape") for value in leaves_of(fields).values())
         elif fields is not first[1] and not (comparable and fields == first[1]):
             _agree(first, (name, fields), one)
     return None if first is None else first[1]
