@@ -59,7 +59,9 @@ class ReshardIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint folder or URL, a link to one, or a checkpoint file of Lightning's."""
+        """Delete a checkpoint folder or URL, a link to one, or a checkpoint
+        file of Lightning's.
+        """
         if "://" in os.fspath(path):
             remove_checkpoints(os.fspath(path).rstrip("/").rpartition("/")[0], [os.fspath(path)])
         elif Path(path).is_dir() and not Path(path).is_symlink():

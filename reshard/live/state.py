@@ -44,7 +44,9 @@ _LONG = 1000
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return True if two values are equal as far as this rank can see. NaN is equal to NaN."""
+    """Return True if two values are equal as far as this rank can see.
+    NaN is equal to NaN.
+    """
     if is_sharded(a) or is_sharded(b):
         one, other = LiveTensor("", a), LiveTensor("", b)
         return one.lies_like(other) and all(map(_same_elements, one.local, other.local))

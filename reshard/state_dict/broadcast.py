@@ -123,7 +123,9 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
 
 
 def _names_any(path: Sequence[Any], live: LiveOptimizers) -> bool:
-    """Return True if a path of a nested or flat dict is about a parameter of the model, or about a group."""
+    """Return True if a path of a nested or flat dict is about a parameter of
+    the model, or about a group.
+    """
     front, *rest = map(str, path)
     if front == "param_groups" or front.startswith("param_groups."):
         return True

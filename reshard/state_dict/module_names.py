@@ -135,7 +135,9 @@ class SelfLoadingModule:
         return ".".join(out)
 
     def key_of(self, name: str) -> str:
-        """Return the key that an unknown canonical name has in the module's own numbers."""
+        """Return the key that an unknown canonical name has in the module's
+        own numbers.
+        """
         parts = name.split(".")
         own = [self._numbered(parts[:i], part, -1) for i, part in enumerate(parts)]
         return ".".join(own[self.prefix.count(".") :])
