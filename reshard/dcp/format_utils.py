@@ -16,6 +16,7 @@ from planners.geometry.box import Box
 from reshard.checkpoint import log_unchecked, open as open_checkpoint
 from reshard.dcp import filesystem
 from reshard.dcp.default_planner import DefaultLoadPlanner
+from reshard.dcp.engine.states import MisfitError
 from reshard.dcp.state_dict_saver import save
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError
 from reshard.formats.dcp.writer import chunk_of
@@ -107,11 +108,16 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item from the file. Raises KeyMismatchError for an object, and for a tensor
-        that the file does not contain.
+        that the file does not contain, or has in another shape.
         """
+        wanted = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
         for item in plan.items:
+            fqn = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                raise KeyMismatchError(f"{item.storage_index.fqn!r}: this reader only supports loading Tensors")
+                raise KeyMismatchError(f"{fqn!r}: this reader only supports loading Tensors")
+            shape = self.checkpoint[fqn].shape
+            if fqn in wanted and wanted[fqn].size != shape:
+                raise MisfitError(f"{fqn!r} has shape {list(shape)} in {self.path}, wanted {list(wanted[fqn].size)}")
         return super().read_data(plan, planner)
 
     @classmethod

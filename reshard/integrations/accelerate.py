@@ -23,7 +23,7 @@ from reshard.api.manager.live_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ReshardError, framework
-from reshard.stored.tensor import LazyTensor
+from reshard.stored.tensor import whole
 
 with framework("accelerate>=1"):
     from accelerate import Accelerator
@@ -56,8 +56,8 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
     live = LiveObjects(state, to_fill=True)
     load(live.state, checkpoint, strict={"extra*": "subset", "*": "strict"})
     live.put_back()
-    extra = checkpoint.nested()["extra"]
-    return {key: value[...] if isinstance(value, LazyTensor) else value for key, value in extra.items()}
+    extra: dict[str, Any] = whole(checkpoint.nested()["extra"])
+    return extra
 
 
 def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from reshard.api.manager import CheckpointManager, RestoreReport
+from reshard.api.retention import remove_checkpoints
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
@@ -58,8 +59,12 @@ class ReshardIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint folder, or a checkpoint file of Lightning's."""
-        if Path(path).is_dir():
+        """Delete a checkpoint folder or URL, a link to one, or a checkpoint
+        file of Lightning's.
+        """
+        if "://" in os.fspath(path):
+            remove_checkpoints(os.fspath(path).rstrip("/").rpartition("/")[0], [os.fspath(path)])
+        elif Path(path).is_dir() and not Path(path).is_symlink():
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import LRScheduler
 
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
+from reshard.live.dtypes import raw_elements
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
     LiveTensor,
@@ -41,15 +44,28 @@ _LONG = 1000
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return True if two values are equal as far as this rank can see."""
+    """Return True if two values are equal as far as this rank can see.
+    NaN is equal to NaN.
+    """
     if is_sharded(a) or is_sharded(b):
         one, other = LiveTensor("", a), LiveTensor("", b)
-        return one.lies_like(other) and all(map(torch.equal, one.local, other.local))
+        return one.lies_like(other) and all(map(_same_elements, one.local, other.local))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
-            return same_memory(a, b) or a.is_meta or torch.equal(a, b)
+            return same_memory(a, b) or a.is_meta or _same_elements(a, b)
         return False
-    return bool(a == b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with suppress(NotImplementedError):  # of 4 bits, or complex of 32
+        if torch.equal(a, b):
+            return True
+    if not is_plain(a) or a.layout != torch.strided or a.is_quantized:
+        return False
+    return torch.equal(*(raw_elements(one.resolve_conj().resolve_neg()) for one in (a, b)))
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -58,7 +74,8 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     if hasattr(a, "__tensor_flatten__"):
         return False
-    return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride()
+    views = [(one.data_ptr(), one.shape, one.stride(), one.is_conj(), one.is_neg()) for one in (a, b)]
+    return views[0] == views[1] and views[0][0] != 0
 
 
 LiveState = State[LiveTensor]

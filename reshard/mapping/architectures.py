@@ -382,9 +382,19 @@ class Decoder:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             if not isinstance(config, Dict):
                 raise NormalizationError(f"{path} is not a config.json of a model: it has a {type(config).__name__}")
-        seen, text = config.get("vision_config") or {}, str(config.get("text_config", {}).get("model_type", ""))
+        try:
+            return cls._of_settings(config)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            if isinstance(error, NormalizationError):
+                raise
+            raise NormalizationError(f"an entry of the model's config has an unexpected form: {error}") from error
+
+    @classmethod
+    def _of_settings(cls, config: Dict[str, Any]) -> Decoder:
+        inner, seen = config.get("text_config") or {}, config.get("vision_config") or {}
+        text = str(inner.get("model_type", ""))
         # models that also see keep the decoder's settings apart, but names are those of the full model
-        config = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
+        config = {**config, **inner, "model_type": config.get("model_type")}
         missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
         if missing:
             if "model_type" not in missing:

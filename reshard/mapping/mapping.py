@@ -20,6 +20,7 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.state import same_value
 from reshard.mapping.rules import Computing, Pattern, Rename, Rule, Site, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
@@ -342,7 +343,7 @@ class MappingStage:
 
     def _carried_object(self, group: RuleGroup) -> Any:
         values = [self.given.objects[name] for name in group.members]
-        if any(value != values[0] for value in values[1:]):
+        if not all(same_value(value, values[0]) for value in values[1:]):
             raise KeyMismatchError(
                 f"{group.members[0]!r} is {values[0]!r:.60}, but others that would become one with it differ"
             )
@@ -549,7 +550,9 @@ class Matcher:
                 continue
             over = hit.rule.sources[hit.source].number
             place = (hit.source, int(hit.words[over]) if over else 0)
-            found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})[place] = (key, hit)
+            own = found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})
+            if own.setdefault(place, (key, hit))[0] != key:
+                raise KeyMismatchError(f"{own[place][0]!r} and {key!r} have the same place in {hit.rule}: rename one")
             _count(known, hit)
         groups = []
         for of in found.values():

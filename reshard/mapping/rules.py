@@ -198,8 +198,8 @@ class Split(Rule):
 
     def build(self, views: Sequence[View]) -> list[View]:
         view, total = views[0], sum(self.parts)
-        size = view.shape[self.dim] if self.dim < len(view.shape) else -1
-        if size < 0 or size % (total * self.groups):
+        size = _size(view, self.dim)
+        if size % (total * self.groups):
             raise NormalizationError(
                 f"dim {self.dim} of shape {view.shape} cannot be split into {self.groups} groups of parts {self.parts}"
             )
@@ -255,7 +255,7 @@ class Unstack(Rule):
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = views[0]
-        return list(view.unstack([str(i) for i in range(view.shape[self.dim])], self.dim))
+        return list(view.unstack([str(i) for i in range(_size(view, self.dim))], self.dim))
 
     def inverse(self) -> Rule:
         return self._swapped(Stack, self.over, self.dim, self.fill)
@@ -269,6 +269,8 @@ class Transpose(Rule):
 
     def __init__(self, source: str, target: str, dims: Sequence[int] = ()) -> None:
         self._set(source, target, dims=tuple(dims))
+        if sorted(self.dims) != list(range(len(self.dims))):
+            raise NormalizationError(f"{self}: dims must be an order of all dims, counted from 0, got {self.dims}")
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = views[0]
@@ -330,7 +332,7 @@ class Resize(Rule):
 
     def build(self, views: Sequence[View]) -> list[View]:
         view = views[0]
-        size = view.shape[self.dim]
+        size = _size(view, self.dim)
         if size not in (self.old, self.new):
             raise NormalizationError(f"dim {self.dim} of shape {view.shape} should have {self.old} elements")
         if size >= self.new:
@@ -387,15 +389,23 @@ def _reshaped(view: View, new: tuple[int, ...]) -> View:
     return view
 
 
+def _size(view: View, dim: int) -> int:
+    if not 0 <= dim < len(view.shape):
+        raise NormalizationError(f"there is no dim {dim} in the shape {view.shape}: dims count from 0")
+    return view.shape[dim]
+
+
 def _even(view: View, groups: int, dim: int) -> list[View]:
-    size = view.shape[dim]
+    size = _size(view, dim)
     if size % groups:
         raise NormalizationError(f"dim {dim} of shape {view.shape} cannot be split into {groups} equal groups")
     step = size // groups
     return [view[(*(slice(None),) * dim, slice(g * step, (g + 1) * step))] for g in range(groups)]
 
 
-def _check_parts(rule: Rule, parts: tuple[int, ...], count: int, needed: bool = False) -> None:
+def _check_parts(rule: Concat | Split, parts: tuple[int, ...], count: int, needed: bool = False) -> None:
+    if rule.groups < 1:
+        raise NormalizationError(f"{rule}: groups must be >= 1, got {rule.groups}")
     if (parts or needed) and (len(parts) != count or any(part < 1 for part in parts)):
         raise NormalizationError(f"{count} tensors need as many parts, each >= 1, got {parts}")
 
@@ -495,6 +505,8 @@ class Dequantize(Computing):
         dtype: str = "bfloat16",
     ) -> None:
         self._set((weight, scale), target, block=tuple(block), dtype=full_name(dtype))
+        if min(self.block, default=1) < 1:
+            raise NormalizationError(f"{self}: block must have sizes >= 1, got {self.block}")
 
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
         weight, scale = sources
@@ -565,7 +577,7 @@ class Pattern:
         out, at = "", 0
         for match in _WORD.finditer(self.text):
             out += re.escape(self.text[at : match.start()])
-            inner = r"\d+" if match[1] == self.number else r".+" if match[2] else r"[^.]+"
+            inner = "[0-9]+" if match[1] == self.number else r".+" if match[2] else r"[^.]+"
             out += f"(?P<{match[1]}>{inner})"
             at = match.end()
         return re.compile(out + re.escape(self.text[at:]))

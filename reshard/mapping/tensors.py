@@ -57,7 +57,9 @@ def constant(spec: TensorSpec, value: float) -> StoredTensor:
 
 @lru_cache(maxsize=4096)
 def _strips(geometry: ViewGeometry) -> tuple[_Strip, ...]:
-    """The patches, with those put together that continue each other at an even distance."""
+    """The patches, with those put together that continue each other at an
+    even distance.
+    """
     found = [_strip(patch) for patch in geometry.patches]
     ndim = found[0].target.ndim if found else 0
     for d in range(ndim):
@@ -189,7 +191,9 @@ class _Computed(Source):
 
 
 def computed(spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> StoredTensor:
-    """A tensor of which `compute` gives any box, as a tensor of the spec's dtype and the box's sizes."""
+    """A tensor of which `compute` gives any box, as a tensor of the spec's
+    dtype and the box's sizes.
+    """
     place = Extent(_Computed(spec, compute, label), Window.row_major(0, spec.shape, spec.itemsize))
     return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
 

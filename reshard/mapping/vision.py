@@ -202,7 +202,9 @@ def _llama4(heads: int, transformer_engine: bool) -> list[Rule]:
 
 @dataclass(frozen=True, init=False)
 class _Turned(Transpose):
-    """Stacks of experts of which `dim` has `size` elements in memory; on disk they may be transposed."""
+    """Stacks of experts of which `dim` has `size` elements in memory; on disk
+    they may be transposed.
+    """
 
     dim: int
     size: int

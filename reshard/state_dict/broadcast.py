@@ -71,6 +71,7 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
     outline, sources = _share_outline(given)
     prefixes = tuple(item.prefix for item in live.items if isinstance(item, SelfLoadingModule))
     mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
+    known = {one.path for one in leaves_of(mine).values() if isinstance(one, Outline)}
     once: dict[Any, str] = {}
     for name in list(mine):
         slot = live.by_name.get(name)
@@ -89,7 +90,6 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
         return targets[one.path]
 
     made: dict[str, Any] = _map_outlines(target, mine)
-    known = {f"/{name}" for name in outline if name in live.by_name or name.startswith(prefixes)}
     _fill(targets, sources, known, options.strict)
     return made
 
@@ -116,17 +116,20 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
 
     made: dict[str, Any] = _map_outlines(target, mine)
     # of what is left to other optimizers of this model the rank knows at least the name
-    known = {one.path for one in leaves_of(outline).values() if isinstance(one, Outline) and _names_any(one.path, live)}
+    leaves = leaves_of(outline).items()
+    known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
     _fill(targets, sources, known | set(targets), options.strict)
     return made
 
 
-def _names_any(path: str, live: LiveOptimizers) -> bool:
-    """Return True if a path of a nested or flat dict is about a parameter of the model, or about a group."""
-    parts = path.split("/")
-    if parts[1] == "param_groups" or parts[1].startswith("param_groups."):
+def _names_any(path: Sequence[Any], live: LiveOptimizers) -> bool:
+    """Return True if a path of a nested or flat dict is about a parameter of
+    the model, or about a group.
+    """
+    front, *rest = map(str, path)
+    if front == "param_groups" or front.startswith("param_groups."):
         return True
-    name = parts[2] if parts[1] == "state" else parts[1].removeprefix("state.")
+    name = rest[0] if front == "state" else front.removeprefix("state.")
     while name and name not in live.by_name and name not in live.live.by_name:
         name = name.rpartition(".")[0]
     return bool(name)
@@ -287,7 +290,7 @@ def _receive(views: list[tuple[Box, torch.Tensor]], tag: int) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return raw_bytes(tensor.contiguous())
+    return raw_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _wire() -> torch.device:

@@ -76,7 +76,8 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     tensors = _tensors_in(state["state"])
     agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
-    whole = {path: _whole(tensors[path], path.partition("/")[0], owner) for path in sorted(tensors)}
+    name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
+    whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
     if names and not mine:
         return {}
     move = _nest_to_cpu if options.cpu_offload else copy_containers

@@ -146,7 +146,7 @@ def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequenc
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return raw_bytes(tensor.detach().contiguous())
+    return raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _nothing(tensor: Any) -> torch.Tensor:

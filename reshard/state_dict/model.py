@@ -289,7 +289,7 @@ class _ModelMatch:
                 missing.append(name)
         strangers = [name for name in self.given if name.startswith(region.prefix) and name not in self.used]
         strangers = [name for name in strangers if name not in self.live.by_name]
-        state.update((name[len(region.prefix) :], self.given[name]) for name in strangers)
+        state.update((region.key_of(name), self.given[name]) for name in strangers)
         if not strangers:
             # nothing is left that a hook could turn into what is missing: all names are of this version
             self.missing += missing
@@ -622,7 +622,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
             view = torch.empty(0, dtype=target.dtype, device=target.device)
             views.append(view.set_(scratch, target.storage_offset(), target.shape, target.stride()))
             views[-1].copy_(values[i].reshape(target.shape))
-        after = [torch.equal(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
+        after = [same_value(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
         found += [i for i, same in zip(cluster, after) if not same]
     return found
 

@@ -114,11 +114,13 @@ class SelfLoadingModule:
     directly.
     """
     reader: ModuleReader
+    offsets: Mapping[str, int]
+    """Those of its stage."""
 
     def canonical(self, key: str) -> str:
         """Return the canonical name of a key of `module.state_dict()`. Unknown segments are kept."""
         current: nn.Module | None = self.module
-        out: list[str] = []
+        out = self.prefix.split(".")[:-1]
         for part in key.split("."):
             hidden: frozenset[str] = frozenset()
             while current is not None:
@@ -128,9 +130,21 @@ class SelfLoadingModule:
                 # a hook has already dropped the wrapper's segment from this key
                 current = self.reader.child(current, next(iter(hidden))) if len(hidden) == 1 else None
             if current is None or part not in hidden:
-                out.append(part)
+                out.append(self._numbered(out, part, 1))
             current = self.reader.child(current, part) if current is not None else None
-        return self.prefix + ".".join(out)
+        return ".".join(out)
+
+    def key_of(self, name: str) -> str:
+        """Return the key that an unknown canonical name has in the module's
+        own numbers.
+        """
+        parts = name.split(".")
+        own = [self._numbered(parts[:i], part, -1) for i, part in enumerate(parts)]
+        return ".".join(own[self.prefix.count(".") :])
+
+    def _numbered(self, container: Sequence[str], part: str, sign: int) -> str:
+        offset = self.offsets.get(".".join(container)) if self.offsets else None
+        return part if offset is None or not part.lstrip("-").isdecimal() else str(int(part) + sign * offset)
 
 
 class LiveModel:
@@ -256,7 +270,7 @@ class LiveModel:
         found: list[str] = []
         wanted = set(modules)
         for stage in self.stages:
-            region = SelfLoadingModule(stage.module, "", (), self.reader)
+            region = SelfLoadingModule(stage.module, "", (), self.reader, stage.offsets)
             for path, module in stage.module.named_modules():
                 if module in wanted:
                     wanted.discard(module)
@@ -312,7 +326,7 @@ class _ModuleWalk:
         if facts.overrides or facts.flattens or reader.touched(module):
             if items is not None and reader.is_opaque(module, facts):
                 self.visit(module, live, name, wrappers, None)
-                items.append(SelfLoadingModule(module, name, tuple(self.slots[start:]), reader))
+                items.append(SelfLoadingModule(module, name, tuple(self.slots[start:]), reader, self.offsets))
                 return
             for owner, found in reader.settle(module).items():
                 self.pieces.setdefault(owner, []).extend(found)
@@ -332,7 +346,7 @@ class _ModuleWalk:
             path = inside if name is live else f"{name}{child_name}."  # no wrapper yet: one text is enough
             if child_name in hidden:
                 below, path = (*wrappers, type(module).__name__), name
-            elif offset is not None and child_name.isdigit():
+            elif offset is not None and child_name.isdecimal():
                 self.numbered.add(container)
                 path = f"{name}{int(child_name) + offset}."
             self.visit(child, inside, path, below, items)

@@ -204,6 +204,9 @@ class _OptimizerMatch:
                 values = saved.state.get(name)
                 if values is None:
                     values = self._under_another_name(one, kind)
+                if values is not None and not issubclass(type(values), Mapping):
+                    self.faults.append(f"{name}: its state is a {type(values).__name__}, expected a dict")
+                    values = None
                 if values is not None:
                     fields = saved.fields.get(name, _NO_FIELDS)
                     if usual is None or fields is not usual[0] or one.group != usual[1] or list(values) != usual[2]:

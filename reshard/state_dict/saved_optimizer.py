@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
-from reshard.live.optimizer_state import split_flat_key
+from reshard.live.optimizer_state import is_nested, split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
@@ -94,8 +94,10 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     if "param_groups" not in given and "state" not in given:
         return _read_flat(given, live)
     state, groups = given.get("state", {}), given.get("param_groups", [])
-    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
-        raise NormalizationError("an optimizer state dict must hold a dict 'state' and a list 'param_groups'")
+    if not isinstance(groups, (list, tuple)) or not is_nested({"state": state, "param_groups": groups}):
+        raise NormalizationError(
+            "an optimizer state dict must hold a dict 'state' and a list 'param_groups' of dicts with 'params'"
+        )
     by_id = any(isinstance(key, int) for group in groups for key in group["params"])
     names: dict[Any, str] = _names_of_ids(groups, live) if by_id else {}
     extra = extra_of(given)
@@ -135,6 +137,8 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
 
 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
+    if not all(issubclass(kind, str) for kind in set(map(type, given))):
+        raise NormalizationError("an optimizer state dict must have 'state' and 'param_groups', or names as keys")
     flat = _FlatReader(live)
     flat.read(list(given), list(given.values()))
     for name in flat.singly[id(flat.state)]:
@@ -226,6 +230,8 @@ class _FlatReader:
             return
         for part in path[:-1]:
             inner = inner.setdefault(part, {})
+            if type(inner) is not dict:
+                raise NormalizationError(f"{key!r} is part of a value that the optimizer state dict also has as one")
         inner[path[-1]] = value
 
     def _goal(self, section: str) -> dict[str, dict[Any, Any]]:
@@ -247,7 +253,7 @@ def _typed_keys(value: Any, live: Any) -> Any:
         return value
     if isinstance(live, dict):
         keys = {str(key): key for key in live}
-    elif all(key.isdigit() for key in value):
+    elif all(key.isdecimal() for key in value):
         keys = {key: int(key) for key in value}
     else:
         keys = {}
@@ -339,7 +345,7 @@ def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Map
             fields = saved.fields[name]
         if first is None:
             first = name, fields
-            comparable = not any(isinstance(value, torch.Tensor) for value in leaves_of(fields).values())
+            comparable = not any(hasattr(value, "shape") for value in leaves_of(fields).values())
         elif fields is not first[1] and not (comparable and fields == first[1]):
             _agree(first, (name, fields), one)
     return None if first is None else first[1]

@@ -141,3 +141,16 @@ def test_a_path_by_position_is_told_its_name(tmp_path):
         for given in ((state, str(tmp_path)), (tmp_path, state)):
             with pytest.raises(TypeError, match=rf"dcp.{call.__name__}\(state_dict, checkpoint_id=path\)"):
                 call(*given)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (6, 4), (16,), (1, 4, 4)])
+def test_a_torch_save_file_of_other_shapes_is_refused(shape, tmp_path):
+    """A smaller target got the first rows."""
+    torch.save({"w": torch.ones(4, 4)}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=r"'w' has shape \[4, 4\] in .*, wanted \["):
+        ours.load(
+            {"w": torch.zeros(shape)},
+            checkpoint_id=tmp_path / "file.pt",
+            storage_reader=ours.BroadcastingTorchSaveReader(),
+            planner=ours.DynamicMetaLoadPlanner(),
+        )

@@ -141,3 +141,12 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ReshardError, match="prepared 2 models"):
         save_state(accelerator, tmp_path)
+
+
+def test_extra_values_are_read_however_deep_they_are(tmp_path: Path) -> None:
+    from reshard.integrations.accelerate import load_state, save_state
+
+    accelerator = prepared()
+    extra = {"a": {"b": torch.ones(2), "c": [torch.zeros(1), 3]}}
+    save_state(accelerator, tmp_path, extra)
+    assert same(load_state(accelerator, tmp_path), extra)

@@ -280,3 +280,18 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
         KeyMismatchError, match=r"'trainer' refused .*lr_schedulers\.0: the checkpoint has other settings"
     ):
         train(tmp_path, schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))
+
+
+def test_checkpoints_at_links_and_urls_are_removed(tmp_path: Path) -> None:
+    from reshard.integrations.lightning import ReshardIO
+
+    io, link = ReshardIO(), tmp_path / "last.ckpt"
+    for path in (tmp_path / "step", "memory://lightning/step-1", "memory://lightning/step-2"):
+        io.save_checkpoint({"w": torch.ones(1)}, path)
+    link.symlink_to(tmp_path / "step", target_is_directory=True)
+    io.remove_checkpoint(link)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    io.remove_checkpoint(str(tmp_path / "step"))
+    assert not list(tmp_path.iterdir())
+    io.remove_checkpoint("memory://lightning/step-1")
+    assert [step.step for step in reshard.steps("memory://lightning")] == [2]

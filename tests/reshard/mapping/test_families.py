@@ -298,3 +298,22 @@ def test_square_experts_of_qwen3_vl_are_refused(tmp_path: Path) -> None:
     reshard.save({f"{EXPERTS}gate_up_proj": torch.randn(3, 12, 12)}, tmp_path)
     with pytest.raises(NormalizationError, match="does not show whether they are transposed"):
         ready(model, "huggingface", "transformers").apply(reshard.open(tmp_path))[f"{EXPERTS}gate_up_proj"][...]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_attention_heads": [4, 4]},
+        {"num_attention_heads": 0},
+        {"vocab_size": "many"},
+        {"text_config": [1]},
+        {"vision_config": 3},
+        {"moe_layer_freq": [1]},
+    ],
+)
+def test_a_config_of_an_unexpected_form_is_refused(odd: dict[str, object]) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 8}
+    config["num_hidden_layers"] = 2
+    assert ready({**config, "text_config": None}, "huggingface", "torchtitan")
+    with pytest.raises(NormalizationError, match="has an unexpected form"):
+        ready({**config, **odd}, "huggingface", "torchtitan")

@@ -461,3 +461,40 @@ def test_weights_of_four_bits(tmp_path: Path) -> None:
         NormalizationError, match=r"needs scales of uint8 \[2, 3, 4\], but 'x.w_scales' is uint8 \[1, 3, 4\]"
     ):
         bad["x.w"]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Resize("x", "y", 4, 2, dim=-1),
+        Resize("x", "y", 4, 6, dim=2),
+        Split("x", ["a", "b"], (1, 1), dim=-1),
+        Split("x", ["a", "b"], (1, 1), dim=-3),
+        Unstack("x", "x.{e}", over="e", dim=2),
+        Concat(["x", "z"], "y", groups=2, dim=-1),
+        Concat(["x", "z"], "y", groups=2, dim=2),
+    ],
+)
+def test_a_dim_that_is_none_is_refused(rule: Rule, tmp_path: Path) -> None:
+    """Resize with dim=-1 took rows from dim 0."""
+    checkpoint = opened({"x": numbers(4, 4), "z": -numbers(4, 4)}, tmp_path)
+    with pytest.raises(NormalizationError, match=r"there is no dim -?\d in the shape \(4, 4\): dims count from 0"):
+        whole(Mapping([rule]).apply(checkpoint))
+
+
+def test_settings_of_rules_are_checked() -> None:
+    for make in (
+        lambda: Concat(["a", "b"], "y", groups=0),
+        lambda: Split("x", ["a", "b"], (1, 1), groups=0),
+        lambda: Transpose("x", "y", (-1, 0)),
+        lambda: Transpose("x", "y", (0, 2)),
+        lambda: Dequantize(block=(0, 128)),
+    ):
+        with pytest.raises(NormalizationError, match=r"must (be|have)"):
+            make()
+
+
+def test_two_names_of_one_number_are_refused(tmp_path: Path) -> None:
+    checkpoint = opened({"e.0": numbers(2), "e.1": numbers(2), "e.01": -numbers(2)}, tmp_path)
+    with pytest.raises(KeyMismatchError, match=r"'e.0?1' and 'e.0?1' have the same place"):
+        Mapping([Stack("e.{n}", "y", over="n")]).apply(checkpoint)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
@@ -294,3 +295,55 @@ def test_hooks_and_overrides_inside_parallel_models() -> None:
 def test_options_that_contradict_each_other() -> None:
     with pytest.raises(ReshardError, match="needs full_state_dict=True"):
         StateDictOptions(broadcast_from_rank0=True)
+
+
+class Nested(torch.nn.Module):
+    """Extra state with a tensor in a dict, and parameters whose names have slashes."""
+
+    def __init__(self, names: list[str], value: float) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterDict({name: torch.full((2,), value) for name in names})
+        self.extra = {"scale": torch.full((2,), value)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def check_slashes() -> None:
+    rank = dist.get_rank()
+    model = Nested(["same/a"], float(rank))
+    given = get_model_state_dict(Nested(["same/a"], 7.0)) if rank == 0 else {}
+    assert set_model_state_dict(model, given, options=BROADCAST).unexpected == ()
+    assert_same(get_model_state_dict(model), get_model_state_dict(Nested(["same/a"], 7.0)))
+
+    model = Nested(["same/a", f"own/{rank}"], 1.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.held["same/a"].sum().backward()
+    model.held[f"own/{rank}"].sum().backward()
+    optimizer.step()
+    _, state = get_state_dict(model, optimizer, options=ON_ONE)
+    assert set(state["state"]) == ({"held.same/a", "held.own/0"} if rank == 0 else {"held.own/1"})
+
+
+def test_extra_state_of_tensors_is_broadcast_and_names_may_have_slashes() -> None:
+    gloo.run(check_slashes, 2)
+
+
+def check_conjugated() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.complex(torch.arange(6.0), torch.ones(6))
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(distribute_tensor(torch.zeros(6, dtype=torch.complex64), mesh, [Shard(0)]))
+    set_model_state_dict(model, {"w": values.conj()} if dist.get_rank() == 0 else {}, options=BROADCAST)
+    assert_same(get_model_state_dict(model, options=FULL)["w"], values.conj().resolve_conj())
+
+    local = values.chunk(2)[dist.get_rank()].conj()
+    model.w = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+    assert_same(get_model_state_dict(model, options=FULL)["w"], values.conj().resolve_conj())
+
+
+def test_conjugated_tensors_are_sent() -> None:
+    gloo.run(check_conjugated, 2)

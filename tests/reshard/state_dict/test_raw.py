@@ -16,6 +16,7 @@ import reshard
 from reshard.errors import NormalizationError
 from reshard.state_dict import (
     Stage,
+    StateDictOptions,
     fqn_map,
     get_model_state_dict,
     normalize,
@@ -188,3 +189,43 @@ def test_several_adapters_keep_their_names() -> None:
     assert list(normalize(raw)) == ["q.lora_A.en.weight", "q.lora_A.de.weight"]
     plain = {"q.lora_A.en.weight": torch.ones(1), "base_model.model.w": torch.ones(1)}
     assert list(normalize(plain)) == list(plain)
+
+
+class OwnStateDict(nn.Module):
+    """Reads and writes its own state dict, with layers that it once called `old`."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
+        for i, layer in enumerate(self.layers):
+            nn.init.constant_(layer.weight, float(first + i))
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().state_dict(*args, **options)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict({k.replace("old", "weight"): v for k, v in state_dict.items()}, *args, **options)
+
+
+def numbers(state: Any) -> dict[str, float]:
+    return {name: value.item() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", [OwnStateDict, lambda first: nn.ModuleDict({"layers": OwnStateDict(first).layers})])
+def test_submodules_and_modules_that_load_themselves_in_numbered_stages(kind: Any) -> None:
+    model = kind(2)
+    stage = Stage(model, {"layers": 2})
+    layers = list(model.get_submodule("layers").children())
+    assert numbers(get_model_state_dict(stage)) == {f"layers.{i}.weight": i for i in range(2, 6)}
+    assert numbers(get_model_state_dict(stage, submodules={layers[2]})) == {"layers.4.weight": 4}
+    loose = StateDictOptions(strict=False)
+    set_model_state_dict(stage, {layers[2]: {"weight": torch.full((1, 1), 9.0)}}, options=loose)
+    assert [layer.weight.item() for layer in layers] == [2, 3, 9, 5]
+    whole = {f"layers.{i}.weight": torch.full((1, 1), 10.0 + i) for i in range(8)}
+    report = set_model_state_dict(stage, whole, options=loose)
+    assert [layer.weight.item() for layer in layers] == [12, 13, 14, 15]
+    assert (report.missing, sorted(report.unexpected)) == ((), [f"layers.{i}.weight" for i in (0, 1, 6, 7)])
+    if isinstance(model, OwnStateDict):
+        renamed = {f"layers.{i}.{'old' if i == 3 else 'weight'}": torch.full((1, 1), 20.0 + i) for i in range(2, 6)}
+        assert set_model_state_dict(stage, renamed).missing == ()
+        assert [layer.weight.item() for layer in layers] == [22, 23, 24, 25]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import reshard
+from reshard.errors import ReshardError
 from reshard.state_dict.module_names import LiveModel
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.saved_optimizer import SavedOptimizer, read_saved
@@ -72,3 +75,21 @@ def test_the_order_of_keys_says_nothing(seed: int) -> None:
     # key by key: no two keys of a parameter one after another, and none like the one before it
     keys.sort(key=lambda key: (key.rpartition(".")[2], key))
     assert told(read_saved({key: flat[key] for key in keys}, live)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, "a list 'param_groups' of dicts with 'params'"),
+        ({"state": {}, "param_groups": [3]}, "a list 'param_groups' of dicts with 'params'"),
+        ({0: {"exp_avg": torch.zeros(2)}}, "or names as keys"),
+        ({"state": {"weight": 5}, "param_groups": []}, "weight: its state is a int, expected a dict"),
+        ({"state.weight": torch.zeros(2)}, "weight: its state is a Tensor, expected a dict"),
+        ({"state.weight.step": torch.zeros(()), "state.weight.step.x": 1}, "'state.weight.step.x' is part of a value"),
+        ({"state.weight.odd.²": 1}, "state 'odd' of 1"),
+    ],
+)
+def test_what_is_no_optimizer_state_dict_is_an_error_of_ours(given: Any, told: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ReshardError, match=re.escape(told)):
+        reshard.set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.errors import KeyMismatchError
+from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -188,3 +188,50 @@ def run_flat_parameters() -> None:
 @pytest.mark.gloo
 def test_a_step_count_of_a_flat_parameter_is_not_shared_by_the_parameters_of_another_model() -> None:
     gloo.run(run_flat_parameters, 2)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex32, torch.float8_e5m2, torch.bfloat16])
+def test_copies_of_a_tied_tensor_may_have_nan(dtype: torch.dtype) -> None:
+    """torch.equal knows neither NaN nor complex numbers of 32 bits."""
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+    model.b = model.a
+    value = torch.tensor([float("nan"), 1.0]).to(dtype)
+    assert set_model_state_dict(model, {"a": value, "b": value.clone()}).missing == ()
+    assert model.a[0].float().isnan() if not dtype.is_complex else model.a.real.isnan()[0]
+    with pytest.raises(KeyMismatchError, match="different values"):
+        set_model_state_dict(model, {"a": value, "b": torch.zeros_like(value)})
+
+
+def test_a_view_of_a_tensor_may_have_nan() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(2, 2))
+    model.register_buffer("row", model.w.data[0])
+    value = torch.tensor([[float("nan"), 1.0], [2.0, 3.0]])
+    assert set_model_state_dict(model, {"w": value, "row": value[0].clone()}).missing == ()
+    with pytest.raises(KeyMismatchError, match="shares memory"):
+        set_model_state_dict(model, {"w": value, "row": value[1].clone()})
+
+
+def test_conjugated_views_of_the_same_memory_differ() -> None:
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    model.b = model.a
+    value = torch.tensor([1 + 2j])
+    with pytest.raises(KeyMismatchError, match="different values"):
+        set_model_state_dict(model, {"a": value, "b": value.conj()})
+
+
+def test_fields_of_groups_may_be_arrays() -> None:
+    model = nn.Linear(2, 2)
+
+    def made(other: float) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "x": np.array([1.0, x])} for p, x in zip(model.parameters(), (float("nan"), other))]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_optimizer_state_dict(model, one, get_optimizer_state_dict(model, made(float("nan"))))
+    assert one.param_groups[0]["x"][0] == 1
+    with pytest.raises(NormalizationError, match="different values of 'x'"):
+        set_optimizer_state_dict(model, one, get_optimizer_state_dict(model, made(2.0)))
