@@ -235,7 +235,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if facts is not None:
             files = [SavedFile(f.name, f.nbytes, isinstance(f, LinkedRecord)) for f in facts.files.values()]
         named = [name for name in self if histograms and fnmatchcase(name, histograms)]
-        named = [name for name in named if "_x2" not in str(self[name].dtype)]  # pairs, such as float4, are no numbers
+        named = [name for name in named if "_x2" not in str(self[name].dtype)]  # pairs of numbers, such as float4
         total = sum(layout[name].spec.nbytes for name in layout)
         left = f"values of {len(named) - _MOST_HISTOGRAMS:,} more tensors were not read for a histogram"
         return checkpoint_page(Shown(

@@ -301,10 +301,9 @@ class _Difference:
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
         """Return this difference with the distances of one more piece of both sides added."""
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         try:
-            x, y = (tensor.to("cpu").to(wide) for tensor in (x, y))
-        except NotImplementedError:  # of packed numbers, such as float4, which have no distance
+            x, y = _wide(x.to("cpu"), y.to("cpu"))
+        except FormatError:
             return self + _Difference(odd=int(_differing(x, y, 0.0, 0.0).sum()))
         finite = x.isfinite() & y.isfinite()
         odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
@@ -686,7 +685,16 @@ def _number(element: torch.Tensor) -> Any:
     try:
         return element.item()
     except NotImplementedError:
-        return hex(raw_elements(element).item())
+        return f"{raw_elements(element).item():#x}"
+
+
+def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in a dtype that holds them. Raises FormatError for packed numbers, such as float4."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    try:
+        return x.to(wide), y.to(wide)
+    except NotImplementedError as error:
+        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
 
 
 def _are_equal_bytes(x: Any, y: Any, box: Box) -> bool:
@@ -706,12 +714,7 @@ def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> to
     if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
         x, y = to_host([x, y])
     if rtol or atol:
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        try:
-            x, y = x.to(wide), y.to(wide)
-        except NotImplementedError as error:
-            raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
-        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+        return ~torch.isclose(*_wide(x, y), rtol=rtol, atol=atol, equal_nan=True)
     size = x.dtype.itemsize
     raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
     return raw.reshape(*x.shape, size).any(dim=-1)

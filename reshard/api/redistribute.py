@@ -249,9 +249,9 @@ class Prepared:
         self._places_checked()
         self._values.check_places()
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
-        wanted = self._target.state
-        left_out = wanted.tied_in_place
-        refuse_overlaps(replace(wanted.tensors[k]) for k in pairing.views if k in wanted.tensors and k not in left_out)
+        its = self._target.state
+        tied = its.tied_in_place
+        refuse_overlaps(replace(t) for key, t in its.tensors.items() if key in pairing.views and key not in tied)
         memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
         for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)

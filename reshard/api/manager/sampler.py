@@ -99,8 +99,6 @@ class ElasticSampler(Sampler[int]):
         ]
         if other:
             raise KeyMismatchError(f"the saved position belongs to another order of samples: {'; '.join(other)}")
-        if lost := [key for key in ("epoch", "position") if key not in state]:
-            raise KeyMismatchError(f"the saved position has no {lost[0]!r}: pass what state_dict() returned")
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _order(self) -> dict[str, Any]:

@@ -802,11 +802,6 @@ def test_a_step_that_is_replaced_while_a_manager_runs_is_looked_at_again(tmp_pat
         assert manager.all_steps() == [0, 2]
 
 
-def test_a_metric_beyond_all_floats_and_a_position_that_is_none_are_refused() -> None:
+def test_a_metric_beyond_all_floats_is_refused() -> None:
     with pytest.raises(OptionError, match="metric 'loss' must be a number"):
         checked_metrics({"loss": 10**400})
-    sampler = reshard.ElasticSampler(4)
-    state = sampler.state_dict()
-    del state["position"]
-    with pytest.raises(KeyMismatchError, match="has no 'position'"):
-        sampler.load_state_dict(state)
