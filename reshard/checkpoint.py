@@ -96,6 +96,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """What was ignored or could not be represented."""
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which it was found; empty where it was opened by its own path."""
+        self.made = ""
+        """How it was made from what is at `url`: by which mappings and hints; empty if it is that itself."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
@@ -212,7 +214,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if lost := () if model_only else (*found.left_out, *beside(self.contents)):
             words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
             found = replace(found, warnings=(*found.warnings, words))
-        return Checkpoint(replace(found, checking=self.contents.checking), self.url)
+        made = Checkpoint(replace(found, checking=self.contents.checking), self.url)
+        made.made = f"{self.made}{hints, model_only}"
+        return made
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
         """Return a self-contained HTML page: names as a tree, the layout of each tensor as a picture, files, and
@@ -231,6 +235,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if facts is not None:
             files = [SavedFile(f.name, f.nbytes, isinstance(f, LinkedRecord)) for f in facts.files.values()]
         named = [name for name in self if histograms and fnmatchcase(name, histograms)]
+        named = [name for name in named if "_x2" not in str(self[name].dtype)]  # pairs of numbers, such as float4
         total = sum(layout[name].spec.nbytes for name in layout)
         left = f"values of {len(named) - _MOST_HISTOGRAMS:,} more tensors were not read for a histogram"
         return checkpoint_page(Shown(

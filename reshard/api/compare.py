@@ -47,7 +47,7 @@ from reshard.errors import (
     option_error,
 )
 from reshard.live.copy_streams import to_host
-from reshard.live.dtypes import dtype_name
+from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
@@ -301,8 +301,10 @@ class _Difference:
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
         """Return this difference with the distances of one more piece of both sides added."""
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        x, y = (tensor.to("cpu").to(wide) for tensor in (x, y))
+        try:
+            x, y = _wide(x.to("cpu"), y.to("cpu"))
+        except FormatError:
+            return self + _Difference(odd=int(_differing(x, y, 0.0, 0.0).sum()))
         finite = x.isfinite() & y.isfinite()
         odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
         distance, size = (x[finite] - y[finite]).abs(), y[finite].abs()
@@ -670,12 +672,29 @@ def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
-            values = _shown(*(elements_of(side, at).reshape(-1)[0].item() for side in (x, y)))
+            values = _shown(*(_number(elements_of(side, at).reshape(-1)[0]) for side in (x, y)))
             total += _Difference(first=(element, *values))
         total += _Difference(count)
         if is_measured:
             total = total.measured(*pieces)
     return total
+
+
+def _number(element: torch.Tensor) -> Any:
+    """The number that an element is; the bits of a packed one, such as float4."""
+    try:
+        return element.item()
+    except NotImplementedError:
+        return f"{raw_elements(element).item():#x}"
+
+
+def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in a dtype that holds them. Raises FormatError for packed numbers, such as float4."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    try:
+        return x.to(wide), y.to(wide)
+    except NotImplementedError as error:
+        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
 
 
 def _are_equal_bytes(x: Any, y: Any, box: Box) -> bool:
@@ -695,8 +714,7 @@ def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> to
     if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
         x, y = to_host([x, y])
     if rtol or atol:
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        return ~torch.isclose(x.to(wide), y.to(wide), rtol=rtol, atol=atol, equal_nan=True)
+        return ~torch.isclose(*_wide(x, y), rtol=rtol, atol=atol, equal_nan=True)
     size = x.dtype.itemsize
     raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
     return raw.reshape(*x.shape, size).any(dim=-1)

@@ -113,7 +113,7 @@ def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | No
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"{path} cannot be read: {error}") from error
     if Path(path).suffix != ".json":
         return Topology.parse(text, rules)

@@ -22,6 +22,7 @@ from planners.plans.transfer import TransferPlan
 from planners.units import format_bytes, format_count, format_some
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
 from reshard.api.reports import FilledReport
+from reshard.api.shared_memory import refuse_overlaps
 from reshard.api.transfer_matching import (
     Agreed,
     TensorMatches,
@@ -248,6 +249,9 @@ class Prepared:
         self._places_checked()
         self._values.check_places()
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
+        its = self._target.state
+        tied = its.tied_in_place
+        refuse_overlaps(replace(t) for key, t in its.tensors.items() if key in pairing.views and key not in tied)
         memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
         for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)
@@ -398,8 +402,8 @@ def redistribute(
     Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
         KeyMismatchError: lists all missing, unexpected, and mismatched keys; or values differ
             between ranks.
-        LayoutError: ranks disagree about a layout or an option, a rank has no part, or source and
-            target share memory.
+        LayoutError: ranks disagree about a layout or an option, a rank has no part, source and
+            target share memory, or targets overlap.
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)

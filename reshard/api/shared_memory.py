@@ -1,8 +1,8 @@
-"""Targets of a load that share memory: tied ones are filled once, and whatever else overlaps is refused."""
+"""Targets that share memory: tied ones are filled once, and whatever else overlaps is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,11 +36,11 @@ class _MemorySpan(NamedTuple):
     local: torch.Tensor
 
 
-def refuse_overlaps(match: KeyMatch) -> None:
-    """Raises LayoutError for a target with two elements at one place, and for two that overlap but are not tied."""
-    targets = match.targets
-    left_out = {*targets.replaced, *targets.tied_in_place}
-    tensors = [targets.tensors[key] for key in match.tensors if key not in left_out]
+def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
+    """Raises LayoutError for a target with two elements at one place, and for two that overlap.
+
+    `tensors`: the targets, without those that are tied to another one.
+    """
     extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
     before: list[_MemorySpan] = []  # hardly ever more than one
     for extent in extents:
@@ -48,7 +48,7 @@ def refuse_overlaps(match: KeyMatch) -> None:
         for near in before:
             if _share(near.local, extent.local):
                 raise LayoutError(
-                    f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is loaded into one would "
+                    f"the targets {near.key!r} and {extent.key!r} overlap in memory: what is written into one would "
                     "overwrite a part of the other. Leave one of them out, or give them memory of their own"
                 )
         before.append(extent)
@@ -66,7 +66,7 @@ def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
             if size > 1 and stride <= reach:
                 raise LayoutError(
                     f"the target {tensor.key!r} has several elements at one memory address (shape "
-                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): load into a copy "
+                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): fill a copy "
                     "of it, made by .clone()"
                 )
             reach += stride * (size - 1)

@@ -73,6 +73,8 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
             if not 0 <= rank < world_size:
                 raise option_error(f"ranks must be between 0 and {world_size - 1}, got {rank}", LayoutError)
             trace.alike[rank] = _reached(trace.run(rank), rank)
+        if not trace.alike:
+            raise option_error("ranks is empty: leave it out", LayoutError)
     return trace.layout()
 
 

@@ -270,7 +270,8 @@ class WeightSource:
 
     def _local_shape(self, spec: TensorSpec) -> Shape:
         layout = self._layouts.get(spec.fqn)
-        return spec.shape if layout is None else layout.parts(self._group.job_rank)[0].sizes
+        parts = layout.parts(self._group.job_rank) if layout is not None else ()
+        return parts[0].sizes if parts else spec.shape if layout is None else (0,)
 
 
 def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:

@@ -68,7 +68,9 @@ class Mapping:
         contents = checkpoint.contents
         for stage in self.stages:
             contents = MappingStage(stage, contents, checkpoint.url).contents()
-        return Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
+        mapped = Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
+        mapped.made = f"{checkpoint.made}{self}"
+        return mapped
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
         """Return the mapped state as views of its tensors, for `planners.plan_reads(..., views=...)`.

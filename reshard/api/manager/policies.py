@@ -188,7 +188,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"metric {name!r} must be a number, got {value!r:.80}") from error
         if math.isnan(number):
             raise OptionError(

@@ -26,6 +26,7 @@ from planners.errors import PlanError
 from planners.geometry.topologies import Topology, fsdp
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
 from reshard.formats.safetensors import SafetensorsWriter
+from reshard.mapping import Mapping, Transpose
 from reshard.state import count_objects
 from reshard.stored.streaming import FormatWriter
 from tests import gloo
@@ -462,6 +463,26 @@ def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: py
 
     assert report.resumed == ()
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["model.safetensors"]
+
+
+def test_another_mapping_of_an_open_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, shapes, and dtypes are those of the first attempt, and values are not."""
+    values = torch.arange(9.0).view(3, 3)
+    safetensors.torch.save_file({"w": values}, tmp_path / "model.safetensors")
+    source, target = reshard.open(tmp_path / "model.safetensors"), tmp_path / "c"
+
+    def failing(self: Any, storage: Any, done: Any, check: Any) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SafetensorsWriter, "finish", failing)
+        with pytest.raises(OSError, match="no"):
+            reshard.convert(source, target, format="safetensors")
+
+    report = reshard.convert(source.mapped(Mapping([Transpose("w", "w")])), target, format="safetensors")
+
+    assert report.resumed == ()
+    assert same(reshard.open(target)["w"][...], values.T)
 
 
 def convert_together(source: str, target: str) -> tuple[int, tuple[str, ...]]:

@@ -110,3 +110,24 @@ def test_empty_boxes_are_local_tensors_in_a_group_of_some_of_the_ranks_too():
 
     assert joined["w"].parts(1) == layout.parts(1)
     assert [tuple(t.shape) for t in part_tensors("w", [WHOLE.reshape(-1)], joined["w"], 1)] == [(4, 4), (0, 2), (2, 4)]
+
+
+def test_targets_that_overlap_are_refused_before_anything_moves():
+    memory, source = torch.zeros(6), {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
+
+    with pytest.raises(LayoutError, match="'a' and 'b' overlap"):
+        reshard.redistribute(source, {"a": memory[:4], "b": memory[2:]})
+    with pytest.raises(LayoutError, match="'a' has several elements at one memory address"):
+        reshard.redistribute(source, {"a": memory[:1].expand(4)}, strict=False)
+    assert not memory.any()
+
+
+def test_columns_of_one_memory_and_tied_targets_are_filled():
+    memory, values = torch.zeros(2, 4), torch.arange(8.0).view(2, 4)
+    source = {"a": values[:, :2].clone(), "b": values[:, 2:].clone(), "c": values[:, 2:].clone()}
+
+    reshard.redistribute(source, {"a": memory[:, :2], "b": memory[:, 2:]}, strict=False)
+    assert torch.equal(memory, values)
+    memory.zero_()
+    reshard.redistribute(source, {"b": memory[:, 2:], "c": memory[:, 2:]}, strict=False, mapping={"c": "b"})
+    assert torch.equal(memory[:, 2:], values[:, 2:])

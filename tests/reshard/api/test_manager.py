@@ -22,6 +22,7 @@ import reshard
 from reshard import Every, Keep, Preemption
 from reshard.api import retention
 from reshard.api.manager import ledger, manager as deciding
+from reshard.api.manager.policies import checked_metrics
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -799,3 +800,8 @@ def test_a_step_that_is_replaced_while_a_manager_runs_is_looked_at_again(tmp_pat
         assert manager.all_steps() == [0, 1, 2]
         os.truncate(next((tmp_path / "step-1").glob(f"{damage}*.json" if damage == "manifest" else "data-*/*.s*")), 5)
         assert manager.all_steps() == [0, 2]
+
+
+def test_a_metric_beyond_all_floats_is_refused() -> None:
+    with pytest.raises(OptionError, match="metric 'loss' must be a number"):
+        checked_metrics({"loss": 10**400})

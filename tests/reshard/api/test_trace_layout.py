@@ -167,6 +167,8 @@ def test_what_goes_wrong_is_said():
         trace_layout(differs, world_size=0)
     with pytest.raises(LayoutError, match="between 0 and 1"):
         trace_layout(differs, world_size=2, ranks=[2])
+    with pytest.raises(LayoutError, match="ranks is empty"):
+        trace_layout(differs, world_size=2, ranks=[])
     with pytest.raises(LayoutError, match="a module, a list of modules or a state dict, got int"):
         trace_layout(lambda: 3, world_size=1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

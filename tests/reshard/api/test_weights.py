@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
+from planners.geometry.box import Box
+from planners.geometry.layout import TensorLayout, TensorSpec
 from reshard.api.weights import WeightBucket, WeightPlace
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.mapping import Concat, Mapping
@@ -115,6 +117,17 @@ def test_what_is_refused() -> None:
         reshard.WeightSource({"step": 3})
     with pytest.raises(OptionError, match="bucket_bytes must be at least 1, got 0"):
         reshard.WeightSource(STATE, bucket_bytes=0)
+
+
+def test_a_rank_without_a_part_by_its_layout_gets_an_empty_tensor() -> None:
+    """It had failed, while the other ranks waited for it."""
+
+    def layouts(spec: TensorSpec) -> TensorLayout | None:
+        boxes = {1: [Box.full(spec.shape)]}
+        return TensorLayout.from_boxes(spec, boxes, 2) if spec.fqn == "w" else None
+
+    source = reshard.WeightSource({"w": torch.ones(4), "scale": torch.tensor(2.0)}, layouts=layouts)
+    assert {name: tensor.tolist() for name, tensor in source.iter_full()} == {"w": [], "scale": 2.0}
 
 
 def fused_from_two_trainers() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
+    StorageError,
 )
 from reshard.storage import LocalStorage, MemoryStorage, open_storage
 from reshard.stored.contents import Contents
@@ -354,3 +355,25 @@ def test_ranks_that_open_together_miss_every_file_and_list_none(
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match="must have"):  # it is another rank's to look for, but it is read
         open_among(whole, 0, 4)["a"][:]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_float4_is_compared_bit_by_bit_and_has_no_histogram(tmp_path: Path) -> None:
+    """torch converts it to no other dtype."""
+    raw = torch.arange(6, dtype=torch.uint8)
+    reshard.save({"w": raw.view(torch.float4_e2m1fn_x2), "b": torch.ones(2)}, tmp_path)
+    same, other = ({"w": (raw % n).view(torch.float4_e2m1fn_x2), "b": torch.ones(2)} for n in (6, 5))
+
+    assert reshard.compare(tmp_path, same, measure=True).ok
+    report = reshard.compare(tmp_path, other, measure=True)
+    assert "element (5,): 1 of 6 elements differ; at the first, 0x5 on the left and 0x0 on the right" in str(report)
+    assert (report.measures or {})["w"].odd == 1
+    assert "compare without rtol= and atol=" in str(reshard.compare(tmp_path, same, rtol=0.1))
+    assert reshard.open(tmp_path).to_html(histograms="*")
+
+
+def test_a_layout_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    for name in ("layout.json", "rules.txt"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+        with pytest.raises(StorageError, match=f"{name} cannot be read"):
+            reshard.plan(tmp_path / name, "fsdp=2")
