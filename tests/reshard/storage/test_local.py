@@ -210,6 +210,16 @@ def test_a_file_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         LocalStorage(tmp_path).read("file")
 
 
+@pytest.mark.parametrize("of", [(), (3,), (3, 20)])
+def test_one_call_may_read_less_than_is_there(of: tuple[int, ...], tmp_path: Path) -> None:
+    """Linux reads at most 2 GiB at once."""
+    data = bytes(range(40))
+    (tmp_path / "file").write_bytes(data)
+    pread = os.pread
+    with mock.patch.object(os, "pread", lambda file, nbytes, at: pread(file, min(nbytes, 7), at)):
+        assert LocalStorage(tmp_path).read("file", *of) == (data if not of else data[3:23] if of[1:] else data[3:])
+
+
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     storage = LocalStorage(tmp_path / "model.pt")
