@@ -371,3 +371,13 @@ def test_edited_plans_are_refused():
 
 def test_boxes_in_text_are_those_of_the_plan():
     assert str(Box((3, 0), (1, 6))) in explain(MOVE, "layers.0.w", 1)
+
+
+def test_names_that_are_no_unicode_have_pages_and_digests():
+    """Of a pickle, or of a folder whose name is no UTF-8."""
+    layout = TensorLayout(TensorSpec("w\udcff", (8,), "float32"), "fsdp=2", "S(0)")
+    made = plan_writes(StateLayout({layout.fqn: layout}))
+
+    assert r"w\udcff" in made.to_html(title="\udcff")
+    assert made.to_html().encode()
+    assert loads(dumps(made)) == made
