@@ -20,6 +20,8 @@ __all__ = [
     "parse_placements",
 ]  # fmt: skip
 
+_MAX_RANKS = 1 << 31
+
 
 class Mesh:
     """Named axes with sizes, and the rank at each coordinate (row-major: the last axis varies fastest).
@@ -64,10 +66,17 @@ class Mesh:
             if size < 1:
                 raise PlanError(f"axis {name!r} of a mesh must have a size >= 1, got {size}")
         self.size = self.world_size = math.prod(self.shape)
+        if self.size >= _MAX_RANKS:
+            raise PlanError(f"a mesh has fewer than 2**31 ranks, got {dict(self.axes)}")
         self.ranks = np.arange(self.size, dtype=np.int64)
         self._index: dict[int, int] | None = None
         if ranks is not None:
-            given = np.asarray(ranks, dtype=np.int64).reshape(-1)
+            try:
+                given = np.asarray(ranks, dtype=np.int64).reshape(-1)
+            except OverflowError:
+                given = np.array([_MAX_RANKS], dtype=np.int64)
+            if given.max(initial=0) >= _MAX_RANKS:
+                raise PlanError(f"the ranks of a mesh are below 2**31, got {ranks!r:.80}")
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, self.ranks):
