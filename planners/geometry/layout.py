@@ -685,7 +685,8 @@ class StateLayout(Mapping[str, TensorLayout]):
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
             form = forms.setdefault(id(layout.form), str(layout.form).encode())
-            for text in (fqn.encode(errors="surrogatepass"), str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
+            name = fqn.encode(errors="surrogatepass")
+            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
                 hasher.update(len(text).to_bytes(8, "little") + text)
         return hasher.hexdigest()
 

@@ -107,7 +107,7 @@ class LocalStorage(Storage):
         nbytes = view.nbytes
 
         def preadv(file: int, size: int) -> None:
-            done = os.preadv(file, [view], start) if nbytes and start >= 0 else 0
+            done = os.preadv(file, [view], start) if nbytes and 0 <= start < size else 0
             while 0 < done < nbytes:
                 got = os.preadv(file, [view[done:]], start + done)
                 if not got:
