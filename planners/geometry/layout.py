@@ -742,7 +742,14 @@ def state_to_json(state: StateLayout) -> dict[str, Any]:
     return {"world_size": state.world_size, "forms": [form_to_json(form) for form in forms], "tensors": tensors}
 
 
-MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError, RecursionError)
+MALFORMED = (
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    ValueError,
+    OverflowError,
+)
 """What becomes of data that no layout or plan can have become."""
 
 

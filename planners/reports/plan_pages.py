@@ -101,7 +101,8 @@ def page_of(frame: str, **parts: str) -> str:
     parts |= {name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
     text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
-    return text.encode(errors="backslashreplace").decode()  # names of files need not be UTF-8, but pages are
+    # names may be no Unicode text
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _between(source: str, target: str) -> str:

@@ -159,8 +159,9 @@ class ConvertJob:
             contents = self.writing.form(found, contents, self.hints, _widened, state.url)
         path = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
         name = path.rstrip("/").rpartition("/")[2]
-        for key in () if self.writing.is_one_file else (*contents.tensors, *contents.objects, *contents.per_rank):
-            check_text(key)  # pickles hold any
+        if not self.writing.is_one_file:  # pickles hold any text
+            for key in (*contents.tensors, *contents.objects, *contents.per_rank):
+                check_text(key)
         return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
 
     def absolute(self) -> ConvertJob:
