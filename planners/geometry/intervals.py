@@ -115,7 +115,7 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
             raise PlanError(f"the blocks of {placement} add up to {total}, but the dim has {own.size} elements")
         edges = np.concatenate(([0], np.cumsum(placement.blocks)))[None, :]
     else:
-        pieces = placement.split_factor if isinstance(placement, StridedShard) else 1
+        pieces = min(placement.split_factor, max(own.size, 1)) if isinstance(placement, StridedShard) else 1
         step = -(-sizes // pieces)
         edges = np.minimum(np.arange(pieces + 1)[None, :] * step[:, None], sizes[:, None])
     lengths = np.diff(edges, axis=1)

@@ -398,6 +398,8 @@ def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box,
 
 def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     least = max(ranks, default=0) + 1
+    if max(least, world_size or 0) > 1 << 31:
+        raise PlanError("ranks are below 2**31", rank=least - 1)
     if ranks and min(ranks) < 0:
         raise PlanError("ranks must be >= 0", rank=min(ranks))
     if world_size is not None and world_size < least:
@@ -435,7 +437,7 @@ class TensorSpec:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
         object.__setattr__(self, "numel", math.prod(self.shape))
-        if self.nbytes >= 1 << 63:
+        if max((self.nbytes, *self.shape)) >= 1 << 63:
             raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
 
     @property
@@ -683,7 +685,8 @@ class StateLayout(Mapping[str, TensorLayout]):
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
             form = forms.setdefault(id(layout.form), str(layout.form).encode())
-            for text in (fqn.encode(), str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
+            name = fqn.encode(errors="surrogatepass")
+            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
                 hasher.update(len(text).to_bytes(8, "little") + text)
         return hasher.hexdigest()
 
@@ -739,7 +742,14 @@ def state_to_json(state: StateLayout) -> dict[str, Any]:
     return {"world_size": state.world_size, "forms": [form_to_json(form) for form in forms], "tensors": tensors}
 
 
-MALFORMED = (KeyError, TypeError, IndexError, AttributeError, ValueError)
+MALFORMED = (
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    ValueError,
+    OverflowError,
+)
 """What becomes of data that no layout or plan can have become."""
 
 

@@ -64,16 +64,23 @@ class Mesh:
             if size < 1:
                 raise PlanError(f"axis {name!r} of a mesh must have a size >= 1, got {size}")
         self.size = self.world_size = math.prod(self.shape)
+        if self.size >= 1 << 31:
+            raise PlanError("a mesh has fewer than 2**31 ranks")
         self.ranks = np.arange(self.size, dtype=np.int64)
         self._index: dict[int, int] | None = None
         if ranks is not None:
-            given = np.asarray(ranks, dtype=np.int64).reshape(-1)
+            try:
+                given = np.asarray(ranks, dtype=np.int64).reshape(-1)
+            except OverflowError:
+                raise PlanError("the ranks of a mesh are below 2**31") from None
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, self.ranks):
                 index = {rank: i for i, rank in enumerate(given.tolist())}
-                if len(index) != len(given) or min(index, default=0) < 0:
-                    raise PlanError(f"the ranks of a mesh must be distinct and >= 0, got {given.tolist()}")
+                if len(index) != len(given) or min(index, default=0) < 0 or max(index) >> 31:
+                    raise PlanError(
+                        f"the ranks of a mesh must be distinct and >= 0, and below 2**31, got {given.tolist()}"
+                    )
                 self.ranks, self._index, self.world_size = given, index, max(index) + 1
         self.ranks.flags.writeable = False
         self._hash = hash((self.axes, None if self._index is None else self.ranks.tobytes()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -285,6 +285,11 @@ def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
 def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
     ndim = lows.shape[1]
     cuts = [distinct(np.concatenate((lows[:, d], highs[:, d]))) for d in range(ndim)]
+    cutting = [d for d in range(ndim) if len(cuts[d]) > 2] or [0]
+    if len(cutting) < ndim:  # a dim of which all boxes have the same part decides nothing
+        fault = _fault(lows[:, cutting], highs[:, cutting], signs)
+        found = dict(zip(cutting, fault.element)) if fault else {}
+        return fault and replace(fault, element=tuple(found.get(d, int(cut[0])) for d, cut in enumerate(cuts)))
     cells = 1
     for cut in cuts:
         cells *= len(cut)

@@ -269,7 +269,9 @@ class View:
         offsets, sizes, kept = [], [], []
         for d, size in enumerate(self.shape):
             part = parts[d] if d < len(parts) else slice(None)
-            if isinstance(part, int):
+            if not isinstance(part, slice):
+                if not hasattr(part, "__index__"):
+                    raise PlanError(f"a view takes integers and slices, got {part!r}", fqn=self.spec.fqn)
                 if not -size <= part < size:
                     raise PlanError(f"index {part} is outside dim {d} of size {size}", fqn=self.spec.fqn)
                 start, stop = part % size, part % size + 1

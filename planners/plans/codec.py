@@ -55,7 +55,7 @@ def loads(text: str | bytes) -> Any:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CodecError(f"not JSON: {error}") from error
     return from_json(data)
 

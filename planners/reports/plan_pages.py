@@ -100,7 +100,9 @@ def page_of(frame: str, **parts: str) -> str:
     folder = resources.files("planners.reports")
     parts |= {name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     page = folder.joinpath(f"{frame}.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+    # names may be no Unicode text
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _between(source: str, target: str) -> str:

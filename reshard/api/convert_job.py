@@ -37,6 +37,7 @@ from reshard.errors import (
 from reshard.formats.format import Writing
 from reshard.formats.normalize import canonical_contents, keep_beside, normalize
 from reshard.formats.table import NOT_SHARDED, writing_of
+from reshard.live.plain_data import check_text
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import LOSES, cast, is_floating
 from reshard.native import commit
@@ -158,6 +159,9 @@ class ConvertJob:
             contents = self.writing.form(found, contents, self.hints, _widened, state.url)
         path = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
         name = path.rstrip("/").rpartition("/")[2]
+        if not self.writing.is_one_file:  # pickles hold any text
+            for key in (*contents.tensors, *contents.objects, *contents.per_rank):
+                check_text(key)
         return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
 
     def absolute(self) -> ConvertJob:

@@ -241,7 +241,7 @@ def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | St
         if window.nbytes <= limit or max(window.sizes, default=1) == 1:
             yield place, out
             continue
-        d = int(np.argmax(window.sizes)) if window.sizes[0] * 4 < max(window.sizes) else 0
+        d = 0 if max(window.sizes) <= window.sizes[0] * 4 != 4 else int(np.argmax(window.sizes))
         step = max(1, window.sizes[d] * min(limit, MAX_BUFFER_BYTES) // window.nbytes)
         parts = []
         for start in range(0, window.sizes[d], step):

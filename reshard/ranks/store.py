@@ -366,7 +366,7 @@ class StoreClient:
         parts = range(0, len(data), PART_BYTES)
         for i, start in enumerate(parts):
             keys.append(f"{name}/{i}")
-            self.set(keys[-1], data[start : start + PART_BYTES])
+            self.set(keys[-1], _PARTS + data[start : start + PART_BYTES])  # none is `_ABSENT`
         return _PARTS + msgspec.msgpack.encode((name, len(parts)))
 
     def fetch(self, head: bytes) -> bytes:
@@ -379,7 +379,7 @@ class StoreClient:
             raise RankFailedError(
                 "a message of another rank was removed, because the ranks have ended the call", rank=-1
             )
-        return b"".join(part for part in parts if part is not None)
+        return b"".join(part[1:] for part in parts if part is not None)
 
     def _ask(self, ask: Callable[[KeyValueStore], T]) -> T:
         """Return what `ask` makes of a client's answers, on a worker."""

@@ -92,22 +92,22 @@ class LocalStorage(Storage):
         if start < 0 or (length is not None and length < 0):
             return super().read(name, start, length)
 
-        def pread(file: int, size: int) -> bytes:
+        def pread(file: int, size: int) -> tuple[bytes, int]:
             wanted = size - start if length is None else length
             check_range(self, name, start, wanted, size)
-            return os.pread(file, wanted, start)
+            return os.pread(file, wanted, start), wanted
 
         stop = "end" if length is None else start + length
-        data = self._with_file(name, f"read bytes [{start}, {stop}) of", pread)
+        data, wanted = self._with_file(name, f"read bytes [{start}, {stop}) of", pread)
         # one call reads at most 2 GiB; the rest, or the reason why there is none, comes the other way
-        return data if length is None or len(data) == length else super().read(name, start, length)
+        return data if len(data) == wanted else super().read(name, start, wanted)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B") if buffer.nbytes else buffer
         nbytes = view.nbytes
 
         def preadv(file: int, size: int) -> None:
-            done = os.preadv(file, [view], start) if nbytes and start >= 0 else 0
+            done = os.preadv(file, [view], start) if nbytes and 0 <= start < size else 0
             while 0 < done < nbytes:
                 got = os.preadv(file, [view[done:]], start + done)
                 if not got:

@@ -35,7 +35,7 @@ def open_storage(path: StoragePath) -> Storage:
     if isinstance(path, Storage):
         return path
     text = path_text(path)
-    if "\0" in text:
+    if "\0" in text or (text.startswith("file:") and "%00" in text):
         raise StorageError(f"the path {text!r} has a NUL in it")
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -52,7 +52,7 @@ def open_storage(path: StoragePath) -> Storage:
         url = urlsplit(text)
         if url.netloc not in ("", "localhost") or not url.path:
             raise StorageError(f"{text} names no local folder: write file:///folder, with three slashes")
-        return LocalStorage(unquote(url.path))
+        return LocalStorage(unquote(url.path, errors="surrogateescape"))
     if scheme == "memory":
         return MemoryStorage("/".join(filter(None, rest.split("/"))), within=_shared_memory)
     if scheme in _OBJECT_STORES:

@@ -51,7 +51,7 @@ class TarStorage(Storage):
             with tarfile.open(fileobj=_ArchiveFile(self._storage, self._name, size), mode="r:") as archive:
                 for member in archive:
                     name = member.name.removeprefix("./")
-                    if member.offset_data + member.size > size:
+                    if not 0 <= member.size <= size - member.offset_data:
                         raise tarfile.ReadError(f"{name!r} of {member.size} bytes ends behind it")
                     if member.issparse():
                         raise FormatError(f"{self.url}: {name!r} in it is a sparse file, which is not supported")

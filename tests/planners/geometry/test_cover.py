@@ -62,3 +62,14 @@ def test_scalars_and_nothing():
     assert tiling_fault([scalar], [scalar, scalar]).count == 2
     assert tiling_fault([Box.full((0, 3))], []) is None
     assert tiling_fault([], [Box((0,), (1,))]).wanted == 0
+
+
+def test_many_dims_of_which_few_are_cut():
+    """As in the state of a simulated quantum computer. A grid of all their corners would have 2**40."""
+    whole = Box.full((2,) * 40)
+    low, high = whole.cut(39, 0, 1), whole.cut(39, 1, 2)
+
+    assert tiling_fault([whole], [low, high]) is None
+    fault = tiling_fault([whole], [low, high.cut(0, 1, 2)])
+    assert fault is not None
+    assert (fault.element, fault.count) == ((*(0,) * 39, 1), 0)

@@ -87,3 +87,9 @@ def test_what_cannot_be_is_refused(make, message):
 def test_ranks_cannot_be_written_to():
     with pytest.raises(ValueError, match="read-only"):
         GRID.ranks[0] = 1
+
+
+@pytest.mark.parametrize("text", ["dp=99999999999999999999", "dp=1@99999999999999999999", f"dp=1@{2**31}"])
+def test_absurd_numbers_of_ranks_are_refused(text):
+    with pytest.raises(PlanError, match=r"2\*\*31"):
+        Mesh.parse(text)

@@ -226,3 +226,10 @@ def test_hundreds_of_ranks_are_read_and_proved_through_views():
     spoiled = plan.with_items({77: [items[0]._replace(owner=items[0].owner + 1), *items[1:]]})
     first = verify(spoiled).findings[0]
     assert (first.fqn, first.rank) == ("qkv", 77)
+
+
+def test_indices_are_integers_of_any_kind_and_slices():
+    same(View.of(Q)[np.int64(1)], ARRAYS["q"][1])
+    for wrong in (..., None, 1.0, [0]):
+        with pytest.raises(PlanError, match="integers and slices"):
+            View.of(Q)[wrong]

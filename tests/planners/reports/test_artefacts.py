@@ -371,3 +371,39 @@ def test_edited_plans_are_refused():
 
 def test_boxes_in_text_are_those_of_the_plan():
     assert str(Box((3, 0), (1, 6))) in explain(MOVE, "layers.0.w", 1)
+
+
+def test_names_that_are_no_unicode_have_pages_and_digests():
+    """Of a pickle, or of a folder whose name is no UTF-8."""
+    layout = TensorLayout(TensorSpec("w\udcff", (8,), "float32"), "fsdp=2", "S(0)")
+    made = plan_writes(StateLayout({layout.fqn: layout}))
+
+    assert r"w\udcff" in made.to_html(title="\udcff")
+    assert made.to_html().encode()
+    assert loads(dumps(made)) == made
+
+
+HUGE = 10**23
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ([4], {"mesh": f"dp=1@{HUGE}", "placements": "R"}),
+        ([4], {"flat": [[HUGE, 0, 4]], "world_size": None}),
+        ([HUGE, 0], {"mesh": "dp=2", "placements": "S(0)"}),
+        ([float("inf")], {"mesh": "dp=2", "placements": "R"}),
+    ],
+)
+def test_absurd_numbers_are_refused(shape, form):
+    text = {"reshard": "tensor_layout", "version": 1, "fqn": "w", "shape": shape, "dtype": "float32", "form": form}
+    with pytest.raises(CodecError, match="malformed or was edited"):
+        loads(json.dumps(text))
+    with pytest.raises(CodecError, match="not JSON"):
+        loads("[" * 100_000)
+
+
+def test_a_dim_has_no_more_pieces_than_elements():
+    fine, finer = (TensorLayout(TensorSpec("w", (5,), "int8"), "dp=2", f"_S(0, {n})") for n in (5, HUGE))
+
+    assert [fine.boxes(rank) for rank in (0, 1)] == [finer.boxes(rank) for rank in (0, 1)]

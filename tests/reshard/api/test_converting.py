@@ -665,3 +665,13 @@ def test_a_conversion_to_one_file_does_not_look_into_folders_beside_it(
     assert tmp_path in looked
     assert not any(path.is_relative_to(tmp_path / "photos") for path in looked)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "photos", "saved"]
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors", "huggingface"])
+def test_names_that_are_no_unicode_are_refused(format: str, tmp_path: Path) -> None:
+    """A pickle holds any text, such as a file's name that is no UTF-8."""
+    torch.save({"a\udcff": torch.arange(3.0)}, tmp_path / "m.pt")
+    with pytest.raises(FormatError, match=r"a\\udcff' is not valid Unicode"):
+        reshard.convert(tmp_path / "m.pt", tmp_path / "c", format=format)
+    reshard.convert(tmp_path / "m.pt", tmp_path / "c", format=format, mapping={"a": "a\udcff"})
+    assert torch.equal(reshard.open(tmp_path / "c")["a"][...], torch.arange(3.0))

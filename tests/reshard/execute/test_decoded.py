@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from planners import Box
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute import reading
-from reshard.stored.source import DecodedSource
+from reshard.stored.source import BytesSource, DecodedSource
 from reshard.stored.tensor import Extent
 
 
@@ -66,3 +68,19 @@ def test_what_is_kept_is_bounded_and_errors_are_not_kept():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: sources[3].view(), range(16)))
     assert decoded.count(3) <= 2
+
+
+@pytest.mark.parametrize("shape", [(2,) * 18, (1, *(4,) * 8), (3,) * 11])
+def test_pieces_of_tensors_with_many_short_dims(shape):
+    """A first dim of one element divides nothing, though no other is much longer."""
+    target = torch.zeros(shape, dtype=torch.float64)
+    data = np.arange(target.numel(), dtype=np.float32)
+    place = Extent(BytesSource(data.tobytes()), Window.row_major(0, shape, 4))
+    copy = reading.Copy(place, reading.Staged(target, torch.float32))
+
+    pieces = list(itertools.islice(reading.in_pieces(copy, 1 << 16), 100))
+
+    assert len(pieces) < 100
+    assert all(place.window.nbytes <= 1 << 16 for place, _ in pieces)
+    reading.run_copies([copy], space=reading.Workspace(1, 1 << 16))
+    assert torch.equal(target.reshape(-1), torch.from_numpy(data).double())

@@ -19,7 +19,7 @@ from reshard.errors import DeadlineError, RankFailedError, format_ranks
 from reshard.ranks import rounds as rounds_module, store as store_module
 from reshard.ranks.liveness import Gone
 from reshard.ranks.rounds import Rounds
-from reshard.ranks.store import StoreClient, Worker
+from reshard.ranks.store import PART_BYTES, StoreClient, Worker
 
 
 class _Counting:
@@ -236,3 +236,10 @@ def test_a_frozen_host_of_the_store(is_waiting: bool, short: None) -> None:
     finally:
         server.kill()
         server.join()
+
+
+def test_a_value_whose_last_part_is_the_sign_of_an_absent_one() -> None:
+    client, keys = StoreClient(dist.HashStore()), list[str]()
+    client.limit = time.monotonic() + 10, 1.0
+    for data in (b"?", bytes(PART_BYTES) + b"?"):
+        assert client.fetch(client.put("x", data, 0, keys)) == data

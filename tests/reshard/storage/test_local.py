@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 
 import reshard
 from reshard.api.retention import complete
-from reshard.errors import CheckpointNotFoundError, StorageError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from reshard.native.commit import remove_dead
 from reshard.storage import LocalStorage, Storage, is_temporary, open_storage
+from reshard.storage.tar import TarStorage
 
 
 def _write(storage: Storage, name: str, data: bytes) -> None:
@@ -47,6 +49,32 @@ def test_paths_and_urls(tmp_path: Path) -> None:
         with pytest.raises(StorageError):
             open_storage(bad)  # type: ignore[arg-type]
     assert not (tmp_path / "a b").exists(), "opening makes nothing"
+
+
+def test_a_url_names_the_folder_of_any_bytes(tmp_path: Path) -> None:
+    """pathlib writes what is no UTF-8 like this. It was another folder."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%00"))
+    _write(open_storage(folder.as_uri()), "x", b"1")
+    assert (folder / "x").read_bytes() == b"1"
+    with pytest.raises(StorageError, match="has a NUL"):
+        open_storage(f"file://{tmp_path}/a%00")
+
+
+def test_places_beyond_64_bits(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    with pytest.raises(StorageError, match="too short"):
+        LocalStorage(tmp_path).read_into("x", 2**64, memoryview(bytearray(1)))
+
+
+def test_a_member_of_negative_size(tmp_path: Path) -> None:
+    """As tar can write it since numbers may have 95 bits."""
+    header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT)[:512])
+    header[124:136] = b"\xff" * 11 + b"\0"
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    (tmp_path / "a.tar").write_bytes(header + bytes(1024))
+    with pytest.raises(CorruptCheckpointError, match="not a complete tar"):
+        TarStorage(LocalStorage(tmp_path), "a.tar")
 
 
 def test_a_relative_path_is_fixed_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +236,16 @@ def test_a_file_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=MemoryError))
     with pytest.raises(StorageError, match=r"file in .* does not fit into memory"):
         LocalStorage(tmp_path).read("file")
+
+
+@pytest.mark.parametrize("of", [(), (3,), (3, 20)])
+def test_one_call_may_read_less_than_is_there(of: tuple[int, ...], tmp_path: Path) -> None:
+    """Linux reads at most 2 GiB at once."""
+    data = bytes(range(40))
+    (tmp_path / "file").write_bytes(data)
+    pread = os.pread
+    with mock.patch.object(os, "pread", lambda file, nbytes, at: pread(file, min(nbytes, 7), at)):
+        assert LocalStorage(tmp_path).read("file", *of) == (data if not of else data[3:23] if of[1:] else data[3:])
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
