@@ -192,7 +192,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
     checkpoint.
     """
-    if not isinstance(keep_last, int) or keep_last < 1:
+    if not is_count(keep_last):
         raise OptionError(
             f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
         )

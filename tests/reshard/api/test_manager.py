@@ -805,3 +805,8 @@ def test_a_step_that_is_replaced_while_a_manager_runs_is_looked_at_again(tmp_pat
 def test_a_metric_beyond_all_floats_is_refused() -> None:
     with pytest.raises(OptionError, match="metric 'loss' must be a number"):
         checked_metrics({"loss": 10**400})
+
+
+def test_prune_takes_no_flag_for_a_number(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="keep_last must be an integer >= 1, got True"):
+        reshard.prune(tmp_path, keep_last=True)
