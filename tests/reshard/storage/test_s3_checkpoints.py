@@ -171,8 +171,8 @@ from tests.states import model_and_optimizer_of
 
 look = commit.Generation._check_current
 
-def look_and_stop(generation):
-    look(generation)
+def look_and_stop(generation, check):
+    look(generation, check)
     looked.append(1)
     if len(looked) == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGSTOP)
