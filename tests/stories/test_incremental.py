@@ -373,6 +373,7 @@ def test_a_rank_that_cannot_link_a_file_takes_nothing_from_one_that_could(tmp_pa
     state = {"w": torch.arange(1000.0)}
     reshard.save(state, tmp_path / "step-1", base="auto")
     folder = "data-0192f3c1a8f1-5d2e5d2e5d2e"
+    (tmp_path / "step-2" / folder).mkdir(parents=True)  # a link makes none
     one, other = (base_at(tmp_path / "step-2", "step-1") for _ in range(2))
     (file,) = one.facts.files
     name = one.link(file, folder)

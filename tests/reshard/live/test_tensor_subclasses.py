@@ -84,7 +84,7 @@ def test_another_class_than_was_saved_is_in_the_report_and_is_not_ok(tmp_path):
         report = reshard.load(state, tmp_path)
         assert report.retyped == wanted
         assert not report.ok
-        assert f"model.w: {name} -> {found}" in repr(report)
+        assert f"model.w: saved {name}, not {found}" in repr(report)
     same = {"model": {"w": quantized(0)}, "t": torch.zeros(2).as_subclass(Tagged), "n": 0}
     assert reshard.load(same, tmp_path).ok
     # through another checkpoint, under other names
