@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.arguments import renamed
+from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
 from reshard.live.tensors import is_sharded, this_rank, world_size
@@ -312,6 +313,8 @@ def _short(name: str, prefix: str, options: StateDictOptions) -> str:
 
 def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The dict by full names, also from {submodule: its state dict}."""
+    if not isinstance(given, Mapping):
+        raise NormalizationError(f"a model state dict must be a mapping, got {type(given).__name__}")
     if not any(isinstance(key, nn.Module) for key in given):
         return given
     out: dict[str, Any] = {}

@@ -361,6 +361,8 @@ class _ModelMatch:
 def _other_class(value: Any, target: torch.Tensor) -> str | None:
     """Return what to say if only one of two tensors is quantized, or they are so in two ways: no
     copy can convert them."""
+    if not (is_sharded(value) or is_sharded(target)) and value.layout != target.layout:
+        return f"is {value.layout} in the dict, and {target.layout} in the model: use .to_dense()"
     one, two = tensor_class(value), tensor_class(target)
     if one == two or not (_is_quantized(value) or _is_quantized(target)):
         return None
@@ -411,6 +413,7 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and (type(target) is torch.nn.Parameter or type(target) is torch.Tensor)
         and slot.piece is None
         and value.dtype is target.dtype
+        and value.layout is target.layout
         and value.is_same_size(target)
         and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg())
     )

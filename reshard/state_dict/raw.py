@@ -105,6 +105,7 @@ class _Normalizing:
 
     def optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
         groups = raw["param_groups"]
+        groups = groups.values() if isinstance(groups, Mapping) else groups
         texts = [key for key in [*raw["state"], *(k for g in groups for k in g["params"])] if isinstance(key, str)]
         wrappers = WrapperNames(texts)
         state: dict[Any, Any] = {}

@@ -478,3 +478,14 @@ def test_a_report_says_what_state_dicts_leave_out_apart_from_what_is_missing() -
     assert report.untouched == ("tmp",)
     report = set_model_state_dict(model, {"0.weight": state["0.weight"]}, options=LENIENT)
     assert repr(report) == "SetReport(missing 1 ('0.bias'), untouched 2 ('tmp', '0.bias'))"
+
+
+def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {"bias": torch.ones(2), "weight": torch.ones(2, 2).to_sparse()}
+    with pytest.raises(KeyMismatchError, match=r"weight: is torch\.sparse_coo in the dict, .* use \.to_dense\(\)"):
+        set_model_state_dict(model, given)
+    assert_same(dict(model.state_dict()), before)
+    with pytest.raises(NormalizationError, match="must be a mapping, got list"):
+        set_model_state_dict(model, [1])

@@ -229,3 +229,9 @@ def test_submodules_and_modules_that_load_themselves_in_numbered_stages(kind: An
         renamed = {f"layers.{i}.{'old' if i == 3 else 'weight'}": torch.full((1, 1), 20.0 + i) for i in range(2, 6)}
         assert set_model_state_dict(stage, renamed).missing == ()
         assert [layer.weight.item() for layer in layers] == [22, 23, 24, 25]
+
+
+def test_groups_by_position_are_normalized() -> None:
+    raw = {"state": {"module.a": {"step": 1}}, "param_groups": {"0": {"params": ["module.a"], "lr": 0.1}}}
+    wanted = {"state": {"a": {"step": 1}}, "param_groups": [{"params": ["a"], "lr": 0.1}]}
+    assert normalize(raw) == wanted
