@@ -110,9 +110,9 @@ ALWAYS = {
     "str": ("ä\0", ""),
     "bytes": (b"\xff", b""),
     "bytearray": (bytearray(b"\xff"), bytearray()),
-    "date": (datetime.date(2020, 1, 1), 0),
-    "datetime": (datetime.datetime(2020, 1, 1, 2, fold=1), 0),
-    "datetime with an offset": (datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), 0),
+    "date": (datetime.date(2020, 1, 1), datetime.date(1999, 1, 1)),
+    "datetime": (datetime.datetime(2020, 1, 1, 2, fold=1), datetime.datetime(1999, 1, 1)),
+    "datetime with an offset": (datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(1999, 1, 1)),
     "timedelta": (datetime.timedelta(-1, 2, 3), datetime.timedelta()),
     "list": ([1, [2]], [0]),
     "tuple": ((1, (2,)), (0,)),
@@ -134,7 +134,7 @@ ALWAYS = {
 """Come back whatever is in their place: a value, and another of its type."""
 
 WHERE_THE_TARGET_HAS_THEM = {
-    "namedtuple": (Point(1, [2]), Point(0, 0)),
+    "namedtuple": (Point(1, [2]), Point(0, [0])),
     "namedtuple in a list": ([Point(1, 2), Point(3, 4)], [Point(0, 0)]),
     "enum": (Color.BLUE, Color.RED),
     "IntEnum": (Level.HIGH, Level.LOW),

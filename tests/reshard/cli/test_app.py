@@ -90,7 +90,11 @@ def test_version(say) -> None:
             2,
             "the unknown axis 'dp': did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)",
         ),
-        (["plan", "ep=2", "."], 2, "Write 'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'. Axes of"),
+        (
+            ["plan", "ep=2", "."],
+            2,
+            "Write 'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'. Axes of",
+        ),
         (["plan", "pp=4", "."], 2, "3 layers do not fill the 4 stages of 4 ranks"),
         (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
