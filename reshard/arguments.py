@@ -120,7 +120,7 @@ _OF_OTHERS = {
     "checkpoint_id": "pass the path without a name: save(state_dict, path), load(state_dict, path), open(path)",
     "no_dist": "write alone=True",
     "allow_partial_load": "write strict=False",
-    "device": "tensors are filled on the device on which they are",
+    "device": "tensors are filled on the device they are on",
     "format": "reshard.save writes its own format; reshard.convert(path, target, format=...) writes others",
     "blocking": "reshard.async_save saves in the background",
     "use_async": "reshard.async_save saves in the background",
@@ -137,7 +137,7 @@ _OF_OTHERS = {
     "max_to_keep": "write Keep(last=...)",
     "save_interval_steps": "write every=Every(steps=...)",
     "framework": "leave it out: tensors are torch's",
-    "map_location": "tensors are filled on the device on which they are",
+    "map_location": "tensors are filled on the device they are on",
     "weights_only": "leave it out: no code from a checkpoint runs",
 }
 """Arguments of the same calls in torch and Orbax, and what to write here."""
@@ -159,7 +159,7 @@ def _half(verb: str, given: Any) -> str:
         )
     what = repr(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
     if reads:
-        fix = f"pass the state to fill first. To read everything: reshard.open({what}).nested()"
+        fix = f"pass the state to fill first. To read without one: reshard.open({what})"
     else:
         fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
     return f"{verb}(state_dict, path) was called with {what} only: {fix}"
@@ -183,8 +183,8 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
             f"the path is the second argument: {verb}(state_dict, {state!r}), not {verb}({state!r}, state_dict)"
         )
     if not isinstance(path, paths):
-        also = ", or open Checkpoint" if len(paths) > 3 else ""
-        raise _refused(f"{verb}(state_dict, path) needs a path, URL, Storage{also}, got {what_is_no_path(path)}")
+        kinds = "path, URL, Storage, or open Checkpoint" if len(paths) > 3 else "path, URL, or Storage"
+        raise _refused(f"{verb}(state_dict, path) needs a {kinds}, got {what_is_no_path(path)}")
     if isinstance(state, FunctionType | MethodType):
         raise _refused(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
     below = state.items() if verb == "load" and isinstance(state, dict) else ()  # a save looks at every value itself

@@ -167,7 +167,7 @@ class ProductForm:
         self.mesh, self.placements, self.world_size = mesh, tuple(placements), mesh.world_size
         if len(self.placements) != mesh.ndim:
             raise PlanError(
-                f"the mesh {mesh} has {mesh.ndim} axes, but {len(self.placements)} placements were given: "
+                f"the mesh {mesh} needs {mesh.ndim} placements, one for each axis, but got {len(self.placements)}: "
                 f"({', '.join(map(str, self.placements))})"
             )
         self._hash = hash((mesh, self.placements))

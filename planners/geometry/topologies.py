@@ -581,7 +581,7 @@ def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topolo
     found = {name: set(of) for name, of in grouped((m[1], int(m[2])) for m in numbered if m is not None).items()}
     name = next(iter(found), "")
     if len(found) != 1 or found[name] != set(range(len(found[name]))):
-        several = f", but {', '.join(found)} are all numbered" if len(found) > 1 else ""
+        several = f", but here numbers follow {' and '.join(map(repr, found))}" if len(found) > 1 else ""
         raise PlanError(
             f"pp={stages} needs a checkpoint whose names number the layers from 0 under one word, such as "
             f"layers.0.wq.weight{several}: give rules in a topology file"

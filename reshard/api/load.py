@@ -379,8 +379,8 @@ def own_values(
 ) -> dict[str, PerRank]:
     """Return the new value of each of `keys` on this rank, by the rule of its target.
 
-    Raises KeyMismatchError where another number of ranks saved, and the target has no rule for that, or where the value
-    is of a class that the target has none of.
+    Raises KeyMismatchError where a different number of ranks saved, and the target has no rule for that, or where the
+    value is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank
     job_size = world_size()

@@ -223,7 +223,7 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None,
         print_text(
             screen,
             f"{format_seconds(_seconds(made, cluster))}, at {cluster.rates}",
-            "estimated",
+            "at least",
         )
     print_legend(
         screen,

@@ -20,7 +20,7 @@ _CHUNK = 1 << 16
 
 @named_arguments
 class ElasticSampler(Sampler[int]):
-    """A sampler for one rank's share of each epoch. It resumes exactly, also with another number of ranks.
+    """A sampler for one rank's share of each epoch. It resumes exactly, also on a different number of ranks.
 
     All parts use the same order of the data set and take samples in turn. If they have taken the same number of
     batches, the samples taken so far are a prefix of that order, and its length is the state. The state is the same on

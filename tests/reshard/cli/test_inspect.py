@@ -53,7 +53,7 @@ def test_what_nothing_was_compared_with_is_told(say, checkpoint, tmp_path) -> No
     """`"ok": true` alone said more than was checked."""
     assert say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp").code == 0
     said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
-    assert "unchecked: whether all files are of one save" in told["unchecked"]
+    assert "unchecked: whether all files are from one save" in told["unchecked"]
     assert f"note  {told['unchecked']}" in said.out
 
 
@@ -432,7 +432,7 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
         (["Partial(sum)"], "unknown placement 'Partial(sum)': write S(dim)"),
         (["dp,tp: S(0)"], "has 1 placement for the 2 axes before the colon"),
         ([""], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
-        (["S(0) on dp=2,tp=2"], "has 2 axes, but 1 placements"),
+        (["S(0) on dp=2,tp=2"], "needs 2 placements, one for each axis, but got 1"),
         (["S(1) on dp=2", "--shape", "4"], "does not have"),
         (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),
     ],

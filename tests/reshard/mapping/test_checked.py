@@ -17,11 +17,11 @@ TINY = {*DECODERS, *SEEING}
 BY_HAND = ("gemma3n",)
 COMPUTED = {*MIXTURES, *DENSE}
 TRANSFORMERS = (
-    "All tensors that transformers 5.24 saves of a tiny model, there and back, bit by bit, and the names in memory"
+    "All tensors that transformers 5.24 saves of a tiny model, as a round trip, bit by bit, and the names in memory"
 )
 MEGATRON = "Loaded and saved by Megatron-core 0.16, with the logits of transformers within 2e-6"
-BY_NAME = "Not loaded there: all tensors, there and back, with the names of its converters"
-TITAN = "Llama and Qwen3-MoE: checkpoints of torchtitan; the others: all tensors, there and back"
+BY_NAME = "Not loaded there: a round trip of all tensors, with its converters' names"
+TITAN = "Llama and Qwen3-MoE: checkpoints of torchtitan; the others: a round trip of all tensors"
 ENGINE = "Not run: follows the weight loaders of vLLM 0.33 and SGLang 0.5.23"
 
 
