@@ -100,8 +100,8 @@ def open(files: Files) -> Contents:
     if MANIFEST not in names:
         if left := without_claim(names):
             raise CorruptCheckpointError(
-                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since {left[-1]} has no {CLAIM} of a "
-                "killed or running save. Restore it, or load another checkpoint"
+                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since {left[-1]} has no {CLAIM} "
+                "of a killed or running save. Restore it, or load another checkpoint"
             )
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
