@@ -199,26 +199,29 @@ def compare_sides(
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
+    left_open = (
+        ""
+        if not foreign
+        else (
+            f"not compared: {format_names(sorted(foreign))}, whose elements another rank will overwrite, as "
+            "DistributedDataParallel does with buffers"
+        )
+    )
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
-        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes),
-        _in_words(found, total, foreign, within), found.measures() if is_measured else None,
+        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
+        _in_words(found, total, left_open, within), found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
 
 
-def _in_words(found: _JointFindings, total: int, foreign: Collection[str], within: str) -> str:
+def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
     """What was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
     words = f"names, shapes, dtypes, and objects compared; {read} read and compared {within}"
     if "" in found.known.values():
         words += ", the rest only by their saved fingerprints"
-    if foreign:
-        words += (
-            f"; not compared: {format_names(sorted(foreign))}, whose elements another rank will "
-            "overwrite, as DistributedDataParallel does with buffers"
-        )
-    return words
+    return "; ".join(filter(None, (words, left_open)))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

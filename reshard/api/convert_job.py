@@ -475,10 +475,10 @@ class Journal:
         """Record that this file is complete and durable."""
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
 
-    def recorded(self) -> set[str]:
-        """The files that have a record, unchecked."""
-        records = [name for name in self.storage.list(f"{self.folder}/") if name.endswith(".json")]
-        return {name.removeprefix(f"{self.folder}/").removesuffix(".json").replace("~", "/") for name in records}
+    def recorded(self, files: Iterable[str]) -> set[str]:
+        """Those of the files that have a record, unchecked."""
+        there = self.storage.list(f"{self.folder}/")
+        return {file for file in files if f"{self.folder}/{_flat(file)}.json" in there}
 
     def is_finished(self, file: str) -> bool:
         """Return True if a file has a record, with the length and checksum that the record gives."""

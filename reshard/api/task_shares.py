@@ -16,7 +16,7 @@ from reshard.errors import StorageError
 from reshard.formats.opening import local_path
 from reshard.stored.streaming import windows
 
-__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "shares"]
+__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "shares"]
 
 
 SHARE_BYTES = 256 << 20
@@ -82,6 +82,12 @@ def absolute(path: Any) -> Any:
     """A path that means the same in any working directory."""
     is_local = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
     return os.path.abspath(path) if is_local else path
+
+
+def is_about(text: str, url: str) -> bool:
+    """Whether an error begins with a checkpoint, or a file of it."""
+    roots = [root.rstrip("/") for root in (url, absolute(url), local_path(url) or url)]
+    return text.startswith(tuple(root + end for root in roots for end in "/:"))
 
 
 def files_of(checkpoint: Checkpoint, url: str) -> list[tuple[Any, ...]]:

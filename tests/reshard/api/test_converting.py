@@ -448,6 +448,18 @@ def test_an_interrupted_conversion_goes_on(
     assert not [path for path in target.rglob("*") if "convert-" in str(path) or path.name.endswith(".tmp")]
 
 
+def test_a_continued_file_with_a_tilde_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    reshard.save({"w": torch.ones(9)}, tmp_path / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(FormatWriter, "compare_fingerprints", killed)
+        with pytest.raises(SystemExit):
+            reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save")
+    assert reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save").resumed == ("a~b.pt",)
+
+
 def test_several_files_where_none_is_temporary(tmp_path: Path) -> None:
     """A memory:// folder and object stores write files under their own names: `finish` must not take them for old."""
     state = {name: torch.full((100,), 3.0) for name in "vw"}
