@@ -214,7 +214,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if lost := () if model_only else (*found.left_out, *beside(self.contents)):
             words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
             found = replace(found, warnings=(*found.warnings, words))
-        made = Checkpoint(replace(found, checking=self.contents.checking), self.url)
+        made = Checkpoint(replace(found, checking=self.contents.checking, files=self.contents.files), self.url)
         made.made = f"{self.made}{hints, model_only}"
         return made
 

@@ -19,6 +19,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -80,6 +81,7 @@ _How = tuple[float, float, bool]
 
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
+_NOWHERE = "was not compared: no rank has it on both sides"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first."""
 
@@ -182,6 +184,7 @@ def compare_sides(
         mine.boxes = _differences(left, right, unread, how, executor, step)
     sides = [(name, left.tensors[name]) for name in common]
     mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
+    mine.compared = [*(left.objects.keys() & right.objects.keys()), *(left.own.keys() & right.own.keys())]
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)
@@ -189,30 +192,36 @@ def compare_sides(
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
     findings = [*_prefix_findings(left, right)]
     for kind in ("nbytes", "objects", "own"):
-        findings += _only_findings(left, right, getattr(left.names, kind), getattr(right.names, kind))
+        x, y = getattr(left.names, kind), getattr(right.names, kind)
+        findings += _only_findings(left, right, x, y)
+        if kind != "nbytes":
+            findings += [Finding(_NOWHERE, key) for key in x if key in y and key not in found.compared]
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
+    left_open = (
+        ""
+        if not foreign
+        else (
+            f"not compared: {format_names(sorted(foreign))}, whose elements another rank will overwrite, as "
+            "DistributedDataParallel does with buffers"
+        )
+    )
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
-        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes),
-        _in_words(found, total, foreign, within), found.measures() if is_measured else None,
+        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
+        _in_words(found, total, left_open, within), found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
 
 
-def _in_words(found: _JointFindings, total: int, foreign: Collection[str], within: str) -> str:
+def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
     """What was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
     words = f"names, shapes, dtypes, and objects compared; {read} read and compared {within}"
     if "" in found.known.values():
         words += ", the rest only by their saved fingerprints"
-    if foreign:
-        words += (
-            f"; not compared: {format_names(sorted(foreign))}, whose elements another rank will "
-            "overwrite, as DistributedDataParallel does with buffers"
-        )
-    return words
+    return "; ".join(filter(None, (words, left_open)))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -302,12 +311,12 @@ class _Difference:
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
         """Return this difference with the distances of one more piece of both sides added."""
         try:
-            x, y = _wide(x.to("cpu"), y.to("cpu"))
+            x, y, apart = _wide(x.to("cpu"), y.to("cpu"))
         except FormatError:
             return self + _Difference(odd=int(_differing(x, y, 0.0, 0.0).sum()))
         finite = x.isfinite() & y.isfinite()
         odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
-        distance, size = (x[finite] - y[finite]).abs(), y[finite].abs()
+        distance, size = apart[finite], y[finite].abs()
         largest = float(distance.max()) if len(distance) else 0.0
         squares, norm = float(distance.square().sum()), float(size.square().sum())
         return self + _Difference(largest=largest, squares=squares, norm=norm, odd=odd)
@@ -344,6 +353,8 @@ class _RankFindings(msgspec.Struct):
     boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[tuple[str, str]] = []
     """Keys of other values, and how these differ."""
+    compared: list[str] = []
+    """Keys of other values that this rank has on both sides."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +368,8 @@ class _JointFindings:
     totals: Mapping[str, _Difference]
     on_others: Sequence[Finding]
     """On values that are no tensors."""
+    compared: Collection[str]
+    """Their keys."""
 
     @classmethod
     def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:
@@ -371,12 +384,13 @@ class _JointFindings:
                 if box not in at or difference.weight > at[box][1].weight:
                     at[box] = rank, difference
         totals = {name: reduce(add, [one for _, one in its.values()] or [_SAME]) for name, its in boxes.items()}
-        return cls(known, sizes, boxes, totals, [Finding(message, key) for key, message in others])
+        compared = {key for one in found.values() for key in one.compared}
+        return cls(known, sizes, boxes, totals, [Finding(message, key) for key, message in others], compared)
 
     def of_tensor(self, name: str, *, is_shared: bool) -> Finding | None:
         """How a tensor that both sides have differs; `is_shared`: the finding names the rank."""
         if name not in self.sizes:
-            return Finding("was not compared: no rank has it on both sides", name)
+            return Finding(_NOWHERE, name)
         if name in self.known:
             return Finding(self.known[name], name) if self.known[name] else None
         its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
@@ -642,6 +656,12 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if type(a) is type(b) is dict:
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if _kind(a) != _kind(b):
+        return False
     if not is_tensor(a):
         try:
             same = a == b
@@ -653,6 +673,13 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
     except FormatError:  # objects of other frameworks
         return False
+
+
+def _kind(value: Any) -> Any:
+    """What two values must share to be equal: 1 is 1.0, but not True, and arrays of other shapes or dtypes differ."""
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        return is_tensor(value), tuple(value.shape), value.dtype
+    return isinstance(value, bool | np.bool_)
 
 
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
@@ -688,13 +715,26 @@ def _number(element: torch.Tensor) -> Any:
         return f"{raw_elements(element).item():#x}"
 
 
-def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds them. Raises FormatError for packed numbers, such as float4."""
+def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both in a dtype that holds them, and their distances, of integers without rounding these before. Raises
+    FormatError for packed numbers, such as float4."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
-        return x.to(wide), y.to(wide)
+        a, b = x.to(wide), y.to(wide)
     except NotImplementedError as error:
         raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
+    if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
+        return a, b, (a - b).abs()
+    (high, low), (other_high, other_low) = _halves(x), _halves(y)
+    return a, b, ((high - other_high).to(wide) * 2**32 + (low - other_low)).abs()
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers as 2**32 times one, which has the sign, plus another one."""
+    is_unsigned = x.dtype == torch.uint64
+    whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
+    high = whole >> 32
+    return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
 
 
 def _are_equal_bytes(x: Any, y: Any, box: Box) -> bool:
@@ -714,7 +754,8 @@ def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> to
     if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
         x, y = to_host([x, y])
     if rtol or atol:
-        return ~torch.isclose(*_wide(x, y), rtol=rtol, atol=atol, equal_nan=True)
+        x, y, apart = _wide(x, y)
+        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True) | (apart > atol + rtol * y.abs())
     size = x.dtype.itemsize
     raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
     return raw.reshape(*x.shape, size).any(dim=-1)

@@ -287,7 +287,7 @@ def _write(
     progress: bool,
 ) -> tuple[str, ...]:
     """This rank's share of the files that are not finished; returns all that were."""
-    recorded = journal.recorded()
+    recorded = journal.recorded(file.name for file in writer.files)
     mine = dealt(writer.files, group.world_size)[group.rank]
     mine.sort(key=lambda file: file.name not in recorded)
     nbytes, kept = {file.name: file.nbytes for file in mine}, set[str]()

@@ -122,7 +122,7 @@ class ConvertJob:
         if self.normalized or self.model_only or in_form:
             source = state
             contents = canonical_contents(source.contents, self.hints, source.url, model_only=self.model_only)
-            contents = replace(contents, checking=source.contents.checking)
+            contents = replace(contents, checking=source.contents.checking, files=source.contents.files)
             if not self.model_only:
                 contents = keep_beside(contents, source.contents, for_framework=in_form)
             state = Checkpoint(contents, source.url)
@@ -173,7 +173,7 @@ class ConvertJob:
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
         facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
-        facts += [list(state.objects), files_of(absolute(state.url)), getattr(self.source, "made", "")]
+        facts += [list(state.objects), files_of(state, absolute(state.url)), getattr(self.source, "made", "")]
         seen = xxhash.xxh3_128(repr(facts).encode())
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
@@ -475,10 +475,10 @@ class Journal:
         """Record that this file is complete and durable."""
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
 
-    def recorded(self) -> set[str]:
-        """The files that have a record, unchecked."""
-        records = [name for name in self.storage.list(f"{self.folder}/") if name.endswith(".json")]
-        return {name.removeprefix(f"{self.folder}/").removesuffix(".json").replace("~", "/") for name in records}
+    def recorded(self, files: Iterable[str]) -> set[str]:
+        """Those of the files that have a record, unchecked."""
+        there = self.storage.list(f"{self.folder}/")
+        return {file for file in files if f"{self.folder}/{_flat(file)}.json" in there}
 
     def is_finished(self, file: str) -> bool:
         """Return True if a file has a record, with the length and checksum that the record gives."""

@@ -13,9 +13,10 @@ import xxhash
 from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import StorageError
+from reshard.formats.opening import local_path
 from reshard.stored.streaming import windows
 
-__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "shares"]
+__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "shares"]
 
 
 SHARE_BYTES = 256 << 20
@@ -71,7 +72,7 @@ class Opening:
 
 
 def _digest(checkpoint: Checkpoint, path: str) -> str:
-    seen = xxhash.xxh3_128(repr((checkpoint.format, list(checkpoint.objects), files_of(path))).encode())
+    seen = xxhash.xxh3_128(repr((checkpoint.format, list(checkpoint.objects), files_of(checkpoint, path))).encode())
     for tensor in checkpoint.values():
         seen.update(repr(tensor.stored.spec).encode())
     return str(seen.hexdigest())
@@ -83,11 +84,22 @@ def absolute(path: Any) -> Any:
     return os.path.abspath(path) if is_local else path
 
 
-def files_of(url: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a checkpoint's files on a disk: one that was changed is another one."""
-    root = Path(url.removeprefix("file://"))
+def is_about(text: str, url: str) -> bool:
+    """Whether an error begins with a checkpoint, or a file of it."""
+    roots = [root.rstrip("/") for root in (url, absolute(url), local_path(url) or url)]
+    return text.startswith(tuple(root + end for root in roots for end in "/:"))
+
+
+def files_of(checkpoint: Checkpoint, url: str) -> list[tuple[Any, ...]]:
+    """A checkpoint's files, with sizes and times on a disk, elsewhere with their versions: one that was changed is
+    another one."""
+    local, files = local_path(url), checkpoint.contents.files
+    if local is None:
+        versions = files[0].storage.versions(files[0].name if len(files) == 1 else "") if files else {}
+        return [(file.name, versions.get(file.name)) for file in files]
+    root = Path(local)
     try:
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else []
-        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+        inside = root.rglob("*") if root.is_dir() else [root] if root.is_file() else [Path(f.label) for f in files]
+        return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(inside) if p.is_file()]
     except OSError as error:
         raise StorageError(f"cannot look at the files of {url}: {error.strerror or error}") from error

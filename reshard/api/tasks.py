@@ -257,8 +257,8 @@ class _Driver:
         if ask_each is not None:
             answers = sorted(ask_each(question, about).items())
         else:
-            count = getattr(self._executor, "num_workers", 1)  # mpi4py knows
-            asked = [self._submit(question, about) for _ in range(max(1, count))]
+            count = getattr(self._executor, "num_workers", None) or 1  # mpi4py knows
+            asked = [self._submit(question, about) for _ in range(count)]
             answers = [(getattr(one, "worker", "of the executor"), one) for one in map(_answer_of, asked)]
         gone = [(worker, one) for worker, one in answers if isinstance(one, BaseException) and not _is_of_import(one)]
         for worker, error in gone:
@@ -271,7 +271,7 @@ class _Driver:
         """Run until all tasks are done, or `stop`."""
         tries: Counter[int] = Counter()
         waiting = deque(enumerate(self._tasks))
-        most = getattr(self._executor, "num_workers", IN_FLIGHT // 2) * 2
+        most = (getattr(self._executor, "num_workers", None) or IN_FLIGHT // 2) * 2
         while (waiting or self._pending) and not self._is_stopped:
             while waiting and len(self._pending) < most:
                 number, task = waiting.popleft()

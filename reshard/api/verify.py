@@ -19,7 +19,7 @@ from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
 from reshard.api.compare import WINDOW_BYTES, compare_sides, elements_of
 from reshard.api.options import check_flags
-from reshard.api.task_shares import SHARE_BYTES, Opening, Share, shares
+from reshard.api.task_shares import SHARE_BYTES, Opening, Share, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
@@ -99,7 +99,7 @@ def verify(
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
             kind = DamageReport if other._error is VerificationError else Report
-            if any(text.startswith(checkpoint.url) for text in getattr(other, "damaged", {}).values()):
+            if any(is_about(text, checkpoint.url) for text in getattr(other, "damaged", {}).values()):
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
@@ -123,7 +123,8 @@ def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
         return covered
     read, checked = other.read_bytes, other.checked_bytes
     both = replace(covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked))
-    return replace(both, leaves_open="") if both.is_full and both.leaves_open == NO_CHECKSUMS else both
+    mine = "" if both.is_full and both.leaves_open == NO_CHECKSUMS else both.leaves_open
+    return replace(both, leaves_open="; ".join(filter(None, (mine, other.leaves_open))))
 
 
 def _deep_findings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,12 +75,14 @@ def verify(
 
 def _failure(report: Report, right: str, against: str | None) -> str:
     """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
+    from reshard.api.task_shares import is_about
+
     number = len(report.findings)
     if report.covered is None or against is None:
         return f"damaged: {counted(number, 'problem')}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     texts = [finding.message for finding in report.findings]
-    harmed = sum(text.startswith((against, os.path.abspath(against))) for text in texts)
+    harmed = sum(is_about(text, against) for text in texts)
     if harmed == number:
         return f"{whole}, but {against} is damaged: {counted(number, 'problem')}"
     also = f"; {against} is damaged: {counted(harmed, 'problem')}" if harmed else ""

@@ -114,7 +114,7 @@ def open_contents(
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
-    found = _find(path) if _local(path) is None else None
+    found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
         return _open_at(path, preferred, share, check, found)
@@ -131,7 +131,7 @@ def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
     Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for what is both a run and
     a checkpoint.
     """
-    return _run_at(path, _find(path) if _local(path) is None else None, None, is_sure=is_sure).steps
+    return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
 
 def step_path(path: str | os.PathLike[str], number: int) -> str:
@@ -147,9 +147,9 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     """
     none = _Run([], [])
     text = "" if isinstance(path, Storage) else path_text(path)
-    if ("*" in text and not os.path.lexists(_local(text) or "")) or (text and found and _file_of(text) in found[1]):
+    if ("*" in text and not os.path.lexists(local_path(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
-    look: Look = partial(look_at, _local(path) or "") if found is None else partial(look_in, found[1])
+    look: Look = partial(look_at, local_path(path) or "") if found is None else partial(look_in, found[1])
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
@@ -219,7 +219,7 @@ def refuse_first_step(path: StoragePath) -> None:
     """
     if isinstance(path, Storage):
         return
-    local = _local(path)
+    local = local_path(path)
     text = path_text(path).rstrip("/") if local is None else os.path.abspath(local)
     above, _, name = text.rpartition("/")
     if (step := step_of(name)) is None or step.step is None:
@@ -285,7 +285,7 @@ def _open_step(
     raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
 
 
-def _local(path: StoragePath) -> str | None:
+def local_path(path: StoragePath) -> str | None:
     """The path on this machine; None for a URL of anything else, and for a `Storage`."""
     text = "://" if isinstance(path, Storage) else path_text(path)
     if text.startswith("file://"):
@@ -341,7 +341,7 @@ def _nothing(storage: Storage, url: str) -> str:
     """Return what to say of a path without files."""
     if any(map(is_generation, storage.empty_folders())):
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
-    local = _local(url) if isinstance(storage, LocalStorage) else None
+    local = local_path(url) if isinstance(storage, LocalStorage) else None
     if local is None:
         return f"there is nothing at {url}"
     gone = path = Path(local)
@@ -386,12 +386,12 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     else:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
-        if "*" in last and not os.path.lexists(_local(text) or ""):  # some files of a folder
+        if "*" in last and not os.path.lexists(local_path(text) or ""):  # some files of a folder
             storage = open_storage(parent or ("/" if text.startswith("/") else "."))
             found = storage.list(re.split(r"[*?[]", last)[0]).items()
             if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
                 return storage, fitting
-        local = _local(text)
+        local = local_path(text)
         try:
             single = bool(_file_of(text)) if local is None else Path(local).is_file()
         except OSError as error:

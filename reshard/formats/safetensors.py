@@ -323,7 +323,7 @@ class SafetensorsWriter(FormatWriter):
         """Give the files their names, and publish the index last."""
         old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
         for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
-            if name not in done or len(done) > 1:
+            if name not in done or (len(done) > 1 and done[name].name != name):
                 check()
                 storage.retract(name)
         self.name_files(storage, done, check)

@@ -68,7 +68,8 @@ class Mapping:
         contents = checkpoint.contents
         for stage in self.stages:
             contents = MappingStage(stage, contents, checkpoint.url).contents()
-        mapped = Checkpoint(replace(contents, checking=checkpoint.contents.checking), checkpoint.url)
+        known = checkpoint.contents
+        mapped = Checkpoint(replace(contents, checking=known.checking, files=known.files), checkpoint.url)
         mapped.made = f"{checkpoint.made}{self}"
         return mapped
 

@@ -203,19 +203,23 @@ def is_floating(dtype: str) -> bool:
     return dtype_from_name(dtype).is_floating_point
 
 
+_POWERS = "float8_e8m0fnu"
 LOSES = "integers and bool would truncate weights, mostly to 0"
 
 
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
     """The tensor converted as torch converts; itself where it has the dtype already.
 
-    Raises NormalizationError for floating-point elements and a dtype that is none.
+    Raises NormalizationError for floating-point elements and a dtype that is none, or where torch cannot convert.
     """
     name = stored.fqn if fqn is None else fqn
     if is_floating(stored.spec.dtype) and not is_floating(dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot become {dtype}: {LOSES}")
     if stored.spec.dtype == dtype:
         return stored if name == stored.fqn else stored.renamed(name)
+    if dtype == _POWERS or "_x2" in dtype + stored.spec.dtype:
+        why = f"{_POWERS} has no signs and no 0" if dtype == _POWERS else "torch does not convert pairs of numbers"
+        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot become {dtype}: {why}")
     lazy, to = LazyTensor(stored), dtype_from_name(dtype)
 
     def compute(box: Box) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
@@ -56,6 +56,11 @@ class Storage(ABC):
     def names(self, prefix: str = "") -> builtins.list[str]:
         """Return the names that `list` has, where their sizes do not matter: each can be a request."""
         return [*self.list(prefix)]
+
+    def versions(self, prefix: str = "") -> Mapping[str, object]:
+        """Return the names that `list` has, each with what changes when it is replaced, as far as the storage tells:
+        here only its size."""
+        return self.list(prefix)
 
     def top(self) -> builtins.dict[str, int] | None:
         """Return what is in no folder, and its size, and each folder, with a slash behind its name

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
 
@@ -35,6 +38,9 @@ class MemoryStorage(Storage):
         with self._lock:
             found = {name[start:]: len(data) for name, data in self._objects.items() if name.startswith(prefix)}
         return dict(sorted(found.items()))
+
+    def versions(self, prefix: str = "") -> Mapping[str, object]:
+        return {name: xxhash.xxh3_128_hexdigest(self._get(name)) for name in self.list(prefix)}
 
     def size(self, name: str) -> int:
         return len(self._get(name))

@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -102,14 +102,21 @@ class ObjectStorage(Storage):
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="range-read")
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        return {name: item["size"] for name, item in self._items(prefix).items()}
+
+    def versions(self, prefix: str = "") -> Mapping[str, object]:
+        items = self._items(prefix).items()
+        return {name: (item["size"], item["e_tag"], item["last_modified"]) for name, item in items}
+
+    def _items(self, prefix: str) -> dict[str, Any]:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_name(folder, self.url)
 
-        def all_pages() -> dict[str, int]:
+        def all_pages() -> dict[str, Any]:
             # the store takes whole folders only; what comes before the prefix need not be listed
             pages = self._api.list(self._store, folder or None, offset=prefix[:-1] or None, chunk_size=1000)
-            return {item["path"]: item["size"] for page in pages for item in page}
+            return {item["path"]: item for page in pages for item in page}
 
         with self._errors("list", prefix or "objects"):
             found = self._again(all_pages)

@@ -73,6 +73,11 @@ def others(path: str) -> None:
     assert found["more"].message == "only in the state dict"
     assert found["model.b"].message == f"only in {path}"
 
+    halves = [{"w": torch.ones(2), **({"x": 1, "own": reshard.PerRank(1)} if rank == at else {})} for at in (0, 1)]
+    found = {finding.fqn: finding for finding in reshard.compare(*halves, process_group=world).findings}
+    assert found.keys() == {"x", "own"}, found
+    assert {finding.message for finding in found.values()} == {"was not compared: no rank has it on both sides"}
+
     other = {**full, "w": full["w"] + (torch.arange(130).view(13, 10) % 7 == 3)}
     alone = reshard.compare({"w": full["w"]}, {"w": other["w"]}, measure=True)
     shared = reshard.compare({"w": full["w"]}, {"w": placed(other, EVERY, (8,), mesh)["w"]}, measure=True)

@@ -51,3 +51,6 @@ def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -
     assert report.ok
     assert "8 B of 20 B" in report.covers
     assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in report.covers
+    covered = reshard.verify(tmp_path / "c", against=state).covered
+    assert covered is not None
+    assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in covered.leaves_open

@@ -28,6 +28,7 @@ from reshard.errors import CheckpointError, FormatError, KeyMismatchError, Layou
 from reshard.formats.safetensors import SafetensorsWriter
 from reshard.mapping import Mapping, Transpose
 from reshard.state import count_objects
+from reshard.storage import MemoryStorage, open_storage
 from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
@@ -445,6 +446,64 @@ def test_an_interrupted_conversion_goes_on(
     made, wanted = reshard.open(target), reshard.open(saved)
     assert all(same(made[name][...], wanted[name][...]) for name in wanted)
     assert not [path for path in target.rglob("*") if "convert-" in str(path) or path.name.endswith(".tmp")]
+
+
+def test_a_continued_file_with_a_tilde_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    reshard.save({"w": torch.ones(9)}, tmp_path / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(FormatWriter, "compare_fingerprints", killed)
+        with pytest.raises(SystemExit):
+            reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save")
+    assert reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save").resumed == ("a~b.pt",)
+
+
+def test_several_files_where_none_is_temporary(tmp_path: Path) -> None:
+    """A memory:// folder and object stores write files under their own names: `finish` must not take them for old."""
+    state = {name: torch.full((100,), 3.0) for name in "vw"}
+    reshard.save(state, tmp_path / "x")
+    for _ in range(2):
+        reshard.convert(tmp_path / "x", "memory://s", format="safetensors", max_shard_bytes=500, overwrite=True)
+        assert reshard.compare("memory://s", state).ok
+
+
+@pytest.mark.parametrize("place", ["memory://", "file://", "storage", "glob", "file"])
+@pytest.mark.parametrize("mapping", [None, {"renamed": "w"}])
+def test_a_source_that_was_replaced_begins_anew(
+    place: str, mapping: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else values of two checkpoints are in one. Names, shapes, and dtypes are alike, and so are lengths of files."""
+    source: Any = {
+        "memory://": "memory://replaced-source/x",
+        "file://": (tmp_path / "a folder").as_uri(),
+        "storage": MemoryStorage("mine"),
+        "glob": f"{tmp_path}/source/model-*.safetensors",
+        "file": "memory://replaced-source/m 1.pt",
+    }[place]
+
+    def save(value: float) -> None:
+        torch.save({name: torch.full((100,), value) for name in "vw"}, tmp_path / "source.pt")
+        if place == "file":
+            open_storage("memory://replaced-source").publish("m 1.pt", (tmp_path / "source.pt").read_bytes())
+            return
+        folder = tmp_path / "source" if place == "glob" else source
+        reshard.convert(tmp_path / "source.pt", folder, format="safetensors", max_shard_bytes=500, overwrite=True)
+
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    save(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(FormatWriter, "compare_fingerprints", killed)
+        with pytest.raises(SystemExit):
+            reshard.convert(source, tmp_path / "c", format="safetensors", max_shard_bytes=500, mapping=mapping)
+    save(2.0)
+    report = reshard.convert(source, tmp_path / "c", format="safetensors", max_shard_bytes=500, mapping=mapping)
+    made = reshard.open(tmp_path / "c")
+    assert not report.resumed
+    assert [float(made[name][0]) for name in made] == [2.0, 2.0]
 
 
 def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

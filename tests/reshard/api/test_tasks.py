@@ -352,6 +352,13 @@ class Engine(Executor):
         return future
 
 
+@pytest.mark.parametrize("count", [None, 0])
+def test_an_executor_that_does_not_know_its_workers(count: int | None, source: Path) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        executor.num_workers = count  # type: ignore[attr-defined]
+        assert reshard.fingerprint(source, executor=executor) == reshard.fingerprint(source)
+
+
 def test_an_interrupt_cannot_leave_a_future_locked() -> None:
     found: list[int] = []
     run_tasks(Answering(), range(50), Engine(100), lambda task, result: found.append(result))

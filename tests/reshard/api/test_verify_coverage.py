@@ -147,6 +147,30 @@ def test_damage_is_a_difference_unless_values_were_told_not_to_be_read(tmp_path:
     assert {one.fqn for one in reshard.compare(good, opened).findings} == {"a", "b", "scalar"}
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_damage_of_a_checkpoint_whose_name_begins_like_the_other_ones(
+    relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of step-1, nothing is damaged if step-10 is."""
+    monkeypatch.chdir(tmp_path)
+    good, bad = (Path(name) if relative else tmp_path / name for name in ("step-1", "step-10"))
+    written("native", good)
+    written("native", bad)
+    (file,) = bad.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for one, other, deep in ((good, bad, True), (good, bad, False)):
+        report = reshard.verify(one, against=other, deep=deep)
+        assert report.covered is not None or report.ok
+    assert reshard.verify(bad, against=good).covered is None
+    assert "undamaged, but step-10 is damaged" in said("step-1", "--against", "step-10").replace("\n", " ")
+    assert said("step-10", "--against", "step-1").startswith("damaged: ")
+    opened = reshard.open(bad)
+    file.write_bytes(data[:40])  # whose damage only a comparison finds
+    assert reshard.verify(good, against=opened, deep=False).covered is not None
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_what_was_covered_of_a_damaged_checkpoint_is_not_said(tmp_path: Path, damage: str) -> None:
     path = written("native", tmp_path / "c")

@@ -288,6 +288,28 @@ def test_floating_point_values_do_not_become_integers(tmp_path: Path, dtype: str
         checkpoint.mapped(Mapping([Cast("{n+}", dtype)]))["w"]
 
 
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        ("float32", "float4_e2m1fn_x2"),
+        ("float4_e2m1fn_x2", "bfloat16"),
+        ("float32", "float8_e8m0fnu"),
+        ("float4_e2m1fn_x2", "float8_e8m0fnu"),
+    ],
+)
+def test_dtypes_that_torch_does_not_convert(tmp_path: Path, source: str, dtype: str) -> None:
+    """Torch raises NotImplementedError for pairs of numbers, and makes 1.0 of -1.0 in float8_e8m0fnu."""
+    if not (hasattr(torch, source) and hasattr(torch, dtype)):
+        pytest.skip("this torch does not have the dtypes")
+    values = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, source))
+    checkpoint = opened({"w": values, "s": torch.tensor(2.0)}, tmp_path / "c")
+
+    with pytest.raises(NormalizationError, match=f"'w' of {source} cannot become {dtype}"):
+        checkpoint.mapped(Mapping([Cast("{n+}", dtype)]))["w"]
+    kept = checkpoint.mapped(Mapping([Cast("{n+}", source)]))["w"]
+    assert kept.dtype == values.dtype
+
+
 def test_block_quantized_weights_are_dequantized(tmp_path: Path) -> None:
     """As DeepSeek stores them: fp8 values, a scale for each block; edges are smaller blocks."""
     values = torch.randn(20, 13).to(torch.float8_e4m3fn)

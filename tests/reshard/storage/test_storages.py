@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.errors import CheckpointNotFoundError, StorageError
-from reshard.storage import Storage, Writer, open_storage
+from reshard.storage import LocalStorage, Storage, Writer, open_storage
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -120,6 +120,17 @@ def _fail(out: Writer, error: Exception) -> None:
     with out:
         out.write(b"x" * 100)
         raise error
+
+
+def test_versions_tell_replaced_objects(storage: Storage) -> None:
+    storage.publish("a/x", b"1")
+    storage.publish("a/y", b"1")
+    before = dict(storage.versions("a/"))
+    storage.publish("a/x", b"2")
+    after = dict(storage.versions("a/"))
+    assert [*before] == [*after] == ["a/x", "a/y"]
+    assert before["a/y"] == after["a/y"]
+    assert before["a/x"] != after["a/x"] or isinstance(storage, LocalStorage)
 
 
 def test_an_interrupted_writer_leaves_nothing(storage: Storage) -> None:

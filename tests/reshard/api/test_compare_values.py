@@ -1,0 +1,73 @@
+"""What `compare` and `verify(against=)` call equal: values that are no tensors, and integers within a tolerance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+
+W = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "are_equal"),
+    [
+        (np.zeros((2, 3)), np.zeros(3), False),
+        (np.zeros((2, 3)), np.zeros((2, 3)), True),
+        (np.array([]), np.array([7.0]), False),
+        (np.array([]), np.array([]), True),
+        (np.array([]), 5, False),
+        (np.array([1.0]), 1.0, False),
+        (np.array([1, 2]), np.array([1.0, 2.0]), False),
+        (np.array([1.0, np.nan]), np.array([1.0, np.nan]), True),
+        (True, 1, False),
+        (True, True, True),
+        (1, 1.0, True),
+        (float("nan"), float("nan"), True),
+    ],
+)
+def test_other_values(a: Any, b: Any, are_equal: bool, tmp_path: Path) -> None:
+    """Also within values of each rank."""
+    for x, y in ((a, b), (b, a)):
+        one, other = {"w": W, "x": x}, {"w": W, "x": y}
+        assert reshard.compare(one, other).ok == are_equal
+        inner, outer = ({"w": W, "x": reshard.PerRank({"in": [v, (v, 2)]})} for v in (x, y))
+        assert reshard.compare(inner, outer).ok == are_equal
+    reshard.save({"w": W, "x": a}, tmp_path / "a")
+    reshard.save({"w": W, "x": b}, tmp_path / "b")
+    assert reshard.compare(tmp_path / "a", tmp_path / "b").ok == are_equal
+    assert reshard.verify(tmp_path / "a", against=tmp_path / "b").ok == are_equal
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "distance"),
+    [
+        (2**60, 2**60 + 1, 1),
+        (-(2**63), 2**63 - 1, 2**64),
+        (-1, 1, 2),
+        (-(2**32), -(2**32) - 1, 1),
+        (2**63 - 1, 2**63 - 3, 2),
+        (0, 0, 0),
+    ],
+)
+def test_integers_are_not_rounded_before_their_distance_is(x: int, y: int, distance: int) -> None:
+    sides = {"w": torch.tensor([7, x])}, {"w": torch.tensor([7, y])}
+    assert reshard.compare(*sides, atol=distance + 0.5).ok
+    assert reshard.compare(*sides, atol=0.5).ok == (distance == 0)
+    measures = reshard.compare(*sides, measure=True).measures
+    assert measures is not None
+    assert measures["w"].largest == distance
+
+
+def test_unsigned_integers() -> None:
+    big = torch.tensor([2**64 - 1], dtype=torch.uint64)
+    near = torch.tensor([2**64 - 2], dtype=torch.uint64)
+    assert not reshard.compare({"w": big}, {"w": near}, atol=0.5).ok
+    assert reshard.compare({"w": big}, {"w": near}, atol=1).ok
+    assert not reshard.compare({"w": big}, {"w": torch.tensor([-1])}, atol=0.5).ok
+    assert reshard.compare({"w": torch.tensor([True])}, {"w": torch.tensor([1])}, atol=0.5).ok
