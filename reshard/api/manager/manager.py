@@ -184,6 +184,8 @@ class CheckpointManager:
         self._is_open, self._may_save = True, not read_only
         self._newest = current[-1] if current else -1
         """Of the steps that must stay behind those that are saved."""
+        self._here = -1
+        """The last step that this manager saved or restored."""
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -245,6 +247,7 @@ class CheckpointManager:
         if due.storage:
             unranked = self._save(step, state, its_metrics)
             self._saved_at, self._newest = time.monotonic(), step
+            self._here = step
         if due.memory:
             self._keep(step, state)
             self._kept_at = time.monotonic()
@@ -263,7 +266,7 @@ class CheckpointManager:
         number = checked_step(step)
         if self._before is not None and number < self._before:
             raise CheckpointError(f"step {number} is not after the last step, {self._before}: nothing was saved")
-        if number < self._newest or (number == self._newest and self._before is None):
+        if number < self._newest or (number == self._newest != self._here):
             raise CheckpointError(
                 f"step {number} cannot be saved, because {self.root} already has step {self._newest}. Call "
                 "restore() to continue from it, or restore(state, step=..., discard_newer=True) to continue from "
@@ -426,6 +429,7 @@ class CheckpointManager:
             self._memory.clear()
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
         self._before, self._saved_at = report.step, time.monotonic()
+        self._here = report.step
         self._kept_at = self._saved_at
         return report
 

@@ -384,6 +384,18 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     assert re.search("keep= of a CheckpointManager, whose steps it removed: .*step-1, .*step-2", caplog.text)
 
 
+def test_a_step_of_a_branch_that_was_not_restored_is_refused(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [2, 4])
+    with reshard.CheckpointManager(root, every=Every(steps=4)) as manager:
+        manager.restore(state, 2)
+        with pytest.raises(CheckpointError, match="step 4 cannot be saved, because .* already has step 4"):
+            manager.save(4, state)
+        assert manager.save(8, state)
+        assert manager.save(8, state).is_saved
+    assert value_at(root, 4)[1] == 4.0
+
+
 def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
     """Until the next save is complete, their files are there, with higher numbers."""
     root, state = tmp_path / "run", {"w": torch.zeros(3)}
