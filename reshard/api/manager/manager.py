@@ -186,6 +186,8 @@ class CheckpointManager:
         """Of the steps that must stay behind those that are saved."""
         self._here = -1
         """The last step that this manager saved or restored."""
+        self._newest_before = -1
+        """`_newest` before the save in progress."""
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -193,6 +195,8 @@ class CheckpointManager:
         """Whether storage holds no more than the policy says, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = Signals(preemption.signals if self._may_save else ())
+        self._asked_for: dict[str, None] = {}
+        """Requests that no save has answered."""
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
@@ -246,13 +250,15 @@ class CheckpointManager:
         unranked = ""
         if due.storage:
             unranked = self._save(step, state, its_metrics)
-            self._saved_at, self._newest = time.monotonic(), step
-            self._here = step
+            self._saved_at, self._newest_before = time.monotonic(), self._newest
+            self._newest = self._here = step
         if due.memory:
             self._keep(step, state)
             self._kept_at = time.monotonic()
         if due.preempted:
             self.wait()
+            self._answered.update(self._asked_for)
+            self._asked_for.clear()
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
@@ -283,10 +289,9 @@ class CheckpointManager:
         if not wanted and step % self._ask_every:
             return Due()
         now = time.monotonic()
-        asked = self._asked()
         mine = Vote(
             steps=(step, step),
-            asked=asked,
+            asked=self._asked(),
             has_ended=all(pending.done() for pending in self._pending.values()),
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
@@ -295,7 +300,6 @@ class CheckpointManager:
         if said.steps[0] != said.steps[1]:
             low, high = said.steps
             group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
-        self._answered.update(asked)
         storage = ", ".join(said.asked) or ("asked for" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
@@ -306,7 +310,9 @@ class CheckpointManager:
         """Return the requests that were not answered yet."""
         asked = self.preemption.asked()
         self._answered &= set(asked)
-        return [*self._signals.take(), *(one for one in asked if one not in self._answered)]
+        new = [*self._signals.take(), *(one for one in asked if one not in self._answered)]
+        self._asked_for |= dict.fromkeys(new)
+        return [*self._asked_for]
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
         """Collective: save to storage. Returns the metric that the first rank lacks, or ""."""
@@ -368,7 +374,8 @@ class CheckpointManager:
         """Collective: save to memory."""
         assert self._memory is not None
         self._settle("memory")
-        taken = LiveObjects(state).state
+        with self._group().together("CheckpointManager.save"):
+            taken = LiveObjects(state).state
         if self._background:
             self._pending["memory"] = self._memory.async_save(taken, step, bytes_per_s=self._bytes_per_s)
         else:
@@ -515,7 +522,12 @@ class CheckpointManager:
     def _settle(self, *names: str) -> None:
         for name in names or tuple(self._pending):
             if (pending := self._pending.pop(name, None)) is not None:
-                pending.result()
+                try:
+                    pending.result()
+                except Exception:
+                    if name == "storage":
+                        self._newest = self._newest_before  # the step may be saved again
+                    raise
 
     def close(self) -> None:
         """Collective: wait for saves in progress, release the root for other managers, and restore signal handlers."""

@@ -34,6 +34,7 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import opening
+from reshard.native.commit import Generation
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -520,6 +521,44 @@ def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -
         signal.signal(signal.SIGTERM, earlier)
 
 
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_a_request_stays_until_a_save_has_answered_it(how: str, background: bool, tmp_path: Path) -> None:
+    state, file = {"w": torch.ones(2)}, tmp_path / "stop"
+    full = mock.patch.object(Generation, "publish", side_effect=StorageError("the disk is full"))
+    every, preemption = Every(steps=100), Preemption(file=file)
+    root = tmp_path / "run"
+    with reshard.CheckpointManager(root, every=every, preemption=preemption, background=background) as manager:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            file.touch()
+        for step in (1, 2):
+            with full, pytest.raises(StorageError, match="is full"):
+                manager.save(step, state)
+        report = manager.save(2, state)  # the same step again: nothing of it is there
+        assert report.storage == report.preempted == ("SIGTERM" if how == "signal" else f"the file {file}")
+        assert not report.is_saved
+        assert manager.all_steps() == [2]
+        assert not manager.save(3, state).preempted
+
+
+def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    full = mock.patch.object(Generation, "publish", side_effect=StorageError("the disk is full"))
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+        manager.save(1, state)
+        manager.wait()
+        with full, pytest.raises(StorageError, match="is full"):
+            manager.save(2, state)
+            manager.wait()
+        report = manager.save(2, state, force=True)
+        assert (report.storage, report.is_saved) == ("asked for", False)
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+        assert manager.save(2, state, force=True).is_saved
+
+
 BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
@@ -727,6 +766,14 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' is NaN")
+
+
+@pytest.mark.gloo
+def test_an_object_that_fails_on_one_rank_fails_the_save_to_memory_of_all(tmp_path: Path) -> None:
+    first, second = gloo.run(jobs.failing_in_memory, 2, str(tmp_path))
+
+    assert "RankFailedError: rank 1 failed" in first
+    assert second == "ValueError: no state"
 
 
 @pytest.mark.gloo
