@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import time
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,9 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import opening
+from reshard.native import commit
 from reshard.native.commit import Generation
+from reshard.ranks import liveness
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -415,6 +419,22 @@ def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints" / "run-checkpoints"
     assert [Path(path).name for path in reshard.prune(root, keep_last=1)] == ["step-1"]
     assert sorted(path.name for path in root.glob("step-*")) == ["step-2", "step-3"]
+
+
+def test_a_discarded_step_that_another_machine_may_be_writing_is_not_replaced(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    [data] = (root / "step-3").glob("data-*")
+    elsewhere = liveness.WriterLease("node1", 1, "9", time.time(), "m2")
+    (data / commit.CLAIM).write_bytes(msgspec.json.encode(elsewhere))
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 2, discard_newer=True)
+        with pytest.raises(CheckpointError, match="step 3 was discarded, but a job .* is writing .*step-3: nothing was"):
+            manager.save(3, state)
+        assert manager.latest_step() == 2
+    assert value_at(root)[1] == 2.0
+    shutil.rmtree(root / "step-3")
+    assert run(root, [3]) == [1, 2, 3]
 
 
 def test_a_run_whose_only_steps_are_discarded_is_not_begun_anew(tmp_path: Path) -> None:
