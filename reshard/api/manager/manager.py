@@ -186,8 +186,6 @@ class CheckpointManager:
         """Of the steps that must stay behind those that are saved."""
         self._here = -1
         """The last step that this manager saved or restored."""
-        self._newest_before = -1
-        """`_newest` before the save in progress."""
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -250,8 +248,8 @@ class CheckpointManager:
         unranked = ""
         if due.storage:
             unranked = self._save(step, state, its_metrics)
-            self._saved_at, self._newest_before = time.monotonic(), self._newest
             self._newest = self._here = step
+            self._saved_at = time.monotonic()
         if due.memory:
             self._keep(step, state)
             self._kept_at = time.monotonic()
@@ -303,15 +301,13 @@ class CheckpointManager:
         storage = ", ".join(said.asked) or ("asked for" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
-        is_new = step != self._newest
-        return Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
+        return Due(storage if step != self._newest else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:
         """Return the requests that were not answered yet."""
         asked = self.preemption.asked()
         self._answered &= set(asked)
-        new = [*self._signals.take(), *(one for one in asked if one not in self._answered)]
-        self._asked_for |= dict.fromkeys(new)
+        self._asked_for |= dict.fromkeys([*self._signals.take(), *(one for one in asked if one not in self._answered)])
         return [*self._asked_for]
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
@@ -424,20 +420,18 @@ class CheckpointManager:
                 if ledger is not None:
                     ledger.refuse_discarded()
             return None
-        newer = [one for one in found if one > report.step]
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back()
             missing = (*report.load.missing, *taken.missing)
             report = replace(report, load=replace(report.load, missing=missing))
             if goes_on and self._claim is not None:
-                self._ledger.set_aside(newer)
+                self._ledger.set_aside([one for one in found if one > report.step])
         if discard_newer and not report.from_memory and self._memory is not None:
             self._memory.clear()
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
-        self._before, self._saved_at = report.step, time.monotonic()
-        self._here = report.step
-        self._kept_at = self._saved_at
+        self._before = self._here = report.step
+        self._saved_at = self._kept_at = time.monotonic()
         return report
 
     def _newest_whole(
@@ -526,7 +520,7 @@ class CheckpointManager:
                     pending.result()
                 except Exception:
                     if name == "storage":
-                        self._newest = self._newest_before  # the step may be saved again
+                        self._newest -= 1  # the step may be saved again
                     raise
 
     def close(self) -> None:

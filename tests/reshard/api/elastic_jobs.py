@@ -19,7 +19,16 @@ from reshard.api.elastic import generation, tier as keeping
 from reshard.elastic import Tier
 from reshard.errors import ReshardError, StorageError
 
-__all__ = ["failed_before", "failed_behind", "kept_after_a_failure", "kept_behind", "recovered", "trained", "went_on", "whole"]
+__all__ = [
+    "failed_before",
+    "failed_behind",
+    "kept_after_a_failure",
+    "kept_behind",
+    "recovered",
+    "trained",
+    "went_on",
+    "whole",
+]
 
 SHAPES = {"rows": (13, 8), "both": (16, 24), "same": (5,), "one": (), "none": (0, 4)}
 

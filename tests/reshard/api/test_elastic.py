@@ -192,7 +192,7 @@ def test_a_job_whose_folder_was_taken_over_clears_nothing(tmp_path: Path) -> Non
     owner.write_bytes(msgspec.json.encode(other))
     there = contents(tmp_path)
 
-    with pytest.raises(StorageError, match="process 1 on node1 has taken .* over from"):
+    with pytest.raises(StorageError, match=r"process 1 on node1 has taken .* over from"):
         tier.clear()
     assert contents(tmp_path) == there
 
