@@ -234,6 +234,7 @@ def async_save(
                 raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r:.80}")
             check_stage(stage)
             for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
+                forget_background_save(save)
                 save.result()
             chosen = options_of("async_save", SaveOptions, options)
             to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
@@ -685,12 +686,9 @@ def _await_saves_to(path: Any) -> None:
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
     """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
     known = [future for future, place in list(_saves.items()) if place is not None]
-    while sum(not future.done() for future in known) >= max_in_flight:
-        next(future for future in known if not future.done()).exception()
-    ended = [future for future in known if future.done()]
-    for future in ended:
-        forget_background_save(future)
-    return ended
+    while len(running := [future for future in known if not future.done()]) >= max_in_flight:
+        running[0].exception()
+    return [future for future in known if future.done()]
 
 
 def _await_all() -> None:

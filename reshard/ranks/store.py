@@ -471,4 +471,4 @@ class StaleKeys:
 
     def take(self, oldest: int) -> list[str]:
         """Return what may be deleted where no rank is in a session before `oldest`."""
-        return [key for session in sorted(self._keys) if session < oldest for key in self._keys.pop(session)]
+        return [key for session in sorted(self._keys) if session < oldest for key in self._keys.pop(session, ())]

@@ -143,7 +143,11 @@ class LocalStorage(Storage):
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
         path, file = self._created(name, 0)
         with self._errors("create", name):
-            os.ftruncate(file, nbytes)
+            try:
+                os.ftruncate(file, nbytes)
+            except OSError:
+                os.close(file)
+                raise
         return _LocalPlacedWriter(self, name, path, file)
 
     def _created(self, name: str, more_flags: int) -> tuple[Path, int]:

@@ -52,7 +52,7 @@ from reshard.errors import (
 from reshard.execute.reading import Workspace
 from reshard.formats.opening import refuse_first_step, refuse_run
 from reshard.native import commit, reader
-from reshard.native.manifest import MANIFEST, FileRecord, read_manifest
+from reshard.native.manifest import HF_INDEX, MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import release_lease
@@ -567,7 +567,9 @@ class _Look:
             asked = [_WriteFile(rank, tuple(self._pieces(rank, record))) for rank, record in manifest.files.items()]
             here = _HostFiles(self._hosts.storages, storage, threads=1)
             run_tasks(replace(self._work, out=out), asked, executor, lambda task, nbytes: None, here=here)
+            storage.delete(HF_INDEX)  # of what is replaced, and again if its save was still publishing it
             storage.publish(MANIFEST, self.native.storage.read(MANIFEST))
+            storage.delete(HF_INDEX)
             storage.delete(f"{commit.folder_of(manifest.save_id)}/{commit.CLAIM}")
         finally:
             release_lease(manifest.save_id)

@@ -229,9 +229,9 @@ class Tier:
             CheckpointError: there are two candidates for the last generation. Pass `step` to
                 choose.
         """
-        self._settle()
         group = self._group()
         with phase("Tier.restore", path=self.settings.folder), group.together("Tier.restore"):
+            self._settle()
             if step is not None:
                 _check_step(step)
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
@@ -246,11 +246,12 @@ class Tier:
     def clear(self) -> None:
         """Collective: remove everything that the job keeps, on all hosts. Call it when the job has
         succeeded."""
-        self._settle()
         group = self._group()
         with group.together("clear"):
+            self._settle()
             hosts = self._meet(group)
             if hosts.leads:
+                hosts.check_owner()
                 remove(hosts.folder)
                 LocalStorage(self.settings.folder).delete(f"{self.settings.host}/owner.json")
                 with suppress(OSError):  # where another host has its folder there, too

@@ -80,9 +80,16 @@ class Ledger:
         open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(StepRecords(self.steps))))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
-        """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one."""
-        if step in self.aside():
-            remove_checkpoints(self.root, [step_path(self.root, step)])
+        """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one.
+
+        Raises CheckpointError where a job may still be writing it.
+        """
+        path = step_path(self.root, step)
+        if step in self.aside() and not remove_checkpoints(self.root, [path]):
+            raise CheckpointError(
+                f"step {step} was discarded, but a job that may still be running is writing {path}: nothing was saved. "
+                "End that job. If it has ended, delete the folder"
+            )
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         self.steps[step] = StepRecord(told, is_based=is_based)
         self.publish()

@@ -184,6 +184,8 @@ class CheckpointManager:
         self._is_open, self._may_save = True, not read_only
         self._newest = current[-1] if current else -1
         """Of the steps that must stay behind those that are saved."""
+        self._here = -1
+        """The last step that this manager saved or restored."""
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -191,6 +193,8 @@ class CheckpointManager:
         """Whether storage holds no more than the policy says, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = Signals(preemption.signals if self._may_save else ())
+        self._asked_for: dict[str, None] = {}
+        """Requests that no save has answered."""
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
@@ -244,12 +248,15 @@ class CheckpointManager:
         unranked = ""
         if due.storage:
             unranked = self._save(step, state, its_metrics)
-            self._saved_at, self._newest = time.monotonic(), step
+            self._newest = self._here = step
+            self._saved_at = time.monotonic()
         if due.memory:
             self._keep(step, state)
             self._kept_at = time.monotonic()
         if due.preempted:
             self.wait()
+            self._answered.update(self._asked_for)
+            self._asked_for.clear()
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
@@ -263,7 +270,7 @@ class CheckpointManager:
         number = checked_step(step)
         if self._before is not None and number < self._before:
             raise CheckpointError(f"step {number} is not after the last step, {self._before}: nothing was saved")
-        if number < self._newest or (number == self._newest and self._before is None):
+        if number < self._newest or (number == self._newest != self._here):
             raise CheckpointError(
                 f"step {number} cannot be saved, because {self.root} already has step {self._newest}. Call "
                 "restore() to continue from it, or restore(state, step=..., discard_newer=True) to continue from "
@@ -280,10 +287,9 @@ class CheckpointManager:
         if not wanted and step % self._ask_every:
             return Due()
         now = time.monotonic()
-        asked = self._asked()
         mine = Vote(
             steps=(step, step),
-            asked=asked,
+            asked=self._asked(),
             has_ended=all(pending.done() for pending in self._pending.values()),
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
@@ -292,18 +298,17 @@ class CheckpointManager:
         if said.steps[0] != said.steps[1]:
             low, high = said.steps
             group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
-        self._answered.update(asked)
         storage = ", ".join(said.asked) or ("asked for" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
-        is_new = step != self._newest
-        return Due(storage if is_new else "", memory, ", ".join(said.asked), said.has_ended)
+        return Due(storage if step != self._newest else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:
         """Return the requests that were not answered yet."""
         asked = self.preemption.asked()
         self._answered &= set(asked)
-        return [*self._signals.take(), *(one for one in asked if one not in self._answered)]
+        self._asked_for |= dict.fromkeys([*self._signals.take(), *(one for one in asked if one not in self._answered)])
+        return [*self._asked_for]
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
         """Collective: save to storage. Returns the metric that the first rank lacks, or ""."""
@@ -365,7 +370,8 @@ class CheckpointManager:
         """Collective: save to memory."""
         assert self._memory is not None
         self._settle("memory")
-        taken = LiveObjects(state).state
+        with self._group().together("CheckpointManager.save"):
+            taken = LiveObjects(state).state
         if self._background:
             self._pending["memory"] = self._memory.async_save(taken, step, bytes_per_s=self._bytes_per_s)
         else:
@@ -414,19 +420,18 @@ class CheckpointManager:
                 if ledger is not None:
                     ledger.refuse_discarded()
             return None
-        newer = [one for one in found if one > report.step]
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back()
             missing = (*report.load.missing, *taken.missing)
             report = replace(report, load=replace(report.load, missing=missing))
             if goes_on and self._claim is not None:
-                self._ledger.set_aside(newer)
+                self._ledger.set_aside([one for one in found if one > report.step])
         if discard_newer and not report.from_memory and self._memory is not None:
             self._memory.clear()
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
-        self._before, self._saved_at = report.step, time.monotonic()
-        self._kept_at = self._saved_at
+        self._before = self._here = report.step
+        self._saved_at = self._kept_at = time.monotonic()
         return report
 
     def _newest_whole(
@@ -511,7 +516,12 @@ class CheckpointManager:
     def _settle(self, *names: str) -> None:
         for name in names or tuple(self._pending):
             if (pending := self._pending.pop(name, None)) is not None:
-                pending.result()
+                try:
+                    pending.result()
+                except Exception:
+                    if name == "storage":
+                        self._newest -= 1  # the step may be saved again
+                    raise
 
     def close(self) -> None:
         """Collective: wait for saves in progress, release the root for other managers, and restore signal handlers."""

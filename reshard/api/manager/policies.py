@@ -121,7 +121,7 @@ class Signals:
     def take(self) -> list[str]:
         """Return their names."""
         came, self._came = self._came, []
-        return list(dict.fromkeys(came))
+        return came
 
     def release(self) -> None:
         """Restore the earlier handlers, unless others were installed since."""

@@ -19,7 +19,16 @@ from reshard.api.elastic import generation, tier as keeping
 from reshard.elastic import Tier
 from reshard.errors import ReshardError, StorageError
 
-__all__ = ["failed_behind", "kept_after_a_failure", "kept_behind", "recovered", "trained", "went_on", "whole"]
+__all__ = [
+    "failed_before",
+    "failed_behind",
+    "kept_after_a_failure",
+    "kept_behind",
+    "recovered",
+    "trained",
+    "went_on",
+    "whole",
+]
 
 SHAPES = {"rows": (13, 8), "both": (16, 24), "same": (5,), "one": (), "none": (0, 4)}
 
@@ -158,6 +167,23 @@ def failed_behind(folder: str) -> tuple[list[str], int | None]:
             said.append(f"{type(error).__name__}: {error}".splitlines()[0])
     tier.save(state, 5)
     return said, tier.restore(sharded(-1)).step
+
+
+def failed_before(folder: str, verb: str) -> str:
+    """A save fails in the background, and rank 0 knows: what each rank is told by the next call."""
+    rank = dist.get_rank()
+    tier = Tier(folder, host=f"h{rank}", timeout=20.0)
+    state = sharded(float(rank))
+    full = mock.patch.object(generation, "_make_room", side_effect=StorageError("no room"))
+    with full if rank == 1 else nullcontext():
+        pending = tier.async_save(state, 1)
+        if rank == 0:
+            pending.exception()
+        try:
+            tier.restore(state) if verb == "restore" else tier.clear()
+        except ReshardError as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 def kept_after_a_failure(folder: str) -> tuple[str, int | None, list[float]]:

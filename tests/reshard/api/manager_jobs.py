@@ -23,7 +23,7 @@ from reshard.api.manager import manager as deciding
 from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
 from reshard.native.commit import Generation
 
-__all__ = ["Loader", "disagreed", "failing", "loaders", "one_is_asked", "trained"]
+__all__ = ["Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "trained"]
 
 
 class Loader:
@@ -187,3 +187,20 @@ def failing(root: str) -> tuple[list[str], list[int], list[str]]:
     except CheckpointError as error:
         said.append(str(error))
     return said, manager.all_steps(), sorted(os.listdir(root))
+
+
+def failing_in_memory(root: str) -> str:
+    """A save to memory of an object that has no state on one rank: what each rank is told."""
+    rank = dist.get_rank()
+    tier = reshard.elastic.Tier(f"{root}/memory", host=f"h{rank}", timeout=20.0)
+    every = reshard.Every(steps=100)
+    with reshard.CheckpointManager(
+        f"{root}/run", every=every, memory=tier, memory_every=reshard.Every(steps=1), timeout=20.0
+    ) as manager:
+        broken = mock.patch.object(Loader, "state_dict", side_effect=ValueError("no state"))
+        with broken if rank == 1 else nullcontext():
+            try:
+                manager.save(1, {"w": torch.zeros(2), "data": reshard.PerRank(Loader(rank, 2))})
+            except (ValueError, reshard.ReshardError) as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import reshard
+from reshard.api import save as saving
 from reshard.errors import CheckpointError, StorageError
 from reshard.storage import LocalStorage, Writer
 from tests.faulty import Faulty
@@ -143,6 +146,42 @@ def test_what_is_saved_is_of_the_time_of_the_call_also_in_memory_that_was_used_b
         target = {name: torch.zeros_like(tensor).contiguous() for name, tensor in known.items()}
         reshard.load(target, tmp_path / str(step))
         assert all(torch.equal(target[name], tensor) for name, tensor in known.items())
+
+
+def test_of_several_saves_that_failed_each_is_told_once(tmp_path: Path) -> None:
+    state, begun, ended = {"w": torch.ones(2)}, threading.Event(), threading.Semaphore(0)
+    for name in ("a", "b"):
+
+        def fault(verb: str, file: str, name: str = name) -> None:
+            if verb == "create":
+                begun.wait()
+                raise StorageError(f"disk {name} is full")
+
+        pending = reshard.async_save(state, Faulty(LocalStorage(tmp_path / name), fault), max_in_flight=3)
+        pending.add_done_callback(lambda _: ended.release())
+    begun.set()
+    for _ in "ab":
+        assert ended.acquire(timeout=60)
+    for name in ("a", "b"):
+        with pytest.raises(StorageError, match=f"disk {name} is full"):
+            reshard.async_save(state, tmp_path / "c")
+    reshard.async_save(state, tmp_path / "c").result()
+
+
+def test_a_save_that_ends_while_others_are_counted_is_waited_for_as_usual() -> None:
+    class Ending(Future[None]):
+        """It runs when it is asked first, and has ended when it is asked again."""
+
+        asked = 0
+
+        def done(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    ending = Ending()
+    ending.set_result(None)
+    with mock.patch.dict(saving._saves, {ending: "place"}, clear=True):
+        assert saving.ended_for(1) == [ending]
 
 
 def test_a_save_in_the_background_is_asked_as_a_future_is(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -40,6 +41,8 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.native import commit as generations
+from reshard.native.manifest import HF_INDEX
+from reshard.ranks.liveness import WriterLease
 from tests import gloo
 from tests.kernels import NUMPY, summed_up_by
 from tests.reshard.api import elastic_jobs
@@ -109,6 +112,15 @@ def test_what_fails_in_the_background_is_told_once_and_leaves_the_generation_bef
     assert step == other == 5
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("verb", ["restore", "clear"])
+def test_what_failed_in_the_background_fails_the_next_call_of_all(verb: str, tmp_path: Path) -> None:
+    first, second = gloo.run(elastic_jobs.failed_before, 2, str(tmp_path), verb)
+
+    assert first.startswith("RankFailedError: rank 1 failed in ")
+    assert second == "StorageError: no room"
+
+
 # --- on simulated hosts ---
 
 NAMES = ["a", "a", "b", "b", "c"]
@@ -170,6 +182,19 @@ def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
     kept(tmp_path / "run", 1)
     assert Job(tmp_path / "run", NAMES).run(lambda rank, tier: tier.clear()) == [None] * 5
     assert not (tmp_path / "run").exists()
+
+
+def test_a_job_whose_folder_was_taken_over_clears_nothing(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, host="a", copies=0)
+    tier.save({"w": torch.ones(3)}, 1)
+    owner = tmp_path / "a" / "owner.json"
+    other = WriterLease("node1", 1, "9", time.time(), "m2")
+    owner.write_bytes(msgspec.json.encode(other))
+    there = contents(tmp_path)
+
+    with pytest.raises(StorageError, match=r"process 1 on node1 has taken .* over from"):
+        tier.clear()
+    assert contents(tmp_path) == there
 
 
 def test_who_is_where_is_asked_once(tmp_path: Path) -> None:
@@ -272,6 +297,17 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
     assert is_step(state, 2)
     with pytest.raises(FormatError, match="open it, or remove it first"):
         reshard.elastic.gather(places, tmp_path / "out")
+
+
+def test_a_gathering_that_replaces_a_checkpoint_leaves_no_index_of_it(tmp_path: Path) -> None:
+    kept(tmp_path / "run", 1)
+    reshard.save({"w": torch.ones(3)}, tmp_path / "out")
+    assert (tmp_path / "out" / HF_INDEX).exists()
+
+    reshard.elastic.gather([tmp_path / "run" / host for host in "abc"], tmp_path / "out", overwrite=True)
+
+    assert not (tmp_path / "out" / HF_INDEX).exists()
+    assert reshard.verify(tmp_path / "out").ok
 
 
 def test_workers_gather_what_one_process_gathers(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import time
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,9 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import opening
+from reshard.native import commit
+from reshard.native.commit import Generation
+from reshard.ranks import liveness
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -384,6 +389,18 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     assert re.search("keep= of a CheckpointManager, whose steps it removed: .*step-1, .*step-2", caplog.text)
 
 
+def test_a_step_of_a_branch_that_was_not_restored_is_refused(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [2, 4])
+    with reshard.CheckpointManager(root, every=Every(steps=4)) as manager:
+        manager.restore(state, 2)
+        with pytest.raises(CheckpointError, match=r"step 4 cannot be saved, because .* already has step 4"):
+            manager.save(4, state)
+        assert manager.save(8, state)
+        assert manager.save(8, state).is_saved
+    assert value_at(root, 4)[1] == 4.0
+
+
 def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
     """Until the next save is complete, their files are there, with higher numbers."""
     root, state = tmp_path / "run", {"w": torch.zeros(3)}
@@ -402,6 +419,22 @@ def test_discarded_steps_are_not_opened_or_pruned_for(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints" / "run-checkpoints"
     assert [Path(path).name for path in reshard.prune(root, keep_last=1)] == ["step-1"]
     assert sorted(path.name for path in root.glob("step-*")) == ["step-2", "step-3"]
+
+
+def test_a_discarded_step_that_another_machine_may_be_writing_is_not_replaced(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    [data] = (root / "step-3").glob("data-*")
+    elsewhere = liveness.WriterLease("node1", 1, "9", time.time(), "m2")
+    (data / commit.CLAIM).write_bytes(msgspec.json.encode(elsewhere))
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 2, discard_newer=True)
+        with pytest.raises(CheckpointError, match=r"step 3 was discarded, but a job .* is writing .*step-3: nothing"):
+            manager.save(3, state)
+        assert manager.latest_step() == 2
+    assert value_at(root)[1] == 2.0
+    shutil.rmtree(root / "step-3")
+    assert run(root, [3]) == [1, 2, 3]
 
 
 def test_a_run_whose_only_steps_are_discarded_is_not_begun_anew(tmp_path: Path) -> None:
@@ -506,6 +539,45 @@ def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -
         assert len(heard) == (2 if how == "signal" else 1)
     finally:
         signal.signal(signal.SIGTERM, earlier)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_a_request_stays_until_a_save_has_answered_it(how: str, background: bool, tmp_path: Path) -> None:
+    state, file = {"w": torch.ones(2)}, tmp_path / "stop"
+    full = mock.patch.object(Generation, "publish", side_effect=StorageError("the disk is full"))
+    every, preemption = Every(steps=100), Preemption(file=file)
+    root = tmp_path / "run"
+    with reshard.CheckpointManager(root, every=every, preemption=preemption, background=background) as manager:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            file.touch()
+        for step in (1, 2):
+            with full, pytest.raises(StorageError, match="is full"):
+                manager.save(step, state)
+        report = manager.save(2, state)  # the same step again: nothing of it is there
+        assert report.storage == report.preempted == ("SIGTERM" if how == "signal" else f"the file {file}")
+        assert not report.is_saved
+        assert manager.all_steps() == [2]
+        assert not manager.save(3, state).preempted
+
+
+def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    full = mock.patch.object(Generation, "publish", side_effect=StorageError("the disk is full"))
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+        manager.save(1, state)
+        manager.wait()
+        with full:
+            manager.save(2, state)
+            with pytest.raises(StorageError, match="is full"):
+                manager.wait()
+        report = manager.save(2, state, force=True)
+        assert (report.storage, report.is_saved) == ("asked for", False)
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+        assert manager.save(2, state, force=True).is_saved
 
 
 BAD = [
@@ -715,6 +787,14 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' is NaN")
+
+
+@pytest.mark.gloo
+def test_an_object_that_fails_on_one_rank_fails_the_save_to_memory_of_all(tmp_path: Path) -> None:
+    first, second = gloo.run(jobs.failing_in_memory, 2, str(tmp_path))
+
+    assert "RankFailedError: rank 1 failed" in first
+    assert second == "ValueError: no state"
 
 
 @pytest.mark.gloo

@@ -19,7 +19,7 @@ from reshard.errors import DeadlineError, RankFailedError, format_ranks
 from reshard.ranks import rounds as rounds_module, store as store_module
 from reshard.ranks.liveness import Gone
 from reshard.ranks.rounds import Rounds
-from reshard.ranks.store import PART_BYTES, StoreClient, Worker
+from reshard.ranks.store import PART_BYTES, StaleKeys, StoreClient, Worker
 
 
 class _Counting:
@@ -243,3 +243,19 @@ def test_a_value_whose_last_part_is_the_sign_of_an_absent_one() -> None:
     client.limit = time.monotonic() + 10, 1.0
     for data in (b"?", bytes(PART_BYTES) + b"?"):
         assert client.fetch(client.put("x", data, 0, keys)) == data
+
+
+def test_stale_keys_that_another_thread_takes_meanwhile_are_taken_once() -> None:
+    keys = StaleKeys()
+    keys.leave(1, ["a"])
+    taken: list[str] = []
+
+    class Oldest(int):
+        """The other thread takes them while this one looks for what is older."""
+
+        def __gt__(self, session: int) -> bool:
+            taken.extend(keys.take(2))
+            return int(self) > session
+
+    assert keys.take(Oldest(2)) == []
+    assert taken == ["a"]

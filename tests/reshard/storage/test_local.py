@@ -452,3 +452,19 @@ def test_a_new_folder_that_another_process_removes_while_it_is_empty_is_made_aga
             out.write(b"data")
     assert storage.read("outer/inner/b") == b"data"
     assert len(removed) == 3
+
+
+def test_a_shared_file_that_cannot_have_its_size_is_closed(tmp_path: Path) -> None:
+    storage, opened = LocalStorage(tmp_path), []
+
+    def full(file: int, nbytes: int) -> None:
+        opened.append(file)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        mock.patch.object(os, "ftruncate", full),
+        pytest.raises(StorageError, match="create a"),
+    ):
+        storage.open_shared("a", 8)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
