@@ -184,7 +184,8 @@ def compare_sides(
         mine.boxes = _differences(left, right, unread, how, executor, step)
     sides = [(name, left.tensors[name]) for name in common]
     mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
-    mine.compared = [*(left.objects.keys() & right.objects.keys()), *(left.own.keys() & right.own.keys())]
+    mine.compared = [key for key in left.objects if key in right.objects]
+    mine.compared += [key for key in left.own if key in right.own]
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)
@@ -676,7 +677,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """What two values must share to be equal: 1 is 1.0, but not True, and arrays of other shapes or dtypes differ."""
+    """What two values must share to be equal: 1 is 1.0, but not True, and
+    arrays of other shapes or dtypes differ.
+    """
     if isinstance(value, np.ndarray) or is_tensor(value):
         return is_tensor(value), tuple(value.shape), value.dtype
     return isinstance(value, bool | np.bool_)
@@ -716,8 +719,11 @@ def _number(element: torch.Tensor) -> Any:
 
 
 def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds them, and their distances, of integers without rounding these before. Raises
-    FormatError for packed numbers, such as float4."""
+    """Both in a dtype that holds them, and their distances, of integers
+    without rounding these before.
+
+    Raises FormatError for packed numbers, such as float4.
+    """
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
         a, b = x.to(wide), y.to(wide)

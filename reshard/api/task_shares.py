@@ -91,11 +91,15 @@ def is_about(text: str, url: str) -> bool:
 
 
 def files_of(checkpoint: Checkpoint, url: str) -> list[tuple[Any, ...]]:
-    """A checkpoint's files, with sizes and times on a disk, elsewhere with their versions: one that was changed is
-    another one."""
+    """A checkpoint's files, with sizes and times on a disk, elsewhere with
+    their versions: one that was changed is another one.
+    """
     local, files = local_path(url), checkpoint.contents.files
     if local is None:
-        versions = files[0].storage.versions(files[0].name if len(files) == 1 else "") if files else {}
+        if not files:
+            return []
+        prefix = files[0].name if len(files) == 1 else ""
+        versions = files[0].storage.versions(prefix)
         return [(file.name, versions.get(file.name)) for file in files]
     root = Path(local)
     try:

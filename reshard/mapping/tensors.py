@@ -210,7 +210,8 @@ LOSES = "integers and bool would truncate weights, mostly to 0"
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
     """The tensor converted as torch converts; itself where it has the dtype already.
 
-    Raises NormalizationError for floating-point elements and a dtype that is none, or where torch cannot convert.
+    Raises NormalizationError for floating-point elements and a dtype that
+    is none, or where torch cannot convert.
     """
     name = stored.fqn if fqn is None else fqn
     if is_floating(stored.spec.dtype) and not is_floating(dtype):

@@ -58,8 +58,8 @@ class Storage(ABC):
         return [*self.list(prefix)]
 
     def versions(self, prefix: str = "") -> Mapping[str, object]:
-        """Return the names that `list` has, each with what changes when it is replaced, as far as the storage tells:
-        here only its size."""
+        """Return the names that `list` has, each with what changes when it is
+        replaced, as far as the storage knows; here that is the size."""
         return self.list(prefix)
 
     def top(self) -> builtins.dict[str, int] | None:

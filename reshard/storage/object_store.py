@@ -105,8 +105,9 @@ class ObjectStorage(Storage):
         return {name: item["size"] for name, item in self._items(prefix).items()}
 
     def versions(self, prefix: str = "") -> Mapping[str, object]:
-        items = self._items(prefix).items()
-        return {name: (item["size"], item["e_tag"], item["last_modified"]) for name, item in items}
+        facts = "size", "e_tag", "last_modified"
+        items = self._items(prefix)
+        return {name: [items[name][fact] for fact in facts] for name in items}
 
     def _items(self, prefix: str) -> dict[str, Any]:
         folder = prefix.rpartition("/")[0]
