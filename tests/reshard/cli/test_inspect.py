@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,6 +62,14 @@ def test_json_of_keys_that_json_does_not_have(capsys) -> None:
     print_json({(1, "a"): [{2: (3,)}]})
 
     assert json.loads(capsys.readouterr().out) == {"(1, 'a')": [{"2": [3]}]}
+
+
+def test_json_of_numbers_that_json_does_not_have(capsys) -> None:
+    values = [float("inf"), -float("inf"), float("nan"), np.float64("nan"), 1.5]
+    print_json({"l": values, float("nan"): np.float32("inf")})
+
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told == {"l": ["inf", "-inf", "nan", "nan", 1.5], "nan": "inf"}
 
 
 def test_only_some_names(say, checkpoint) -> None:
