@@ -76,11 +76,18 @@ class WeightBucket:
 
     @classmethod
     def pack(cls, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Copy full tensors into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket."""
+        """Copy full tensors into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket.
+
+        Raises KeyMismatchError for a name that is given twice.
+        """
         waiting: dict[str, torch.Tensor] = {}
+        names: set[str] = set()
 
         def described() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
             for name, tensor in weights:
+                if name in names:
+                    raise KeyMismatchError(f"the weight {name!r} is given twice")
+                names.add(name)
                 waiting[name] = tensor
                 yield name, tuple(tensor.shape), tensor.dtype
 
@@ -296,7 +303,7 @@ def _places(
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _words(elements: torch.Tensor) -> torch.Tensor:

@@ -462,7 +462,7 @@ def size_in_bytes(text: str) -> int:
     if re.fullmatch(r"\d{1,6}", text):
         unit = "GB" if int(text) < 100 else "MB"
         raise UsageError(f"{text!r} has no unit: write {text}{unit}, or {text}B for bytes")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:
         raise UsageError(f"{text!r} is not a size: write it like 5GB, 500MB, or 2GiB")

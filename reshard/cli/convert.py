@@ -98,6 +98,8 @@ def convert(
     import reshard
     from reshard.mapping import Mapping
 
+    if rule and onto is None:
+        raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
     format = _format(format, onto)
     normalized |= writing_of(format).form is not None
     source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _DRAWN_RANKS = 64
+_DRAWN_DIMS = 63
+_DRAWN_SPLITS = 1 << 20
 
 
 def explain(
@@ -77,9 +79,15 @@ def _layout(text: str, shape: str | None) -> _Said:
     """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
     from planners.geometry.layout_text import in_words, parse_layout
+    from planners.geometry.mesh import Replicate
     from planners.reports.cuts import draw_cuts
 
     form = parse_layout(text)
+    sharded = [placement.dim for placement in form.placements if not isinstance(placement, Replicate)]
+    if max(*sharded, (shape or "").count(","), 0) >= _DRAWN_DIMS:
+        raise UsageError(f"only tensors of at most {_DRAWN_DIMS} dims are drawn")
+    if max(getattr(placement, "split_factor", 1) for placement in form.placements) > _DRAWN_SPLITS:
+        raise UsageError(f"only layouts with split factors of at most {_DRAWN_SPLITS:,} are drawn")
     tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
     axes = [{"name": name, "size": size} for name, size in form.mesh.axes]
     data = {"words": in_words(form), "mesh": axes, "placements": list(map(str, form.placements))}

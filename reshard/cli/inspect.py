@@ -65,6 +65,8 @@ def inspect(
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")
+    if drawn is not None and (as_json or html is not None):
+        raise UsageError(f"--map prints a drawing: leave out {'--json' if as_json else '--html'}")
     if only is not None:
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
@@ -88,10 +90,10 @@ def inspect(
         note = ", the newest complete checkpoint" * bool(steps)
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + note, style="bold")
-    if drawn is not None:
-        _draw(checkpoint, drawn, legend)
-        return
     problems, run, whole = checkpoint.problems(), checkpoint.run, checkpoint
+    if drawn is not None:
+        _draw(checkpoint, drawn, problems, legend)
+        raise typer.Exit(1 if problems else 0)
     if select:
         checkpoint = selected(checkpoint, select)
     if html is not None:
@@ -151,7 +153,7 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
+def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> None:
     from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
@@ -165,6 +167,8 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     screen, layout = show.console(), checkpoint.layout
     show.print_text(screen, layout.described([name], in_both_forms)[name])
     screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
+    for problem in problems:
+        show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, layout.described([name], short_form).values(), legend)
 
 

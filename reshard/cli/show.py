@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -131,16 +132,16 @@ def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(_with_text_keys(value), indent=2, default=str))
+    print(json.dumps(_for_json(value), indent=2, default=str, allow_nan=False))
 
 
-def _with_text_keys(value: Any) -> Any:
-    """Objects of checkpoints may have keys that JSON does not allow, such as tuples."""
+def _for_json(value: Any) -> Any:
+    """Objects of checkpoints may have keys that JSON does not allow, such as tuples, and numbers, such as infinity."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _with_text_keys(inner) for key, inner in value.items()}
+        return {key if isinstance(key, str) else str(key): _for_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text_keys(inner) for inner in value]
-    return value
+        return [_for_json(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def short(value: Any, most: int = 60) -> str:

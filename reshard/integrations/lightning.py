@@ -145,6 +145,7 @@ class ReshardCheckpoint(CheckpointCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest step."""
+        self.manager = self._restored = None
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by name
             return
         self.manager = self._make()

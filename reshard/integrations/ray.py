@@ -97,9 +97,10 @@ class _RayFuture(Future[R]):
 
     def cancel(self) -> bool:
         """Cancel the call. A call that has started is interrupted."""
-        if not self.done():
-            ray.cancel(self._ref)
-        return super().cancel()
+        if self.done():
+            return self.cancelled()
+        ray.cancel(self._ref)
+        return super().cancel() and not self.set_running_or_notify_cancel()  # for those who wait
 
 
 def _call(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:

@@ -167,7 +167,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def _buckets(self, weights: Any) -> Iterator[WeightBucket]:
         if isinstance(weights, WeightSource):
-            yield from weights.buckets()
+            for bucket in weights.buckets():  # collective
+                if self._is_master:  # other ranks may get them, too, but send nothing
+                    yield bucket
         elif self._is_master:
             yield from WeightBucket.pack(
                 ((name, self._converted(tensor)) for name, tensor in weights), self._bucket_bytes

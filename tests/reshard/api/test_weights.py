@@ -56,6 +56,21 @@ def test_any_tensor_comes_in_buckets_without_gaps(bucket_bytes: int) -> None:
             assert bucket.flat.numel() <= bucket_bytes or len([p for p in bucket.places if p.start < p.stop]) == 1
 
 
+def test_tensors_that_are_lazily_conjugated_or_negative_are_packed() -> None:
+    pairs = torch.tensor([1 + 2j, 3 - 4j])
+    given = {"conjugated": pairs.conj(), "negative": pairs.conj().imag}
+
+    found = taken(WeightBucket.pack(given.items(), 1 << 20))
+    assert same(found["conjugated"], torch.tensor([1 - 2j, 3 + 4j]))
+    assert same(found["negative"], torch.tensor([-2.0, 4.0]))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_name_that_comes_twice_is_refused(bucket_bytes: int) -> None:
+    with pytest.raises(KeyMismatchError, match="the weight 'w' is given twice"):
+        list(WeightBucket.pack([("w", torch.ones(2)), ("v", torch.ones(2)), ("w", torch.zeros(2))], bucket_bytes))
+
+
 def test_small_buckets_are_transferred_together(monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.api import weights
 

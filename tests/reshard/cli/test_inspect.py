@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,6 +63,14 @@ def test_json_of_keys_that_json_does_not_have(capsys) -> None:
     print_json({(1, "a"): [{2: (3,)}]})
 
     assert json.loads(capsys.readouterr().out) == {"(1, 'a')": [{"2": [3]}]}
+
+
+def test_json_of_numbers_that_json_does_not_have(capsys) -> None:
+    values = [float("inf"), -float("inf"), float("nan"), np.float64("nan"), 1.5]
+    print_json({"l": values, float("nan"): np.float32("inf")})
+
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told == {"l": ["inf", "-inf", "nan", "nan", 1.5], "nan": "inf"}
 
 
 def test_only_some_names(say, checkpoint) -> None:
@@ -320,6 +330,17 @@ def test_every_command_that_reads_one_checkpoint_takes_a_step(say, tmp_path: Pat
     assert "has no step 7" in say("verify", tmp_path, "--step", "7").err
 
 
+def test_a_map_of_a_damaged_checkpoint_is_not_the_answer_yes(say, tmp_path) -> None:
+    reshard.dcp.save({"w": torch.ones(8, 2)}, checkpoint_id=tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size((10, 2))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    said = say("inspect", tmp_path / "c", "--map", "w")
+    assert (said.code, "no rank" in said.out) == (1, True)
+    assert "damaged  tensor 'w' of shape [10, 2]: elements Box[8:10, 0:2] are in no file" in said.out
+
+
 def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
     topology = Topology.parse("dp=3,tp=2", {"w": "S(0),S(1)", "e": "S(1),R", "*": "R,R"})
     state = {"w": torch.ones(6, 4), "e": torch.ones(2, 9, 4), "one": torch.ones(()), "step": 1}
@@ -435,6 +456,10 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
         (["S(0) on dp=2,tp=2"], "needs 2 placements, one for each axis, but got 1"),
         (["S(1) on dp=2", "--shape", "4"], "does not have"),
         (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),
+        (["S(70) on dp=2"], "only tensors of at most 63 dims are drawn"),
+        (["S(0) on dp=2", "--shape", ",".join(["1"] * 64)], "only tensors of at most 63 dims are drawn"),
+        (["R,S(99999999999) on dp=65,tp=2"], "only tensors of at most 63 dims are drawn"),
+        (["_S(0, 99999999999999) on dp=2"], "only layouts with split factors of at most 1,048,576 are drawn"),
     ],
 )
 def test_what_is_no_short_form(say, words, told) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,23 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     best = min(losses, key=lambda number: losses[number]) + 1
     assert manager.all_steps() == sorted({best, 18})
     assert manager.best_step() == best
+
+
+def test_a_callback_is_used_again_for_a_fast_run(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from reshard.integrations.lightning import ReshardCheckpoint
+
+    callback = ReshardCheckpoint(tmp_path / "run", every=reshard.Every(steps=1))
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    made = partial(Trainer, accelerator="cpu", devices=1, callbacks=[callback], **quiet)
+    made(max_steps=2).fit(BoringModel())
+    assert callback.manager is not None
+
+    made(fast_dev_run=True).fit(BoringModel())
+    assert callback.manager is None
+    assert [step.step for step in reshard.steps(tmp_path / "run")][-1] == 2
 
 
 def test_a_second_place_to_resume_from_is_refused(tmp_path: Path) -> None:

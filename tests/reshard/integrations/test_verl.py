@@ -84,6 +84,7 @@ def updated(backend: str, kind: str) -> list[Any]:
     if mesh is not None and kind != "pairs":
         delta = kind == "its own differences"
         options: dict[str, Any] = {"dtype": torch.bfloat16, "bucket_bytes": 64, "delta": delta}
+        options["everyone"] = kind == "a source for everyone"
         source = reshard.WeightSource(held, process_group=trainers, **options)
     engine, weights, found = made(backend), {}, []
     for step in range(6):
@@ -113,8 +114,10 @@ def updated(backend: str, kind: str) -> list[Any]:
 KINDS = [
     ("reshard", "pairs"),
     ("reshard", "a source"),
+    ("reshard", "a source for everyone"),
     ("reshard_delta", "pairs"),
     ("reshard_delta", "a source"),
+    ("reshard_delta", "a source for everyone"),
     ("reshard_delta", "its own differences"),
 ]
 
