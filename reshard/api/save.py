@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -66,8 +66,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
 __all__ = [
-    "SaveReport", "agreed_plan", "async_save", "ended_for", "forget_background_save",
-    "save", "start_in_background",
+    "SaveReport", "agreed_plan", "async_save", "await_saves", "ended_for",
+    "forget_background_save", "save", "start_in_background",
 ]  # fmt: skip
 
 
@@ -127,7 +127,8 @@ def save(
     """
     with phase("save", path=path):
         with phase("wait for earlier saves"):
-            _await_saves_to(path)
+            if _saves:
+                await_saves(path)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
             check_arguments("save", state_dict, path)
@@ -226,7 +227,7 @@ def async_save(
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
         with phase("wait for earlier saves"):
-            _await_saves_to(path)
+            uses = await_saves(path)
             earlier = ended_for(max_in_flight if may_wait else 1)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
@@ -249,7 +250,7 @@ def async_save(
 
         try:
             name = f"reshard-save-{job.generation.save_id}"
-            return PendingSave(start_in_background(work, name, place_of(job.storage)))
+            return PendingSave(start_in_background(work, name, place_of(job.storage), uses))
         except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
             copies.release()
             with group.together("save"):
@@ -633,16 +634,19 @@ def meet_before_save(
 # same private name as the pools' own closing.
 
 
-_saves: dict[Future[Any], str | None] = {}
-"""The oldest first, with their paths. Those without a path count only while they run; the others
-until a caller has asked for the result: an error must not be lost."""
+_saves: dict[Future[Any], tuple[str | None, Set[Any]]] = {}
+"""The oldest first, with their paths and what they use. Those without a path count only while they
+run; the others until a caller has asked for the result: an error must not be lost."""
 
 
-def start_in_background(save: Callable[[], T], name: str, place: str | None = None) -> Future[T]:
+def start_in_background(
+    save: Callable[[], T], name: str, place: str | None = None, uses: Set[Any] = frozenset()
+) -> Future[T]:
     """Run `save` on a thread of this name. The future gets its result or error.
 
     Args:
         place: where it writes, for later saves and `ended_for`; None: the caller's future is all that is known of it.
+        uses: what `await_saves` returned. Later saves that use any of it wait.
 
     Raises RuntimeError if the system allows no more threads.
     """
@@ -659,7 +663,7 @@ def start_in_background(save: Callable[[], T], name: str, place: str | None = No
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the current phase
     thread.start()
-    _saves[future] = place
+    _saves[future] = place, uses
     if place is None:
         future.add_done_callback(forget_background_save)
     return future
@@ -670,22 +674,23 @@ def forget_background_save(future: Future[Any]) -> None:
     _saves.pop(future, None)
 
 
-def _await_saves_to(path: Any) -> None:
-    """Wait for the saves to the same place: if one took longer, it would take the place of a later
-    one."""
-    if not _saves:
-        return
+def await_saves(path: Any, *shared: Any) -> Set[Any]:
+    """Wait for the saves in the background to the same place, or with one of the same objects. If one took longer, it
+    would take the place of a later one. Their errors are not raised. Return the place and the ids of the objects.
+    """
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
-        return
-    for future in [future for future, where in list(_saves.items()) if where == place]:
+        place = str(path)
+    uses = {place, *(id(one) for one in shared if one is not None)}
+    for future in [future for future, (_, used) in list(_saves.items()) if uses & used]:
         future.exception()
+    return uses
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
     """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
-    known = [future for future, place in list(_saves.items()) if place is not None]
+    known = [future for future, (place, _) in list(_saves.items()) if place is not None]
     while len(running := [future for future in known if not future.done()]) >= max_in_flight:
         running[0].exception()
     return [future for future in known if future.done()]

@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from planners.geometry.box import Box
 from planners.geometry.overlap import Sweep, tiling_fault
 from reshard.api.load_keys import needs_code
+from reshard.api.shared_memory import refuse_overlaps
 from reshard.dcp.engine.states import (
     HeldRegion,
+    copied_like,
     flat_state,
     is_checkpointable,
     is_placed,
@@ -48,7 +50,8 @@ from reshard.dcp.engine.states import (
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.writer import chunk_of, versioned
 from reshard.formats.torch_save.archive import TorchArchive
-from reshard.live.tensors import is_sharded, is_tensor
+from reshard.live.state import like_fresh
+from reshard.live.tensors import LiveTensor, identity_of, is_sharded, is_tensor
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.stored.contents import unknown_class
 from reshard.stored.source import BytesSource
@@ -96,6 +99,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """Return a read item for every overlap between a saved chunk and this rank's target.
 
         Raises:
+            LayoutError: targets overlap in memory.
             KeyMismatchError: keys are missing or have another shape; the error lists all of them.
                 It is also a ValueError if a shape or kind differs.
             CorruptCheckpointError: the saved chunks do not contain every wanted element exactly
@@ -106,6 +110,7 @@ class DefaultLoadPlanner(LoadPlanner):
         known = self.metadata.state_dict_metadata
         self._join_what_was_saved_whole(known)
         refuse_misfits(self.state_dict, known, partial=self.allow_partial_load)
+        self._give_memory(known)
         items: list[TorchReadItem] = []
         for fqn, value in self.state_dict.items():
             entry = known.get(fqn)
@@ -127,6 +132,20 @@ class DefaultLoadPlanner(LoadPlanner):
                     del self.state_dict[key]
                     self.state_dict[above], self.mappings[above] = None, path[:depth]
                     break
+
+    def _give_memory(self, known: Mapping[str, Any]) -> None:
+        """Replace targets on the meta device by tensors on the CPU. Raises LayoutError for targets that overlap."""
+        wanted = {key: LiveTensor(key, value) for key, value in self.state_dict.items() if key in known}
+        wanted = {key: t for key, t in wanted.items() if is_tensor(t.value) and not is_checkpointable(t.value)}
+        made: dict[int, Any] = {}
+        for key, tensor in wanted.items():
+            if tensor.is_meta:
+                fresh = tuple(torch.empty_like(local, device="cpu") for local in tensor.local)
+                new = made.setdefault(id(tensor.value), like_fresh(tensor.value, fresh, key))
+                self.state_dict[key] = copied_like(new, tensor.value)
+                if self.flatten_state_dict:
+                    put_at(self.original_state_dict, self.mappings[key], new)
+        refuse_overlaps({identity_of(t.value) or key: t for key, t in wanted.items()}.values())
 
     def _tensor_items(self, fqn: str, value: Any, entry: TensorStorageMetadata) -> list[TorchReadItem]:
         sweep = Sweep(enumerate(_chunks(fqn, entry)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,6 +52,7 @@ def save(
     `failures` has the error of each rank that failed.
     """
     del use_collectives
+    _await_earlier(checkpoint_id, storage_writer, planner)
     with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
         writer = writer_for(checkpoint_id, storage_writer)
         return _save(unwrapped(state_dict), writer, planner, group, 0)
@@ -67,6 +68,7 @@ def save_state_dict(
 ) -> Metadata:
     """Older name of `save`. Deprecated here as in torch."""
     warnings.warn("`save_state_dict` is deprecated. Please use `save` instead.", FutureWarning, stacklevel=2)
+    _await_earlier(None, storage_writer, planner)
     with Call(process_group, no_dist).as_torch_raises() as group, group.together("save"):
         storage_writer.reset()
         return _save(unwrapped(state_dict), storage_writer, planner, group, coordinator_rank)
@@ -125,6 +127,7 @@ def async_save(
             `AsyncSaveResponse`, an `AsyncSaveResponse` of two futures.
     """
     del use_collectives
+    uses = _await_earlier(checkpoint_id, storage_writer, planner)
     call = Call(process_group, no_dist)
     with call.as_torch_raises() as group, group.together("stage", meet=False):
         writer = writer_for(checkpoint_id, storage_writer)
@@ -134,7 +137,7 @@ def async_save(
     write = write_here
     if getattr(async_checkpointer_type, "value", async_checkpointer_type) == "process":
         from reshard.dcp.engine.saving_process import write_in_process as write  # mostly a thread will do
-    done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0, write), call)
+    done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0, write), call, uses)
     if isinstance(staged, Future):
         if not hasattr(_torch, "AsyncSaveResponse"):  # newer than torch 2.6
             return done
@@ -144,13 +147,18 @@ def async_save(
     return done
 
 
-def _in_background(save: Callable[[], Metadata], call: Call) -> Future[Metadata]:
+def _await_earlier(path: Any, writer: Any, planner: Any) -> Set[Any]:
+    """Wait for saves in the background to the same place, or with the same writer or planner."""
+    return background.await_saves(path or getattr(writer, "checkpoint_id", writer), writer, planner)
+
+
+def _in_background(save: Callable[[], Metadata], call: Call, uses: Set[Any]) -> Future[Metadata]:
     def work() -> Metadata:
         with call.as_torch_raises() as group, group.together("save"):
             return save()
 
     try:
-        return background.start_in_background(work, "reshard-dcp-save")
+        return background.start_in_background(work, "reshard-dcp-save", uses=uses)
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
         with call.group.together("save"):
             raise

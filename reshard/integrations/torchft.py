@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
 from reshard.api.load import load
-from reshard.api.retention import prune
+from reshard.api.retention import complete, remove_checkpoints
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, DeadlineError, framework
 from reshard.formats.opening import path_below
+from reshard.ranks.group import Group
 from reshard.stored.tensor import whole
 
 with framework("torchft>=0.2"):
@@ -62,17 +65,24 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         """
         self._folder, self._places, self._process_group = os.fspath(folder), places, process_group
 
+    @cached_property
+    def _run(self) -> str:
+        """Collective. A name for this run of the group: earlier runs wrote checkpoints of the same steps."""
+        return Group(self._process_group).merge(uuid.uuid4().hex, min, "the name of the run")
+
     def metadata(self) -> str:
-        """Return the folder."""
-        return self._folder
+        """Return how the paths of this run's checkpoints begin. Collective within the replica group at first."""
+        return path_below(self._folder, self._run)
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Write the state. Collective within the replica group. The previous checkpoint is deleted,
         because no group reads it anymore.
         """
-        save(state_dict, self._path(self._folder, step), process_group=self._process_group, timeout=timeout)
+        path = self._path(self.metadata(), step)
+        save(state_dict, path, process_group=self._process_group, timeout=timeout)
         if not dist.is_initialized() or dist.get_rank(self._process_group) == 0:
-            prune(self._folder, keep_last=1)
+            others = [one.path for one in complete(self._folder) if one.is_below and one.path != path]
+            remove_checkpoints(self._folder, others)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Wait for the checkpoint and read it. Collective within the replica group.
@@ -88,8 +98,8 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         return state
 
     @staticmethod
-    def _path(folder: str, step: int) -> str:
-        return path_below(folder, f"step-{step}")
+    def _path(metadata: str, step: int) -> str:
+        return f"{metadata}-step-{step}"
 
 
 def _awaited(path: str, timeout_s: float) -> Checkpoint:

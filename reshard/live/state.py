@@ -34,8 +34,8 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "same_memory", "same_value",
-    "take_apart",
+    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "same_memory",
+    "same_value", "take_apart",
 ]  # fmt: skip
 
 
@@ -360,7 +360,7 @@ class Targets(State[LiveTensor]):
         for other in (first, *(k for k, its in tied.items() if its == first)) if tied else (key,):
             tensor = self.tensors[other].value
             if id(tensor) not in made:
-                made[id(tensor)] = _like(tensor, fresh, other)
+                made[id(tensor)] = like_fresh(tensor, fresh, other)
             self._made[other] = fresh
             self._new[other] = made[id(tensor)]
 
@@ -452,7 +452,7 @@ def _in_words(value: Any) -> str:
     return state_instead_of(value)
 
 
-def _like(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
+def like_fresh(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
     """Wrap `fresh` as the same kind of tensor as `tensor`."""
     if is_dtensor(tensor):
         if not fresh:

@@ -25,7 +25,7 @@ from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor
 from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
-    "ENGINE_WORDING", "HeldRegion", "flat_state", "holds_checkpointable", "is_checkpointable",
+    "ENGINE_WORDING", "HeldRegion", "copied_like", "flat_state", "holds_checkpointable", "is_checkpointable",
     "is_placed", "on_the_cpu", "put_at", "put_state_back", "refuse_lost_state", "refuse_misfits",
     "regions_of", "shape_of", "unwrapped",
 ]  # fmt: skip
@@ -219,10 +219,11 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
 
 
 def _misfit(key: str, value: Any, entry: Any) -> str:
-    if entry is None or not (is_tensor(value) or is_checkpointable(value)):
-        return ""
-    if not isinstance(entry, TensorStorageMetadata):
-        return f"{key}: saved as an object, wanted as a tensor"
+    is_object = not isinstance(entry, TensorStorageMetadata)
+    if not (is_tensor(value) or is_checkpointable(value)):
+        return "" if is_object else f"{key}: saved as a tensor, wanted as {type(value).__name__}"
+    if is_object:
+        return "" if entry is None else f"{key}: saved as an object, wanted as a tensor"
     shape = torch.Size(shape_of(value))
     return "" if entry.size == shape else f"Size mismatch between saved {entry.size} and current: {shape} for {key}"
 

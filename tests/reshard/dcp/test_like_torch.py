@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import io
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -458,3 +459,59 @@ def test_metadata_names_the_save_and_the_load(tmp_path):
     meta = reader.read_metadata().storage_meta
 
     assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
+
+
+class SlowWriter(ours.FileSystemWriter):
+    """Writes after a while."""
+
+    def write_data(self, plan, planner):
+        time.sleep(0.3)
+        return super().write_data(plan, planner)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("shared", ["writer", "place", "planner"])
+def test_a_save_waits_for_earlier_ones_that_use_the_same(tmp_path, monkeypatch, shared, in_background):
+    """Of a writer or a planner, both would have the place and the state of the later save, and of one place, one save
+    would remove the files of the other."""
+    first, second = tmp_path / "a", tmp_path / ("a" if shared == "place" else "b")
+    monkeypatch.chdir(tmp_path)
+    writer, planner = (SlowWriter(first) if shared == "writer" else None), None
+    if shared == "planner":
+        planner = type("Planner", (ours.DefaultSavePlanner,), {})()
+
+    earlier = ours.async_save(
+        {"w": torch.ones(9)}, checkpoint_id=first, storage_writer=writer or SlowWriter(first), planner=planner
+    )
+    assert not earlier.done()
+    call = ours.async_save if in_background else ours.save
+    later = call({"w": torch.zeros(9)}, checkpoint_id=second.name, storage_writer=writer, planner=planner)
+    if in_background:
+        later.result()
+
+    assert earlier.done()
+    earlier.result()
+    for path, value in {first: 1.0, second: 0.0}.items():
+        found = {"w": torch.full((9,), -1.0)}
+        ours.load(found, checkpoint_id=path)
+        assert found["w"].tolist() == [value] * 9
+
+
+def test_a_save_does_not_wait_for_others_nor_raise_their_errors(tmp_path):
+    class FailingWriter(SlowWriter):
+        def finish(self, metadata, results):
+            raise RuntimeError("not today")
+
+    earlier = ours.async_save({"w": torch.ones(9)}, storage_writer=FailingWriter(tmp_path / "a"))
+    ours.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "b")
+    assert not earlier.done()
+    ours.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(RuntimeError, match="not today"):
+        earlier.result(0)
+
+
+def test_a_save_waits_for_one_of_the_other_interface(tmp_path):
+    earlier = ours.async_save({"w": torch.ones(9)}, storage_writer=SlowWriter(tmp_path))
+    with pytest.raises(StorageError, match=r"contains \.metadata"):
+        reshard.save({"w": torch.zeros(9)}, tmp_path)
+    assert earlier.done()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
+from safetensors.torch import save_file
+from torch import nn
 
 import reshard
 import reshard.dcp as ours
 from reshard.dcp import state_dict_loader, state_dict_saver
-from reshard.errors import UnsafeDataError
+from reshard.errors import KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.writer import versioned
 from tests.torch_releases import load_alone
 
@@ -129,3 +131,63 @@ def test_a_planner_object_is_used_again_and_in_the_background(tmp_path, kind):
         assert planner.metadata.state_dict_metadata == metadata.state_dict_metadata
         ours.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path / str(value))
         assert target["w"].tolist() == [value, value]
+
+
+class Own(ours.DefaultLoadPlanner):
+    """A planner of the caller's own, with which torch's protocol is followed."""
+
+
+def readers(folder):
+    state = {"a": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(2.0), "e": torch.zeros(0, 3)}
+    save_file(state, folder / "model.safetensors")
+    ours.save(state, checkpoint_id=folder / "dcp")
+    torch.save(state, folder / "state.pt")
+    yield {"storage_reader": ours.hf_storage.HuggingFaceStorageReader(str(folder))}
+    yield {"checkpoint_id": folder / "dcp", "planner": Own()}
+    yield {"checkpoint_id": folder / "dcp", "planner": ours.DefaultLoadPlanner(flatten_state_dict=False)}
+    broadcasting = ours.BroadcastingTorchSaveReader(folder / "state.pt")
+    yield {"storage_reader": broadcasting, "planner": ours.DynamicMetaLoadPlanner()}
+
+
+def test_targets_on_the_meta_device_get_memory(tmp_path):
+    for call in readers(tmp_path):
+        param = nn.Parameter(torch.zeros(2, 3, device="meta"), requires_grad=False)
+        target = {"a": param, "s": torch.tensor(0.0, device="meta"), "e": torch.zeros(0, 3, device="meta")}
+
+        ours.load(target, **call)
+
+        assert {one.device.type for one in target.values()} == {"cpu"}
+        assert target["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert target["s"].item() == 2
+        assert isinstance(target["a"], nn.Parameter)
+
+
+def test_tied_and_nested_targets_on_the_meta_device(tmp_path):
+    state = {"n": {"a": torch.ones(2), "b": torch.ones(2)}, "l": [torch.ones(1)]}
+    ours.save(state, checkpoint_id=tmp_path)
+    tied = torch.zeros(2, device="meta")
+    target = {"n": {"a": tied, "b": tied, "c": tied}, "l": [torch.zeros(1, device="meta")]}
+
+    ours.load(target, checkpoint_id=tmp_path, planner=Own(allow_partial_load=True))
+
+    assert target["n"]["a"] is target["n"]["b"]
+    assert (target["n"]["a"].tolist(), target["l"][0].tolist()) == ([1, 1], [1])
+    assert target["n"]["c"] is tied, "it is not in the checkpoint, and stays as it was"
+
+
+def test_targets_that_overlap_are_refused(tmp_path):
+    ours.save({"a": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path)
+    memory = torch.full((5,), 7.0)
+    for target in ({"a": memory[:3], "b": memory[2:]}, {"a": memory[:1].expand(3)}):
+        with pytest.raises(LayoutError, match=r"overlap in memory|several elements at one"):
+            ours.load(target, checkpoint_id=tmp_path, planner=Own())
+    assert memory.tolist() == [7] * 5
+
+    ours.load({"a": memory[:3], "b": memory[:3]}, checkpoint_id=tmp_path, planner=Own())  # tied
+
+
+@pytest.mark.parametrize("value", [5, None, [1], "text"])
+def test_a_tensor_for_a_plain_value_is_refused(tmp_path, value):
+    ours.save({"a": torch.ones(3)}, checkpoint_id=tmp_path, planner=SAVERS[0](flatten_state_dict=False))
+    with pytest.raises(KeyMismatchError, match="a: saved as a tensor, wanted as"):
+        ours.load({"a": value}, checkpoint_id=tmp_path, planner=Own(flatten_state_dict=False))
