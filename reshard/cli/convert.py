@@ -98,9 +98,7 @@ def convert(
     import reshard
     from reshard.mapping import Mapping
 
-    if rule and onto is None:
-        raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
-    format = _format(format, onto)
+    format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
     source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)
     given = arguments.read_hints(hint, used=normalized or model)
@@ -133,8 +131,13 @@ def convert(
     _print(report, kept, as_json)
 
 
-def _format(given: str, onto: str | None) -> str:
-    """The format by its own name. Raises UsageError if it is not known, or has no place for a layout."""
+def _format(given: str, onto: str | None, rule: list[str] | None) -> str:
+    """The format by its own name. Raises UsageError if it is not known.
+
+    Also if it has no place for a layout, and for rules without one.
+    """
+    if rule and onto is None:
+        raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
     name = ALSO_CALLED.get(given) or arguments.choice(given, [*WRITTEN, *ALSO_CALLED], "format")
     if onto is not None and not writing_of(name).is_sharded:
         raise arguments.UsageError(f"{name} {NOT_SHARDED}")

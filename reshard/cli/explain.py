@@ -86,7 +86,8 @@ def _layout(text: str, shape: str | None) -> _Said:
     sharded = [placement.dim for placement in form.placements if not isinstance(placement, Replicate)]
     if max(*sharded, (shape or "").count(","), 0) >= _DRAWN_DIMS:
         raise UsageError(f"only tensors of at most {_DRAWN_DIMS} dims are drawn")
-    if max(getattr(placement, "split_factor", 1) for placement in form.placements) > _DRAWN_SPLITS:
+    splits = [getattr(placement, "split_factor", 1) for placement in form.placements]
+    if max(splits) > _DRAWN_SPLITS:
         raise UsageError(f"only layouts with split factors of at most {_DRAWN_SPLITS:,} are drawn")
     tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
     axes = [{"name": name, "size": size} for name, size in form.mesh.axes]

@@ -92,13 +92,11 @@ def inspect(
         show.print_text(show.console(), name + note, style="bold")
     problems, run, whole = checkpoint.problems(), checkpoint.run, checkpoint
     if drawn is not None:
-        _draw(checkpoint, drawn, problems, legend)
-        raise typer.Exit(1 if problems else 0)
+        raise _draw(checkpoint, drawn, problems, legend)
     if select:
         checkpoint = selected(checkpoint, select)
     if html is not None:
-        page = checkpoint.to_html(histograms=histograms, steps=_costs(run))
-        show.write_page(html, page, as_json=as_json)
+        show.write_page(html, checkpoint.to_html(histograms=histograms, steps=_costs(run)), as_json=as_json)
     if as_json:
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
@@ -153,7 +151,7 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> None:
+def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> typer.Exit:
     from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
@@ -170,6 +168,7 @@ def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) 
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, layout.described([name], short_form).values(), legend)
+    return typer.Exit(1 if problems else 0)
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -136,7 +136,7 @@ def print_json(value: Any) -> None:
 
 
 def _for_json(value: Any) -> Any:
-    """Objects of checkpoints may have keys that JSON does not allow, such as tuples, and numbers, such as infinity."""
+    """Objects of checkpoints may have keys and numbers that JSON does not allow."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): _for_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
