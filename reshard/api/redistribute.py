@@ -294,9 +294,9 @@ class Prepared:
             if self._source.state.tensors[key].is_meta:
                 raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
 
-    def _places(self) -> list[int]:
-        """Return where all local tensors are: equal as long as no tensor got other memory."""
-        return [tensor.data_ptr() for tensor in self._tensors()]
+    def _places(self) -> list[tuple[Any, ...]]:
+        """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
+        return [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for side in (self._source, self._target):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
-from reshard.errors import ReshardError
+from reshard.errors import LayoutError, ReshardError
 from tests import gloo
 from tests.same import bits
 
@@ -170,3 +170,21 @@ def all_nans() -> list[tuple[bool, bool, list[str]]]:
 def test_a_nan_that_is_converted_counts_as_any_other_and_as_no_number():
     for found in gloo.run(all_nans, 2):
         assert dict(zip(CONVERTED, found, strict=True)) == dict.fromkeys(CONVERTED, (True, True, ["w", "w"]))
+
+
+def seen_otherwise() -> bool:
+    """Whether values are right after a source became another view of its memory. A smaller target is refused."""
+    source, target = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)), torch.zeros(2, 3)
+    prepared = reshard.prepare({"w": source}, {"w": target})
+    prepared.run()
+    source.data = source.data.as_strided((2, 3), (1, 2))
+    prepared.run()
+    right = torch.equal(target, source.data)
+    target.data = target.data[:1]
+    with pytest.raises(LayoutError, match="should hold"):
+        prepared.run()
+    return right
+
+
+def test_a_tensor_that_becomes_another_view_of_its_memory_is_seen():
+    assert gloo.run(seen_otherwise, 1) == [True]
