@@ -137,8 +137,9 @@ class Box(_BoxFields):
         return self._at(tuple(map(int, map(add, self.offsets, by))))
 
     def relative_to(self, outer: Box) -> Box:
-        """Return this box in the coordinates of `outer`, whose first element becomes the origin. `b.relative_to(b)` is
-        `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain it."""
+        """Return this box in the coordinates of `outer`, whose first element becomes the origin.
+        `b.relative_to(b)` is `Box.full(b.sizes)`. Raises PlanError if `outer` does not contain
+        it."""
         if not outer.contains(self):
             raise PlanError(f"{self} is not within {outer}")
         return self._at(tuple(map(sub, self.offsets, outer.offsets)))

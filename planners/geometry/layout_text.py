@@ -148,8 +148,9 @@ def _by_dim(names: Sequence[str], placements: Mapping[str, Placement]) -> dict[i
 
 
 def _in_order(axes: Sequence[_ShardingAxis]) -> list[_ShardingAxis]:
-    """Axes of one dim, the one that shards first first. `_StridedShard(dim, n)` says that the axes before it have n
-    ranks together; [] where no such axes exist: the dim has n parts that are sharded by themselves."""
+    """Axes of one dim, the one that shards first first. `_StridedShard(dim, n)` says that the axes
+    before it have n ranks together; [] where no such axes exist: the dim has n parts that are
+    sharded by themselves."""
     order: list[_ShardingAxis] = []
     for axis in reversed(axes):
         pieces = axis[2].split_factor if isinstance(axis[2], StridedShard) else 1

@@ -177,8 +177,9 @@ class Sweep:
                 yield owner, chunk, common
 
     def covering(self, box: Box, prefer: Container[int] = ()) -> list[Found]:
-        """Chunks that together cover `box` exactly once, cropped where they overlap: the first
-        one keeps an element; those of the owners `prefer` come first. Raises CoverageError for a missing region."""
+        """Chunks that together cover `box` exactly once, cropped where they overlap: the first one
+        keeps an element; those of the owners `prefer` come first. Raises CoverageError for a
+        missing region."""
         found = sorted(self.meeting(box), key=lambda row: row[0] not in prefer)
         pieces = [common for _, _, common in found]
         if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:

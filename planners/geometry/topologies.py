@@ -373,8 +373,9 @@ LLAMA_TP_DIMS: Mapping[str, int] = {
     "*output.weight*": 0,
     "*lm_head.weight*": 0,
 }
-"""The dim that tensor parallelism shards, for the weights of Llama-style models under both of their usual names. Names
-with more after `weight` (optimizer states) are sharded the same way. All other tensors are replicated over the axis."""
+"""The dim that tensor parallelism shards, for the weights of Llama-style models under both of their
+usual names. Names with more after `weight` (optimizer states) are sharded the same way. All other
+tensors are replicated over the axis."""
 
 
 def ddp(world_size: int) -> Topology:

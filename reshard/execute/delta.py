@@ -85,8 +85,9 @@ class _ChangedPiece:
 
 
 def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
-    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes in the same way where
-    the words are, and which are waited for once; or, if no rank has any on a device, by a faster hash."""
+    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes
+    in the same way where the words are, and which are waited for once; or, if no rank has any on a
+    device, by a faster hash."""
     if not on_device:
         return [int(xxhash.xxh3_64_intdigest(one.numpy().data)) >> 1 for one in words]
     found = partials((one, None, None) for one in words)

@@ -543,8 +543,9 @@ class _MachineRun:
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
-    """The number and size of the slots that this rank shares with the others of its machine: one for each request that
-    storage should have in flight, or as many fit in half of its memory; none if that is fewer than two."""
+    """The number and size of the slots that this rank shares with the others of its machine: one
+    for each request that storage should have in flight, or as many fit in half of its memory; none
+    if that is fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
     nbytes = max((piece_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
     slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)

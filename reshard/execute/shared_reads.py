@@ -44,8 +44,9 @@ __all__ = [
 
 
 LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20
-"""Multiples of the block of checksums, so that the reader of a segment can check it. Small ones spread few bytes
-evenly; large ones cost less to plan, copy, and wait for. An object store is asked for more at once."""
+"""Multiples of the block of checksums, so that the reader of a segment can check it. Small ones
+spread few bytes evenly; large ones cost less to plan, copy, and wait for. An object store is asked
+for more at once."""
 LARGE_FILE_BYTES = 64 << 20
 """Files of at least this size have large segments."""
 CACHED_BYTES = 512 << 10

@@ -322,8 +322,9 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype of a tensor that is on the host in the order in which it is written, and so small that the call would
-    cost more than the copy; None for others. Of these dtypes torch joins all."""
+    """The dtype of a tensor that is on the host in the order in which it is written, and so small
+    that the call would cost more than the copy; None for others. Of these dtypes torch joins
+    all."""
     small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None

@@ -93,8 +93,9 @@ class ModuleReader:
         return frozenset(names)
 
     def is_opaque(self, module: nn.Module, facts: ClassFacts) -> bool:
-        """Return True if only the module's own `state_dict` and `load_state_dict` know its state: it overrides them,
-        or the user hooked them. Hooks of FSDP and of activation checkpointing do not count, their effect is known."""
+        """Return True if only the module's own `state_dict` and `load_state_dict` know its state:
+        it overrides them, or the user hooked them. Hooks of FSDP and of activation checkpointing do
+        not count, their effect is known."""
         own = module.__dict__
         if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
@@ -125,8 +126,9 @@ class ModuleReader:
         return {}
 
     def overwritten(self, module: nn.Module) -> Mapping[int, int]:
-        """By id, the buffers that this module will overwrite before its next forward pass with those of another rank,
-        and that rank: DistributedDataParallel gives all ranks the buffers of the first one of its group."""
+        """By id, the buffers that this module will overwrite before its next forward pass with
+        those of another rank, and that rank: DistributedDataParallel gives all ranks the buffers of
+        the first one of its group."""
         inner = self.children(module).get("module")  # a compiled module has the attributes of what it wraps
         if inner is None or not getattr(module, "broadcast_buffers", False) or hasattr(module, "buffer_hook"):
             return {}

@@ -383,8 +383,9 @@ def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
 def turned_to_plain(
     block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
 ) -> Mapping:
-    """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other tensors, and `kinds`
-    are the endings of names. Gate and up are interleaved in this number of `groups`."""
+    """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other
+    tensors, and `kinds` are the endings of names. Gate and up are interleaved in this number of
+    `groups`."""
     names = ("gate_up_proj", "down_proj")
     stacks = [
         Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)

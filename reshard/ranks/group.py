@@ -195,8 +195,9 @@ class Group:
     def merge_within(
         self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b""
     ) -> tuple[T, dict[int, bytes]]:
-        """`merge`, and what ranks sent that gave the same name as this one, such as that of their machine, by
-        place in the group and in its order. They are few: 1,024 at most give one name."""
+        """`merge`, and what ranks sent that gave the same name as this one, such as that of their
+        machine, by place in the group and in its order. They are few: 1,024 at most give one
+        name."""
         if self._rounds is None:
             return combine([value]), {0: told}
         box = f"among/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -499,8 +500,9 @@ def _is_here(kind: str) -> bool:
 
 
 def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
-    """The device of this process: that of most of its tensors of that kind, whatever the current device is; without
-    any, the current one. It has a number, as tensors say theirs, and what is compared with them must."""
+    """The device of this process: that of most of its tensors of that kind, whatever the current
+    device is; without any, the current one. It has a number, as tensors say theirs, and what is
+    compared with them must."""
     if kind == "cpu":
         return torch.device("cpu")
     held: Counter[torch.device] = Counter()

@@ -276,7 +276,8 @@ def _optimizer_state(
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
     """The parameters that never had a gradient, by all their names; without those that have no
-    element here. Of optimizers that load their state themselves, all: they may have made only a part of it."""
+    element here. Of optimizers that load their state themselves, all: they may have made only a
+    part of it."""
     if not any(live.loads_itself) and live.by_name.keys() <= whole["state"].keys():
         return {}
     found = {

@@ -505,7 +505,8 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
 
 def materialized(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """A new tensor with the elements of `value` for the place of `model`, which is on the meta
-    device: of its dtype and sharding, on the device of `value`, or a plain value on that of the mesh."""
+    device: of its dtype and sharding, on the device of `value`, or a plain value on that of the
+    mesh."""
     device = value.device
     if is_dtensor(model) and not is_dtensor(value):
         device = torch.device(model.device_mesh.device_type)

@@ -84,15 +84,17 @@ class Storage(ABC):
         """A new object, written from front to end; it must not exist yet."""
 
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
-        """An object of `nbytes` that several processes of one machine write at once, each its own bytes of it. All of
-        them call this with the same arguments; the first to come makes it. Bytes that no process writes are zero."""
+        """An object of `nbytes` that several processes of one machine write at once, each its own
+        bytes of it. All of them call this with the same arguments; the first to come makes it.
+        Bytes that no process writes are zero."""
         raise StorageError(
             f"{self.url} does not support objects that several processes write: let each process write its own"
         )
 
     def without_new_folders(self) -> Storage:
-        """The same objects, where no folder is made for a new one: who comes late cannot write where another process
-        has removed everything. Without effect where a folder is only a part of names."""
+        """The same objects, where no folder is made for a new one: who comes late cannot write
+        where another process has removed everything. Without effect where a folder is only a part
+        of names."""
         return self
 
     @abstractmethod
@@ -100,8 +102,9 @@ class Storage(ABC):
         """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        """`publish`, unless `check` raises, which is called as shortly before as can be; where the storage can write on
-        condition, also unless another process publishes the object between the two."""
+        """`publish`, unless `check` raises, which is called as shortly before as can be; where the
+        storage can write on condition, also unless another process publishes the object between the
+        two."""
         check()
         self.publish(name, data)
 

@@ -359,8 +359,9 @@ def sync_folder(folder: Path) -> None:
 def _list(
     folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True, sized: bool = True
 ) -> None:
-    """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not deep, those of its
-    folders by names with a slash. Each size is a request to the file system; not `sized`, they are 0."""
+    """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not
+    deep, those of its folders by names with a slash. Each size is a request to the file system; not
+    `sized`, they are 0."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -93,8 +93,9 @@ class Checking:
         self._unfinished[id(source)] = source
 
     def finish(self, wanted_bytes: int | None = None) -> None:
-        """Compare all that was read so far and not compared, whatever it costs, or, with `wanted_bytes`, what may be
-        read in order to check this many. Raises CorruptCheckpointError."""
+        """Compare all that was read so far and not compared, whatever it costs, or, with
+        `wanted_bytes`, what may be read in order to check this many. Raises
+        CorruptCheckpointError."""
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
             if wanted_bytes is None or may_check(source.owed_bytes, wanted_bytes):

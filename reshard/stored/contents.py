@@ -72,8 +72,9 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True)
 class Contents(State[StoredTensor]):
-    """A checkpoint as its format describes it, under the keys as stored. Tensors and objects may be made only when they
-    are requested. Objects are plain data. Per-rank values are a mapping by rank."""
+    """A checkpoint as its format describes it, under the keys as stored. Tensors and objects may be
+    made only when they are requested. Objects are plain data. Per-rank values are a mapping by
+    rank."""
 
     format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""

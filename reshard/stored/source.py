@@ -25,8 +25,9 @@ __all__ = [
 
 
 DIRECT_BYTES = 1 << 20
-"""Runs of at least this many bytes are read by calls to the storage, even where there is a zero-copy view: one call to
-the kernel is faster than a page fault for every few pages of a fresh mapping."""
+"""Runs of at least this many bytes are read by calls to the storage, even where there is a
+zero-copy view: one call to the kernel is faster than a page fault for every few pages of a fresh
+mapping."""
 
 
 _FINISH_BYTES = 16 << 20
