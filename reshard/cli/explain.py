@@ -79,12 +79,11 @@ def _layout(text: str, shape: str | None) -> _Said:
     """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
     from planners.geometry.layout_text import in_words, parse_layout
-    from planners.geometry.mesh import Replicate
     from planners.reports.cuts import draw_cuts
 
     form = parse_layout(text)
-    sharded = [placement.dim for placement in form.placements if not isinstance(placement, Replicate)]
-    if max(*sharded, (shape or "").count(","), 0) >= _DRAWN_DIMS:
+    dims = [getattr(placement, "dim", 0) for placement in form.placements]
+    if max(*dims, (shape or "").count(",")) >= _DRAWN_DIMS:
         raise UsageError(f"only tensors of at most {_DRAWN_DIMS} dims are drawn")
     splits = [getattr(placement, "split_factor", 1) for placement in form.placements]
     if max(splits) > _DRAWN_SPLITS:
