@@ -659,8 +659,8 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
-    if type(a) is type(b) is dict:
-        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if type(a) is type(b) is dict and a.keys() == b.keys():
+        return all(_equal(value, b[key]) for key, value in a.items())
     if _kind(a) != _kind(b):
         return False
     if not is_tensor(a):

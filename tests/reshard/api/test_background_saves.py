@@ -180,7 +180,7 @@ def test_a_save_that_ends_while_others_are_counted_is_waited_for_as_usual() -> N
 
     ending = Ending()
     ending.set_result(None)
-    with mock.patch.dict(saving._saves, {ending: "place"}, clear=True):
+    with mock.patch.dict(saving._saves, {ending: ("place", frozenset())}, clear=True):
         assert saving.ended_for(1) == [ending]
 
 
