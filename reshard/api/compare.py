@@ -200,14 +200,13 @@ def compare_sides(
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
-    left_open = (
-        ""
-        if not foreign
-        else (
-            f"not compared: {format_names(sorted(foreign))}, whose elements another rank will overwrite, as "
+    left_open = ""
+    if foreign:
+        names = format_names(sorted(foreign))
+        left_open = (
+            f"not compared: {names}, whose elements another rank will overwrite, as "
             "DistributedDataParallel does with buffers"
         )
-    )
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
@@ -677,8 +676,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """What two values must share to be equal: 1 is 1.0, but not True, and
-    arrays of other shapes or dtypes differ.
+    """What two values must share to be equal.
+
+    1 equals 1.0, but not True. Arrays differ if their shapes or dtypes do.
     """
     if isinstance(value, np.ndarray) or is_tensor(value):
         return is_tensor(value), tuple(value.shape), value.dtype
