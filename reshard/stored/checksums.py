@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.box import ByteRuns, Window
+from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
@@ -78,6 +79,8 @@ class Checking:
     """Bytes of elements that were asked for and are not."""
     leaves_open: str = EVERY_BLOCK
     """What the checksums of the format do not say."""
+    lost: list[CorruptCheckpointError] | None = None
+    """Files that are missing or damaged. None: the first is raised."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -87,6 +90,12 @@ class Checking:
             self.bytes_compared += compared
             self.bytes_checked += checked
             self.bytes_unchecked += unchecked
+
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        """Raise an error, or list it, so that the rest of the checkpoint can be read."""
+        if self.lost is None:
+            raise error
+        self.lost.append(error)
 
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""

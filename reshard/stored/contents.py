@@ -101,8 +101,12 @@ class Contents(State[StoredTensor]):
 
     def refuse_incomplete(self) -> None:
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
-        if problems := self.facts.problems():
+        if problems := self.problems():
             raise CorruptCheckpointError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """In a sentence each, files that are missing or damaged."""
+        return [*self.facts.problems(), *map(str, self.checking.lost or ())]
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""
