@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from planners.errors import ProofError
-from planners.geometry.arrays import grouped
 from planners.notebooks import Tabled
 from planners.units import format_count
 
@@ -37,8 +36,11 @@ _MOST_LISTED = 3
 
 def in_groups(findings: Iterable[Finding]) -> list[str]:
     """The findings as text, equal ones of many names as one: `"optim.state.*: 52 names, such as 'x': only in a"`."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for it in findings:
+        groups.setdefault((_front(it.fqn), it.message, it.rank, it.element), []).append(it)
     texts: list[str] = []
-    for its in grouped(((_front(it.fqn), it.message, it.rank, it.element), it) for it in findings).values():
+    for its in groups.values():
         if len(its) <= _MOST_LISTED:
             texts += map(str, its)
         else:

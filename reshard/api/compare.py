@@ -334,7 +334,7 @@ class _Difference:
         if self.error or self.first is None:
             return self.error, None
         element, x, y = self.first
-        return f"{self.count} of {numel} elements differ; at the first, {x} on the left and {y} on the right", element
+        return f"{self.count} of {numel} elements differ; the first: {x} -> {y}", element
 
 
 def _shown(x: Any, y: Any) -> tuple[str, str]:

@@ -334,7 +334,7 @@ def _check_vacant(
     found = None if overwrite else writer.occupied(names)
     if found is not None:
         raise CheckpointExistsError(
-            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or overwrite=True"
+            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or pass overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
     ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()

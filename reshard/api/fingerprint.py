@@ -86,8 +86,7 @@ def fingerprint(
             given for a checkpoint.
     """
     check_options(key=key)
-    if executor is not None:
-        check_executor(executor, 1, state_dict)
+    check_executor(executor, 1, state_dict)
     if isinstance(state_dict, str | os.PathLike | Storage):
         state_dict = open_checkpoint(state_dict)
     if isinstance(state_dict, Checkpoint):

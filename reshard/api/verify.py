@@ -82,17 +82,13 @@ def verify(
         checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
     except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
-    findings = [Finding(problem) for problem in checkpoint.problems()]
-    native = checkpoint.contents.details(NativeFacts)
-    if native is not None:
-        findings += _plan_findings(native)
+    findings = _metadata_findings(checkpoint)
     try:
         total = sum(tensor.nbytes for tensor in checkpoint.values())
     except CheckpointError:  # of a tensor that is among the findings
         deep, total = False, 0
     covered = None if findings else Coverage(total, 0, 0)
-    kind: type[Report] = Report
-    hint = beside = ""
+    kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
         if deep:
             findings += _deep_findings(checkpoint, total, findings, hands, progress)
@@ -198,9 +194,13 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     )
 
 
-def _plan_findings(native: NativeFacts) -> list[Finding]:
+def _metadata_findings(checkpoint: Checkpoint) -> list[Finding]:
+    findings = [Finding(problem) for problem in checkpoint.problems()]
+    native = checkpoint.contents.details(NativeFacts)
+    if native is None:
+        return findings
     plan, problem = native.plan, index_problem(native)
-    return [*prove(plan.layout).findings, *prove(plan).findings, *([Finding(problem)] if problem else [])]
+    return [*findings, *prove(plan.layout).findings, *prove(plan).findings, *([Finding(problem)] if problem else [])]
 
 
 @dataclass(frozen=True)

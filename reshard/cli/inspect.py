@@ -88,11 +88,9 @@ def inspect(
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     if is_shown:
-        note = ", the newest complete checkpoint" * bool(steps)
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-        show.print_text(show.console(), name + note, style="bold")
-    problems = [show.as_given(problem, path) for problem in checkpoint.problems()]
-    run, whole = checkpoint.run, checkpoint
+        show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
+    problems, run, whole = [show.as_given(it, path) for it in checkpoint.problems()], checkpoint.run, checkpoint
     if drawn is not None:
         raise _draw(checkpoint, drawn, problems, legend)
     if select:

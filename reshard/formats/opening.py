@@ -112,7 +112,7 @@ def open_contents(
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
     `share`: which of the files this process looks for, among many that open it together.
     `check`: whether what is read is compared with checksums, where there are any.
-    `lists`: list missing and damaged files in `problems()`, and go on.
+    `lists`: list missing and damaged files in `problems()`, and open the rest.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """

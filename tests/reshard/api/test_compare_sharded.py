@@ -39,7 +39,7 @@ def test_a_copy_that_drifted_is_found(tmp_path: Path) -> None:
     for findings in gloo.run(compare_jobs.a_drifted_copy, 8, str(tmp_path / "c")):
         (finding,) = findings
         assert (finding.fqn, finding.rank, finding.element) == ("w", 6, (1, 2))
-        assert finding.message == "1 of 16 elements differ; at the first, 1 on the left and 5 on the right"
+        assert finding.message == "1 of 16 elements differ; the first: 1 -> 5"
 
 
 def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -> None:
