@@ -62,11 +62,12 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
+    """Return True if two of these are there: files of DCP, `metadata.json`, and `common.pt`. `.metadata` is written
+    last."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
-    if not has_dcp(names) or not {"metadata.json", "common.pt"} & set(names):
+    if has_dcp(names) + ("metadata.json" in names) + ("common.pt" in names) < 2:
         return False
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 

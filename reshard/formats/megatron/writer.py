@@ -81,8 +81,8 @@ class MegatronWriter(DcpWriter):
         """Publish what describes the files, then the file that names their folder."""
         check()
         storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
-        storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
         storage.publish_while(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode(), check)
+        storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
         self.publish(storage, done, check, None, self.folder)
         if self.folder:
             storage.publish_while(LATEST, str(int(self.common["iteration"])).encode(), check)
