@@ -225,6 +225,11 @@ class WeightSource:
         nothing. You may keep a bucket's memory."""
         return self._pass() if self._since is None else self._since.of(self._pass())
 
+    def require_full(self) -> None:
+        """Raise OptionError if ranks get shards."""
+        if self._layouts:
+            raise OptionError("this WeightSource has layouts=, but the engine needs full tensors: leave layouts= out")
+
     def forget(self) -> None:
         """Make the next pass yield all weights, for example after an engine was restarted. Needed only with
         `delta`."""

@@ -34,7 +34,7 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "same_memory",
+    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at", "same_memory",
     "same_value", "take_apart",
 ]  # fmt: skip
 
@@ -416,7 +416,7 @@ class Targets(State[LiveTensor]):
     def assign(self, values: Mapping[str, Any]) -> None:
         """Store values at their keys."""
         for key, value in values.items():
-            _put(self.root, self.paths[key], value)
+            put_at(self.root, self.paths[key], value)
 
 
 def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
@@ -467,7 +467,7 @@ def like_fresh(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
     return fresh[0]
 
 
-def _put(root: Any, path: KeyPath, value: Any) -> None:
+def put_at(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are rebuilt inside their own containers."""
     chain = [root]
     for part in path[:-1]:
