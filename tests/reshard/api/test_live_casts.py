@@ -188,3 +188,24 @@ def seen_otherwise() -> bool:
 
 def test_a_tensor_that_becomes_another_view_of_its_memory_is_seen():
     assert gloo.run(seen_otherwise, 1) == [True]
+
+
+def conjugated() -> list[str]:
+    """What went wrong after a side became the conjugate of its memory, or its bits in another dtype."""
+    wrong, values = [], torch.arange(4.0) * (1 + 1j)
+    for side in (0, 1):
+        state = [{"w": values.clone()}, {"w": torch.zeros(4, dtype=values.dtype)}]
+        prepared = reshard.prepare(*state)
+        prepared.run()
+        state[side]["w"].data = state[side]["w"].data.conj()
+        prepared.run()
+        if not torch.equal(state[1]["w"].resolve_conj(), state[0]["w"].resolve_conj()):
+            wrong.append(f"conjugate of side {side}")
+        state[side]["w"].data = state[side]["w"].data.resolve_conj().view(torch.int64)
+        with pytest.raises(LayoutError, match="should hold complex64, by the layout, but gave .* of int64"):
+            prepared.run()
+    return wrong
+
+
+def test_a_tensor_that_becomes_a_conjugate_or_another_dtype_is_seen():
+    assert gloo.run(conjugated, 1) == [[]]
