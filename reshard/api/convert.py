@@ -162,7 +162,8 @@ def convert(
             `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
-    with phase("convert", path=target) as phases, group.together("convert"):
+    checking = source.contents.checking if isinstance(source, Checkpoint) else Checking()
+    with phase("convert", path=target) as phases, group.together("convert"), checking.off(not check):
         check_flags(overwrite=overwrite, resume=resume, check=check, progress=progress)
         check_flags(normalized=normalized, model_only=model_only)
         globs = globs_of(select or None) or ()
@@ -178,7 +179,7 @@ def convert(
         with phase("open"):
             state = job.state()
         written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
-    report = _report(job, state, *written, phases)
+        report = _report(job, state, *written, phases)
     if report.unchecked and group.rank == 0:
         _log.info("%s was converted, %s", report.source, report.unchecked)
     return report

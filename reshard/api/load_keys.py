@@ -26,7 +26,7 @@ from reshard.api.key_suggestions import (
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
-from reshard.live.dtypes import dtype_from_name
+from reshard.live.dtypes import dtype_from_name, refused_cast
 from reshard.live.state import OwnState, Targets
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
@@ -160,8 +160,9 @@ class KeyMatch:
             self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, but the target has {list(shape)}")
             return False
         if dtype != spec.dtype:
-            if self.dtype_policy == "error":
-                self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}")
+            why = refused_cast(spec.dtype, dtype) if self.dtype_policy == "cast" else ""
+            if self.dtype_policy == "error" or why:
+                self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{why and f' ({why})'}")
                 return False
             if self.dtype_policy == "saved":
                 self.targets.replaced[key] = dtype_from_name(spec.dtype)

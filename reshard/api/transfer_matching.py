@@ -15,6 +15,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
+from reshard.live.dtypes import refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
@@ -142,15 +143,20 @@ class _Pairer:
                     f"{held.dtype}{list(held.shape)} in the source"
                 )
                 return False
+        if view.fills and (why := refused_cast("", spec.dtype)):
+            self.mismatched.append(f"{key}: cannot be filled with constants: {why}")
+            return False
         if view.shape != spec.shape:
             self.mismatched.append(
                 f"{key}: has shape {list(view.shape)} in the source, but {list(spec.shape)} in the target"
             )
             return False
         if view.spec.dtype != spec.dtype:
-            if not self.allow_cast:
+            why = refused_cast(view.spec.dtype, spec.dtype)
+            if not self.allow_cast or why:
                 self.mismatched.append(
                     f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
+                    + (why and f" ({why})")
                 )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)

@@ -18,6 +18,7 @@ from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
 from reshard.api.transfer_matching import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
+from reshard.live.dtypes import dtype_name
 from reshard.live.state import Targets
 from reshard.live.tensors import LiveTensor
 
@@ -140,6 +141,8 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
     Raises LayoutError where what is there is not what the layout says.
     """
     parts = layout.form.parts(layout.spec.shape, rank)
+    if any(dtype_name(tensor.dtype) != layout.spec.dtype for tensor in local):
+        raise _unfit(key, rank, local, layout.spec.dtype)
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         flat = local[0]
         numel = sum(part.numel for part in parts)
@@ -186,7 +189,7 @@ def _start(part: Part) -> int:
 
 
 def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> LayoutError:
-    there = " and ".join(str(list(tensor.shape)) for tensor in local) or "nothing"
+    there = " and ".join(f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}" for tensor in local) or "nothing"
     return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
 
 

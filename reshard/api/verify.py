@@ -17,9 +17,9 @@ from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box
 from planners.plans.plan import verify as prove
-from reshard.api.compare import WINDOW_BYTES, compare_sides, elements_of
+from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
 from reshard.api.options import check_flags
-from reshard.api.task_shares import SHARE_BYTES, Opening, Share, is_about, shares
+from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
@@ -99,12 +99,19 @@ def verify(
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
             kind = DamageReport if other._error is VerificationError else Report
-            if any(is_about(text, checkpoint.url) for text in getattr(other, "damaged", {}).values()):
+            if isinstance(other, CompareReport) and _is_first_damaged(other):
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
     kind = kind if covered else DamageReport
     return kind(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+
+
+def _is_first_damaged(report: CompareReport) -> bool:
+    """Whether an error is about the first side. One side may lie within the other."""
+    first, second = report.labels
+    is_inner = is_about(f"{absolute(second)}/", first)
+    return any(is_about(text, first) and not (is_inner and is_about(text, second)) for text in report.damaged.values())
 
 
 class DamageReport(Report):
@@ -269,8 +276,7 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
     """Return the tensors of each changed part of a file: of several, those that no longer have their saved
     fingerprints, if any."""
     checking = checkpoint.contents.checking
-    was_enabled, checking.enabled = checking.enabled, False  # what was changed is read here to find out what it is
-    try:
+    with checking.off():  # what was changed is read here to find out what it is
         places = _places(checkpoint, {name for name, _ in problems})
         for name, (text, start, stop) in problems:
             inside: dict[str, tuple[int, int]] = {}
@@ -285,8 +291,6 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
                 yield Finding(f"{text}{among}; this tensor has bytes [{low}, {high}) of the file", fqn)
             if not inside:
                 yield Finding(text)
-    finally:
-        checking.enabled = was_enabled
 
 
 def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_FileRange]]:

@@ -194,8 +194,10 @@ class WeightSource:
             raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         if not isinstance(state, Mapping):
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
-        if not isinstance(dtype, torch.dtype | None):
-            raise OptionError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise OptionError(
+                f"dtype must be a torch.dtype, such as torch.bfloat16, of floating-point numbers, got {dtype!r:.80}"
+            )
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""

@@ -101,7 +101,6 @@ HINTS: dict[str, str] = {
     "prefix": "prefix to remove from all names, such as 'net.'; '' removes none",
     "layer_offsets": "{stage or folder: number in the full model of its layer 0}",
     "vocab_size": "rows of the embedding without padding",
-    "num_layers": "number of layers, if the checkpoint does not record it",
     "tp_dims": "{name or glob: dim that tensor parallelism shards, or None}, for unusual names",
     "param_order": "names of the model's parameters in the order in which the model registers them",
     "kv_heads": "number of key/value heads, to split fused wqkv in optimizer state",

@@ -125,14 +125,12 @@ class _SavedStage:
     model: dict[str, StoredTensor]
     optimizers: list[StoredOptimizer]
 
-    def layers(self) -> dict[str, tuple[int, int]]:
-        """Lowest and highest number by container of layers."""
-        found: dict[str, list[int]] = {}
-        for name in self.model:
-            match = _LAYER.fullmatch(name)
-            if match is not None:
-                found.setdefault(match["head"], []).append(int(match["number"]))
-        return {head: (min(numbers), max(numbers)) for head, numbers in found.items()}
+    def layers(self) -> dict[str, set[int]]:
+        """The numbers of layers by their container."""
+        found: dict[str, set[int]] = {}
+        for match in filter(None, map(_LAYER.fullmatch, self.model)):
+            found.setdefault(match["head"], set()).add(int(match["number"]))
+        return found
 
 
 def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -149,7 +147,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         for name, tensor in stage.model.items():
             fqn = _globally(name, stage.number, offsets)
             known = result.model.setdefault(fqn, tensor)
-            if known is not tensor and fqn != name:
+            if known is not tensor and (fqn != name or ("layer_offsets" in hints and _LAYER.fullmatch(name))):
                 raise NormalizationError(
                     f"two stages of {what} have {fqn!r}, "
                     f"in stage {stage.number} called {name!r}: "
@@ -178,16 +176,29 @@ def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:
 
 def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], int]:
     """Return what to add to the numbers of a stage, by container; 0 where stages count as the whole
-    model does."""
+    model does.
+
+    Raises NormalizationError if the numbers do not say which it is.
+    """
     given = hints.mapping("layer_offsets")
     out: dict[tuple[int, str], int] = {}
+    seen: dict[str, set[int]] = {}
     done: dict[str, int] = {}
     for stage in stages:
         hinted = find_scope(given, stage.number)
-        for head, (low, high) in stage.layers().items():
-            before = done.get(head, 0)
-            out[stage.number, head] = int(hinted) if hinted is not None else (before if low < before else 0)
-            done[head] = max(before, high + 1 + out[stage.number, head])
+        for head, numbers in stage.layers().items():
+            before, known = done.get(head, 0), seen.setdefault(head, set())
+            begins_anew = min(numbers) < before
+            if hinted is None and begins_anew and not numbers & known:  # as stages with several parts of the model
+                hints.missing(
+                    "layer_offsets",
+                    f"{head!r} has layers {sorted(known)} in earlier stages and {sorted(numbers)} in stage "
+                    f"{stage.number}, which may count as the whole model does, or by itself",
+                    f"{{{stage.number}: 0}}",
+                )
+            out[stage.number, head] = int(hinted) if hinted is not None else before * begins_anew
+            done[head] = max(before, max(numbers) + 1 + out[stage.number, head])
+            known |= numbers
     return out
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,6 +89,15 @@ class Checking:
             self.bytes_checked += checked
             self.bytes_unchecked += unchecked
 
+    @contextmanager
+    def off(self, condition: bool = True) -> Iterator[None]:
+        """Compare nothing within the block, where the condition is true."""
+        was, self.enabled = self.enabled, self.enabled and not condition
+        try:
+            yield
+        finally:
+            self.enabled = was
+
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""
         self._unfinished[id(source)] = source
@@ -121,6 +131,7 @@ class Checksums(ABC):
     """Whether blocks can be compared in pieces that pass by: see `note`."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._owed: dict[tuple[Range, ...], int] = {}
         """Bytes of elements that were read and not compared so far, by their blocks."""
 
@@ -153,7 +164,8 @@ class Checksums(ABC):
         """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
         blocks = tuple(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
         if blocks:
-            self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
+            with self._lock:
+                self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
 
     def owed(self) -> list[Range]:
         """The blocks that were read of and not compared so far."""
@@ -163,7 +175,8 @@ class Checksums(ABC):
         """Return how many bytes of elements were owed of blocks that are right by now; they are not
         owed any more."""
         right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
-        return sum(self._owed.pop(blocks, 0) for blocks in right)
+        with self._lock:
+            return sum(self._owed.pop(blocks, 0) for blocks in right)
 
     def note(self, start: int, data: memoryview) -> Range | None:
         """Bytes of a block that is too large to be read at once pass by. Returns the block if all of it has passed by

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ class RecordChecksums(Checksums):
         super().__init__()
         self._starts: list[int] = []
         self._records: dict[int, _RecordSum] = {}
-        self._lock = threading.Lock()
 
     def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
         """A record at [start, stop); `crc` looks up what was written with it."""
@@ -58,8 +56,9 @@ class RecordChecksums(Checksums):
                     self._starts.insert(bisect_left(self._starts, start), start)
 
     def _near(self, start: int, stop: int) -> list[int]:
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        near = self._starts[first : bisect_left(self._starts, stop)]
+        with self._lock:
+            first = max(bisect_right(self._starts, start) - 1, 0)
+            near = self._starts[first : bisect_left(self._starts, stop)]
         return [at for at in near if self._records[at].stop > start]
 
     def pending(self, start: int, stop: int) -> list[Range]:

@@ -216,8 +216,10 @@ def _candidates(
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
     """The place of a fallback among the generations, newest first: right after one of the same state, else by the
-    time it was made; last if that is unknown."""
-    native = open_checkpoint(fallback).contents.details(NativeFacts)
+    time it was made; last if that is unknown, or there is nothing yet."""
+    native = None
+    with suppress(CheckpointNotFoundError):  # raised again if no generation can be loaded
+        native = open_checkpoint(fallback).contents.details(NativeFacts)
     if native is None:
         return len(newest_first)
     its = ManifestStamp.of(native.manifest)
