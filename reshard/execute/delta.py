@@ -272,12 +272,12 @@ class DeltaExchange(Exchange):
     def _outgoing(self, item: TransferItem) -> _Sent:
         key = (item.fqn, item.source_part, item.source)
         if key not in self._sent:  # what several ranks get is compared once
-            elements = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
+            elements = self._source(item, raw=False)
             self._sent[key] = _Sent(elements, self._wires.get(item.fqn, elements.dtype))
         return self._sent[key]
 
     def _incoming(self, item: TransferItem) -> _Got:
-        elements = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
+        elements = self._target(item, raw=False)
         return _Got(elements, self._wires.get(item.fqn, elements.dtype))
 
     @property

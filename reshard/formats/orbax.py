@@ -225,7 +225,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """
     del hints, what
     result = Canonical()
-    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
+    paths = {name: contents.path_of(name) for name in contents.tensors}
     split = any(path[0] == _MODEL for path in paths.values())
     by_path: dict[KeyPath, str] = {}
     for name, path in paths.items():
@@ -257,7 +257,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 def _beside(contents: Contents) -> Iterator[str]:
     held = (*contents.tensors, *contents.objects)
-    top = {key: contents.paths.get(key, (key,))[0] for key in held}
+    top = {key: contents.path_of(key)[0] for key in held}
     if _MODEL in top.values():  # else all of it is the model
         yield from (key for key in held if top[key] != _MODEL and top[key] not in _OPTIMIZER)
 

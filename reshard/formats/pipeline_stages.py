@@ -96,7 +96,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         found: dict[int, dict[str, KeyPath]] = {}
         outside = False
         for key in (*contents.tensors, *contents.aliases, *contents.objects):
-            path = contents.paths.get(key) or (key,)
+            path = contents.path_of(key) or (key,)
             match = _KEY.fullmatch(str(path[at])) if len(path) > at + 1 else None
             if match is not None:
                 found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])

@@ -231,7 +231,7 @@ class MappingStage:
                 "rename one of them"
             )
         into[new] = make
-        path = self.given.paths.get(old, (old,))
+        path = self.given.path_of(old)
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
     def _add_group(self, group: RuleGroup) -> None:
@@ -331,7 +331,7 @@ class MappingStage:
                 for key in keys:
                     self._put(self.objects, key, key, partial(objects.__getitem__, key))
                 continue
-            stem, path = keys[0].rpartition(".")[0], self.given.paths.get(keys[0], (keys[0],))
+            stem, path = keys[0].rpartition(".")[0], self.given.path_of(keys[0])
             for at, name in enumerate(self._translated([objects[key] for key in keys])):
                 self._put(self.objects, f"{stem}.{at}", f"{stem}.{at}", partial(str, name))
                 self.paths[f"{stem}.{at}"] = (*path[:-1], at)

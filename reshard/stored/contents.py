@@ -164,14 +164,14 @@ def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None 
         front = (section,) if section else ()
         dotted = section + "." if section else ""
         for key in (*part.tensors, *part.objects):
-            full = found.claim((*front, *part.paths.get(key, (key,))), dotted + key)
+            full = found.claim((*front, *part.path_of(key)), dotted + key)
             if key in part.tensors:
                 found.add_tensor(full, partial(_tensor, part, key, full))
             else:
                 found.add_object(full, partial(part.objects.__getitem__, key))
         for key, target in part.aliases.items():
             found.aliases[dotted + key] = dotted + target
-            found.paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
+            found.paths[dotted + key] = (*front, *part.path_of(key))
         found.containers.update({(*front, *path): kind for path, kind in part.containers.items()})
         warnings += part.warnings
     return found.build(name, facts, warnings=tuple(warnings))

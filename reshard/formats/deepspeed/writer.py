@@ -258,7 +258,7 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     found: dict[tuple[Any, ...], Any] = {}
     lost: list[str] = []
     for key, value in contents.objects.items():
-        path = contents.paths.get(key, (key,))
+        path = contents.path_of(key)
         if path[0] in ("optim", "model"):
             continue
         inner = path[1:] if str(path[0]).endswith("mp_rank_00_model_states") else path

@@ -272,7 +272,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
-            held[key if key in weight_map else str((part.paths.get(key) or (key,))[0])] = file
+            held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
     check_index(label, weight_map, held)
     return merge("torch_save", parts)
 

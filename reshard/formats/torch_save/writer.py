@@ -100,7 +100,7 @@ def paths_in_order(contents: Contents) -> dict[str, KeyPath]:
     """Return where in the nest each key is, in the order in which the state was saved."""
     keys = dict.fromkeys((*contents.tensors, *contents.aliases, *contents.objects))
     ordered = [*(key for key in contents.paths if key in keys), *(key for key in keys if key not in contents.paths)]
-    return {key: contents.paths.get(key, (key,)) for key in ordered}
+    return {key: contents.path_of(key) for key in ordered}
 
 
 def nest_of(
