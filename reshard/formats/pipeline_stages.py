@@ -22,6 +22,7 @@ from reshard.formats.canonical import (
     find_scope,
     name_ids,
     read_optimizer,
+    settings_of,
     take_optimizer,
 )
 from reshard.formats.format import Format
@@ -215,15 +216,11 @@ def _take(
             result.add_state(fqn, key, value)
     for group in one.groups:
         # the stages have the same groups, each with its own parameters
-        same = [known for known in result.groups if _settings(known) == _settings(group)]
+        same = [known for known in result.groups if settings_of(known) == settings_of(group)]
         if same and "params" in group:
             same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
         elif not same:
             result.groups.append(group)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _claim(contents: Contents) -> Contents | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.canonical import Canonical, Hints, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
@@ -105,10 +105,7 @@ class DeepSpeedWriter(ArchivesWriter):
     def _optimizer_state(self) -> dict[str, Any]:
         """Settings by group; stages 1 and 2 have them at the top, stage 3 within."""
         facts = self.facts
-        settings = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [number]}
-            for number, group in enumerate(facts.groups)
-        ]
+        settings = [{**settings_of(group), "params": [number]} for number, group in enumerate(facts.groups)]
         firsts = [next((facts.steps[fqn] for fqn in group["params"]), None) for group in facts.groups]
         state = {n: {} if step is None else {"step": torch.tensor(step, device="cpu")} for n, step in enumerate(firsts)}
         inner = {"state": state, "param_groups": settings}
@@ -159,7 +156,7 @@ def deepspeed_form(
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
     _check(found, trained, groups, what)
-    ties = _ties(found.model, trained)
+    tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
     lost: list[str] = []
     for fqn in trained:
@@ -171,7 +168,7 @@ def deepspeed_form(
                 tensors[f"{fqn}/{name}"] = value.renamed(f"{fqn}/{name}")
             elif name not in _NOT_STATES:
                 lost.append(f"optim.state.{fqn}.{name}")
-    still = [fqn for fqn in found.model if fqn not in trained and fqn not in ties]
+    still = [fqn for fqn in found.model if fqn not in trained and fqn not in tied]
     tensors.update((fqn, found.model[fqn]) for fqn in still)
     client, unplaced = _client(contents)
     listed = {p for group in found.groups for p in group.get("params", ())}
@@ -181,7 +178,7 @@ def deepspeed_form(
         steps={fqn: _step(found, fqn) for fqn in trained},
         shapes={fqn: found.model[fqn].spec.shape for fqn in trained},
         cut_dims={fqn: _cut_dim(fqn, Hints(hints)) for fqn in trained},
-        tied=ties,
+        tied=tied,
         client=client,
     )
     return Contents(
@@ -233,16 +230,6 @@ def _step(found: Canonical, fqn: str) -> float | None:
     if value is None:
         return None
     return float(read_value(value))
-
-
-def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, str]:
-    """Names of tensors that are the same chunks as another's: that which has states, or the first."""
-    first: dict[int, str] = {}
-    for fqn in (*trained, *model):
-        if model[fqn].chunks != ():
-            first.setdefault(id(model[fqn].chunks), fqn)
-    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
-    return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in trained}
 
 
 def _cut_dim(fqn: str, hints: Hints) -> int:

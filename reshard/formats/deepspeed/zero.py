@@ -17,7 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
 from reshard.formats.canonical import Value
-from reshard.formats.torch_save.reader import TorchFile, stored_or_plain
+from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
@@ -67,8 +67,7 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     states = _states(base)
     out.groups = [dict(group) for group in base.get("param_groups", ())] if isinstance(base, dict) else []
     for g, master in enumerate(masters):
-        named: dict[str, Any] = {MASTER: master, **states.get(g, {})}
-        out.flats.append({k: stored_or_plain(f"{stem}.{g}.{k}", v, file, rank) for k, v in named.items()})
+        out.flats.append(stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank))
     counts = value.get("partition_count", ())
     out.partition_counts = (
         [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
