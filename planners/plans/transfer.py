@@ -12,13 +12,12 @@ import numpy as np
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import (
     BoxesForm,
     Form,
     Part,
     ProductGeometry,
-    Shape,
     StateLayout,
     check_rank,
     local_boxes,

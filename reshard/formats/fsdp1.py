@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planners.geometry.layout import Shape
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -63,7 +63,7 @@ FLAT = "_flat_param"
 class FlatLayout:
     """Where each parameter is in a flat one: its first element, and its shape."""
 
-    params: dict[str, tuple[int, tuple[int, ...]]]
+    params: dict[str, tuple[int, Shape]]
 
     def cut(self, flat: StoredTensor) -> dict[str, StoredTensor]:
         """The parameters as tensors of their own."""
@@ -101,7 +101,7 @@ def layout_of(
         )
     for alignment in (1, max(_ALIGNMENT_BYTES // itemsize, 1)):
         at = 0
-        inside: dict[str, tuple[int, tuple[int, ...]]] = {}
+        inside: dict[str, tuple[int, Shape]] = {}
         for param, shape in params:
             start = -(-at // alignment) * alignment
             inside[param] = (start, shape)
@@ -136,7 +136,7 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | N
         raise NormalizationError(f"the hint 'flat_params' must list (name, shape), got {value!r:.80}") from None
 
 
-def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:
+def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, Shape]] | None:
     """The parameters of the module whose flat parameter this is, but not those of modules inside with their own."""
     shapes = hints.mapping("param_shapes")
     if not shapes:
@@ -360,7 +360,7 @@ def _pieces(
     """A tensor from the 1-D pieces of all ranks, in order."""
     parts = []
     for rank, ref in sorted(values.items()):
-        if isinstance(ref, TensorRef) and math.prod(ref.size):
+        if isinstance(ref, TensorRef) and 0 not in ref.size:
             if len(ref.size) != 1:
                 raise CorruptCheckpointError(
                     f"{files[rank].source.label}: {name!r} has shape {list(ref.size)}, not 1-D"

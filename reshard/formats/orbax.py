@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Shape, Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
@@ -171,7 +171,7 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     return StoredTensor(spec, tuple(chunks))
 
 
-def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
+def _chunk_key(driver: str, box: Box, grid: Shape) -> str:
     """The key of what holds a chunk within its array, by zarr's rules."""
     index = [str(offset // max(size, 1)) for offset, size in zip(box.offsets, grid)]
     if driver == "zarr3":
@@ -179,7 +179,7 @@ def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
     return ".".join(index) or "0"
 
 
-def _cells(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+def _cells(shape: Shape, cell: Shape) -> Iterator[Box]:
     """The boxes of a regular grid; those at the edge are smaller."""
     if not shape:
         yield Box((), ())

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, check_index, read_index
@@ -127,7 +127,7 @@ def open_files(files: Files, found: list[str]) -> Contents:
     """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
     storage, names = files.storage, files.listed
     headers = {file: read_header(files[file]) for file in found}
-    chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
+    chunks: dict[str, list[tuple[str, Header, Shape]]] = {}
     inferred = False
     for file, header in headers.items():
         offsets = header.saved_offsets()
@@ -162,7 +162,7 @@ def open_files(files: Files, found: list[str]) -> Contents:
     )
 
 
-def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:
+def _tensor(key: str, parts: list[tuple[str, Header, Shape]]) -> StoredTensor:
     dtypes = sorted({header.entries[key].dtype for _, header, _ in parts})
     ranks = {len(offset) for _, _, offset in parts}
     if len(dtypes) > 1 or len(ranks) > 1:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from planners.geometry.box import Box
-from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.dtypes import dtype_name
@@ -382,9 +382,7 @@ def _rank() -> int:
 
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
-def _forms_held(
-    forms: tuple[ProductForm, ...], shape: Shape, here: int, local: tuple[int, ...]
-) -> tuple[ProductForm, ...]:
+def _forms_held(forms: tuple[ProductForm, ...], shape: Shape, here: int, local: Shape) -> tuple[ProductForm, ...]:
     """Metadata do not say how a tensor was sharded. What this rank really holds, of shape `local`,
     does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})

@@ -15,7 +15,7 @@ import xxhash
 from msgspec import UNSET
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Range, Shape, Window
 from planners.geometry.layout import state_from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
@@ -308,7 +308,7 @@ class NativeFacts(Facts):
             error.args = (f"{error}. Tensors there: {', '.join(words)}{more}",)
         return error
 
-    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, tuple[int, int]]:
+    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, Range]:
         record, found = self.files.get(file), {}
         if record is not None:
             with suppress(CheckpointError):  # a header that is missing or damaged says nothing
@@ -417,11 +417,11 @@ class ArrayPart(NamedTuple):
 
 
 class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    box: tuple[tuple[int, ...], tuple[int, ...]]
+    box: tuple[Shape, Shape]
     """Offsets and sizes."""
     file: int = -1
     start: int = 0
-    array: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    array: tuple[Shape, Shape] | None = None
     """None if it is the box."""
 
 
@@ -469,7 +469,7 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
 # before.
 
 
-def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]]) -> int:
+def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range]]) -> int:
     """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
 
     Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.

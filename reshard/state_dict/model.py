@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from planners.geometry.box import Shape
 from reshard.errors import KeyMismatchError
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.state import same_memory, same_value
@@ -434,7 +435,7 @@ def _is_frozen(slot: StateEntry) -> bool:
 # memory is touched; everything else goes through `full`.
 
 
-def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
+def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False) -> str | None:
     """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) match."""
     if not isinstance(value, torch.Tensor):
         return f"expected a tensor of shape {shape}, found {type(value).__name__}"

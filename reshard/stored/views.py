@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Shape, Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -25,7 +25,6 @@ __all__ = [
 #     halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
 
 
-Shape = tuple[int, ...]
 Piece = tuple[Box, StoredTensor]
 """A region of a tensor, and the stored tensor of the region's sizes that fills it."""
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -248,7 +249,7 @@ def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]
             parts.model[fqn] = stored_tensor(str(fqn), file, ref)
 
 
-def _frozen(stage: _ModelParallelRank, fqn: str, shape: tuple[int, ...]) -> StoredTensor:
+def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from the slices of all ranks."""
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
@@ -349,7 +350,7 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
 # a row, of each group]}
 
 
-NamedShapes = Mapping[str, tuple[int, ...]]
+NamedShapes = Mapping[str, Shape]
 
 
 def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShapes, hints: Hints) -> StoredOptimizer:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
 from reshard.formats.canonical import Value
@@ -25,7 +25,7 @@ from reshard.stored.views import assemble, narrow, unflatten
 __all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 """Shapes of the parameters of a group, in order."""
 MASTER = "fp32"
 """Name under which the fp32 masters go among the states."""
@@ -220,7 +220,7 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
     return parts
 
 
-def _gather(fqn: str, shape: tuple[int, ...], parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
+def _gather(fqn: str, shape: Shape, parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
     """A parameter from parts of flat tensors, each (start in the parameter, flat tensor, start in it, length)."""
     numel = math.prod(shape)
     pieces, dtype = [], "float32"

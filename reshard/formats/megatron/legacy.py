@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope, settings_of
 from reshard.formats.megatron.canonical import finish
@@ -184,15 +185,13 @@ def _take(
         same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
 
 
-def _join(
-    name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, tuple[int, ...]], hints: Hints
-) -> StoredTensor:
+def _join(name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, Shape], hints: Hints) -> StoredTensor:
     shards = [by_tp[tp] for tp in sorted(by_tp)]
     return join_shards(name, shards, tp_dim(name, hints, len(shards)), is_gated(name, shapes))
 
 
 def _join_states(
-    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, Shape], hints: Hints
 ) -> dict[str, Value]:
     first = by_tp[min(by_tp)]
     out: dict[str, Value] = {}

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape
+from planners.geometry.box import Box, Shape
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import Hints, find_scope
 from reshard.stored.tensor import StoredTensor

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value, settings_of
 from reshard.formats.dcp.reader import DcpFacts
@@ -211,7 +212,7 @@ def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
 
 
 def _find_slots(
-    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
+    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, Shape], grid: Grid, hints: Hints
 ) -> list[BufferSlot]:
     """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}

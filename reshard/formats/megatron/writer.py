@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints, ties
@@ -322,13 +322,13 @@ class Stacks:
     """Layers of each block that is a stack."""
     experts: dict[str, int] = field(default_factory=dict)
     """How many experts there are, by what stands before them."""
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Mapping[str, TensorSpec]) -> Stacks:
         """Raises FormatError for layers or experts that are not all there."""
         made = cls(shapes={name: spec.shape for name, spec in model.items()})
-        blocks: dict[str, dict[int, dict[str, tuple[tuple[int, ...], str]]]] = {}
+        blocks: dict[str, dict[int, dict[str, tuple[Shape, str]]]] = {}
         experts: dict[str, set[int]] = {}
         for name, spec in model.items():
             site = _ParameterSite.of(name)
