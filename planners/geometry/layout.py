@@ -424,6 +424,8 @@ class TensorSpec:
     """Bytes per element."""
     numel: int = field(init=False, repr=False, compare=False)
     """Number of elements."""
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Size of the full tensor in bytes."""
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
         """Raises PlanError for a name that is not a string, a negative size, or an unknown dtype."""
@@ -436,13 +438,9 @@ class TensorSpec:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
         object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.numel * self.itemsize)
         if max((self.nbytes, *self.shape)) >= 1 << 63:
             raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the full tensor in bytes."""
-        return self.numel * self.itemsize
 
 
 class TensorLayout:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
@@ -32,7 +30,7 @@ from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, Facts, LazyMapping, merge
+from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 
@@ -108,16 +106,8 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
                 raise CorruptCheckpointError(
                     f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
                 )
-            return {number: _part(contents, found[number]) for number in sorted(found)}
+            return {n: replace(contents.only(found[n]), paths=found[n], containers={}) for n in sorted(found)}
     return None
-
-
-def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
-    def of(whole: Mapping[str, Any]) -> LazyMapping[str, Any]:
-        return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
-
-    aliases = {key: target for key, target in contents.aliases.items() if key in paths}
-    return Contents(of(contents.tensors), of(contents.objects), paths, aliases=aliases, format=contents.format)
 
 
 @dataclass

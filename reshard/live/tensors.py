@@ -36,8 +36,8 @@ __all__ = [
     "dtensor_of", "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of",
     "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard",
     "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes",
-    "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local",
-    "world_size", "wrapped_like", "wrappers",
+    "reach_bytes", "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried",
+    "with_local", "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -299,6 +299,12 @@ def held_tensors(tensor: Any) -> list[torch.Tensor]:
 def holder(value: torch.Tensor) -> torch.Tensor:
     """The tensor in which this rank's elements are: of a DTensor, its local tensor."""
     return value._local_tensor if is_dtensor(value) else value
+
+
+def reach_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element in memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 OVERWRITTEN_BY = "_reshard_overwritten_by"

@@ -32,6 +32,7 @@ from reshard.live.tensors import (
     is_dtensor,
     is_sharded,
     mark_overwritten,
+    reach_bytes,
     settled,
     tensor_class,
     with_local,
@@ -566,7 +567,7 @@ def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
         starts = list(map(torch.Tensor.data_ptr, tensors))
         if all(map(torch.Tensor.is_contiguous, tensors)):
             return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // runs])) * runs)
-        return Spans(starts, list(map(_reach, tensors)))
+        return Spans(starts, list(map(reach_bytes, tensors)))
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -659,10 +660,4 @@ def _span(tensor: Any) -> tuple[int, int]:
         starts = [local.data_ptr() for local in held]
     except (RuntimeError, NotImplementedError):  # sparse tensors have several storages
         return 0, 0
-    return min(starts), max(map(int.__add__, starts, map(_reach, held))) - min(starts)
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return min(starts), max(map(int.__add__, starts, map(reach_bytes, held))) - min(starts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -103,6 +103,15 @@ class Contents(State[StoredTensor]):
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
         if problems := self.facts.problems():
             raise CorruptCheckpointError("; ".join(problems))
+
+    def only(self, keys: Container[str]) -> Contents:
+        """Return the same without other tensors and objects."""
+
+        def chosen(values: Mapping[str, V]) -> Mapping[str, V]:
+            return LazyMapping({key: partial(values.__getitem__, key) for key in values if key in keys})
+
+        aliases = {key: target for key, target in self.aliases.items() if key in keys}
+        return replace(self, tensors=chosen(self.tensors), objects=chosen(self.objects), aliases=aliases)
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""
