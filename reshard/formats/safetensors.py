@@ -20,7 +20,16 @@ from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors import SAFETENSORS_CODES, Header, encode_header, read_header
 from reshard.stored.source import Files
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, grouped
+from reshard.stored.streaming import (
+    FilePart,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    Publication,
+    Target,
+    WrittenFile,
+    grouped,
+)
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
@@ -319,20 +328,19 @@ class SafetensorsWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(name, *done)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
+        old = [n for n in out.storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
         for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
-            if name not in done or (len(done) > 1 and done[name].name != name):
-                check()
-                storage.retract(name)
-        self.name_files(storage, done, check)
-        if len(done) > 1:
+            if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
+                out.retract(name)
+        out.name_files()
+        if len(out.done) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": {part.spec.fqn: file.name for file in self.files for part in file.parts},
             }
-            storage.publish_while(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2), check)
+            out.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,8 @@ from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
-from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePlan, Target, WrittenFile
+from reshard.stored.streaming import FilePlan, Publication, Target
 from reshard.stored.tensor import StoredTensor, read_value
 
 __all__ = ["WRITING"]
@@ -111,23 +110,24 @@ class DeepSpeedWriter(ArchivesWriter):
         inner = {"state": state, "param_groups": settings}
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Give all files their names, write the small ones, then the one that names their folder."""
-        if not storage.list(f"{self.tag}/").keys().isdisjoint(done):  # old and new files in one folder are neither
-            check()
-            storage.retract(_LATEST)
-        self.name_files(storage, done, check)
+        if (
+            not out.storage.list(f"{self.tag}/").keys().isdisjoint(out.done)
+        ):  # old and new files in one folder are neither
+            out.retract(_LATEST)
+        out.name_files()
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
         small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
         for fqn, step in self.facts.steps.items():
             if step is not None:
                 small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
         for name, value in small.items():
-            storage.publish_while(name, object_to_bytes(value), check)
-        storage.publish_while(_LATEST, self.tag.encode(), check)
-        for name in storage.list(f"{self.tag}/"):  # of what was there before
-            if name not in done and name not in small:
-                storage.delete(name)
+            out.publish(name, object_to_bytes(value))
+        out.publish(_LATEST, self.tag.encode())
+        for name in out.storage.list(f"{self.tag}/"):  # of what was there before
+            if name not in out.done and name not in small:
+                out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The files that name a folder."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -20,9 +20,8 @@ from reshard.formats.megatron.files import LATEST
 from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
-from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile, grouped
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publication, Target, grouped
 from reshard.stored.tensor import StoredTensor, read_value
 from reshard.stored.views import stack
 
@@ -77,15 +76,14 @@ class MegatronWriter(DcpWriter):
             for number, group in enumerate(groups)
         )
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Publish what describes the files, then the file that names their folder."""
-        check()
-        storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
-        storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
-        storage.publish_while(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode(), check)
-        self.publish(storage, done, check, None, self.folder)
+        out.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
+        out.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
+        out.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
+        self.publish(out, None, self.folder)
         if self.folder:
-            storage.publish_while(LATEST, str(int(self.common["iteration"])).encode(), check)
+            out.publish(LATEST, str(int(self.common["iteration"])).encode())
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""
