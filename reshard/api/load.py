@@ -230,7 +230,6 @@ class _Load:
                     with phase("pass on"):
                         fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
                 with phase("assign"):
-                    targets.put_new()
                     targets.tell_autograd(match.tensors)
                     targets.assign({**match.objects, **per_rank})
         names = checkpoint.aliases

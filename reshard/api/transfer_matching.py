@@ -445,12 +445,13 @@ class Values:
 
     def assign(self, values: dict[str, Any]) -> None:
         """Put them into the target, and what is each rank's own from this rank's source to its target."""
-        self._target.assign(values)
-        own = {}
-        for key, wrapper in self._target.per_rank.items():
-            if key in self._source.per_rank:
-                own[key] = replace(wrapper, value=self._source.per_rank[key].value)
-        self._target.assign(own)
+        held = self._source.per_rank
+        own = {
+            key: replace(wrapper, value=held[key].value)
+            for key, wrapper in self._target.per_rank.items()
+            if key in held
+        }
+        self._target.assign({**values, **own})
 
     def _held(self) -> dict[str, Any]:
         wanted = set(self._pairs.values())

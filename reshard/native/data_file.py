@@ -47,7 +47,7 @@ class Entry:
     @property
     def key(self) -> str:
         """The name of the entry in the file."""
-        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+        return entry_key(self.spec, self.box)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ def header_of(plan: SavePlan, rank: int) -> bytes:
     """Return the header of a rank's file. It follows from the plan, as do the arrays."""
     specs = plan.layout.specs
     return encode_header(
-        (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
+        (entry_key(specs[item.fqn], item.box), specs[item.fqn].dtype, item.box.sizes)
         for item in _in_file_order(plan, rank)
     )
 

@@ -102,10 +102,7 @@ class NativeWriter(FormatWriter):
         """Stream one rank's file and its checksums."""
         storage.delete(file.name)
         storage.delete(f"{file.name}.sums")
-        header = encode_header(
-            (entry_key(part.spec.fqn, part.box, part.spec.shape), part.spec.dtype, part.box.sizes)
-            for part in file.parts
-        )
+        header = encode_header((entry_key(part.spec, part.box), part.spec.dtype, part.box.sizes) for part in file.parts)
         regions = [self.region(part) for part in file.parts]
         whole = xxhash.xxh3_128()
         with self.feed(regions) as feed:

@@ -18,8 +18,8 @@ from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "CheckTime", "Checking", "Checksums", "add_touched", "may_check",
-    "most_to_check", "touched_ranges",
+    "BlockChecksums", "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check",
+    "touched_ranges",
 ]  # fmt: skip
 
 
@@ -57,11 +57,6 @@ def most_to_check(wanted_bytes: int) -> float:
     return max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
 
 
-def may_check(cost_bytes: int, wanted_bytes: int) -> bool:
-    """Return True if `cost_bytes` may be read in order to check `wanted_bytes`."""
-    return cost_bytes <= most_to_check(wanted_bytes)
-
-
 @dataclass
 class Checking:
     """How the bytes of one checkpoint are checked, and how many were. Shared by all of its files."""
@@ -96,7 +91,7 @@ class Checking:
         CorruptCheckpointError."""
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
-            if wanted_bytes is None or may_check(source.owed_bytes, wanted_bytes):
+            if wanted_bytes is None or source.owed_bytes <= most_to_check(wanted_bytes):
                 source.finish_comparing()
             else:
                 self._unfinished[key] = source

@@ -17,7 +17,7 @@ from planners.geometry.arrays import Ints
 from planners.geometry.box import Range, Window
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.base import Storage
-from reshard.stored.checksums import BlockChecksums, Checking, Checksums, may_check, touched_ranges
+from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
 __all__ = [
     "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
@@ -122,7 +122,7 @@ class FileSource(Source):
     """An object of a storage. Mapped into memory at first use where the storage can.
 
     Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that have the
-    checksums that were saved, or an error; what has none, or would cost more than `may_check` allows, counts as
+    checksums that were saved, or an error; what has none, or would cost more than `most_to_check`, counts as
     unchecked in `checking`.
 
     `listed` is its size, if that is known already, where the storage has no view of it: a request less.
@@ -174,7 +174,7 @@ class FileSource(Source):
             self.checking.add(unchecked=wanted)
             return
         blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
-        if blocks and not may_check(sum(stop - start for start, stop in blocks), wanted):
+        if sum(stop - start for start, stop in blocks) > most_to_check(wanted):
             self._owe(sums, ranges, wanted)
             return
         if blocks:
@@ -258,7 +258,7 @@ class FileSource(Source):
         if self.checksums is None or not self.checking.enabled:
             return None
         blocks = self.checksums.pending(start, stop)
-        return blocks if may_check(sum(b - a for a, b in blocks), stop - start) else None
+        return blocks if sum(b - a for a, b in blocks) <= most_to_check(stop - start) else None
 
     def _compare_read(self, start: int, data: memoryview, blocks: list[Range] | None, wanted: int) -> None:
         """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of each is read.
