@@ -26,8 +26,8 @@ import torch.distributed as dist
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape, TensorLayout
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes
 from reshard.api.options import check_flags

@@ -44,7 +44,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FormatWriter
+from reshard.stored.streaming import FormatWriter, Publication
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -259,7 +259,7 @@ def _run(
                     writer.compare_fingerprints(done)
                 unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
                 with phase("publish"):
-                    writer.finish(storage, done, journal.check)
+                    writer.finish(Publication(storage, done, journal.check))
                     journal.end()
         unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:

@@ -15,7 +15,7 @@ import torch
 
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Range
 from planners.plans.plan import verify as prove
 from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
 from reshard.api.options import check_flags
@@ -279,7 +279,7 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
     with checking.off():  # what was changed is read here to find out what it is
         places = _places(checkpoint, {name for name, _ in problems})
         for name, (text, start, stop) in problems:
-            inside: dict[str, tuple[int, int]] = {}
+            inside: dict[str, Range] = {}
             for fqn, first, last in places.get(name, ()):
                 if first < stop and start < last:
                     low, high = inside.get(fqn, (first, last))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planners.geometry.box import Box, merge_ranges
+from planners.geometry.box import Box, Range, merge_ranges
 from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,
@@ -361,7 +361,7 @@ class _JudgedGeneration:
     def _moves(self, rows: list[Held]) -> Moves:
         """Return which rank receives what for its host, and which ranks could send it."""
         moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
-        needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        needs: dict[str, dict[str, list[Range]]] = {}
         for host, row in zip(self.hosts.names, rows):
             for rank, ranges in row.items():
                 needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
@@ -375,9 +375,9 @@ class _JudgedGeneration:
         return moves
 
 
-def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Range]]:
     """The blocks of each file that a plan reads."""
-    found: dict[FileSource, list[tuple[int, int]]] = {}
+    found: dict[FileSource, list[Range]] = {}
     for copy in plan.copies:
         if isinstance(source := copy.place.source, FileSource):
             found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))
