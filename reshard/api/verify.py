@@ -108,7 +108,7 @@ def verify(
 
 
 def _is_first_damaged(report: CompareReport) -> bool:
-    """Whether an error is about the first side. One side may lie within the other."""
+    """Whether an error is about the first side. One side may be within the other."""
     first, second = report.labels
     is_inner = is_about(f"{absolute(second)}/", first)
     return any(is_about(text, first) and not (is_inner and is_about(text, second)) for text in report.damaged.values())

@@ -69,8 +69,7 @@ def inspect(
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
     if drawn is not None and (as_json or html is not None or select):
-        option = "--json" if as_json else "--select" if select else "--html"
-        raise UsageError(f"--map prints a drawing: leave out {option}")
+        raise UsageError("--map prints a drawing of all tensors: leave out --json, --html, and --select")
     is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected
