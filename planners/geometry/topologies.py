@@ -501,13 +501,18 @@ _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
 _NAMES = ("fsdp", "tp", "hsdp", "ddp", "pp")
 _DATA_PARALLEL = ": did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)"
 _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
+_MISTYPED = re.compile(
+    r"(?:(?:(?:[fh]sdp|ddp|[cdept]p)[:\s]*\d[\dx]*|[A-Za-z_]\w*\s*=\s*\w*)(?:[,;/\s]+|$|(?=[a-z])))+"
+)
+"""Such as `fsdp6`, `fsdp:4`, or `dp=two`."""
 
 
 def looks_like_a_topology(text: str) -> bool:
-    """Return True if the text looks like a topology: `name=size,name=size`, perhaps with lines of rules. A path does
-    not."""
+    """Return True if the text looks like a topology, even a mistyped one: `name=size,name=size`, perhaps with lines of
+    rules. A path does not."""
     head = next(iter(text.strip().splitlines()), "")
-    return bool(head) and all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
+    is_one = all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
+    return bool(head) and (is_one or _MISTYPED.fullmatch(head) is not None)
 
 
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
@@ -523,7 +528,10 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     parts = [_PART.fullmatch(part) for part in text.split(",")]
     sizes = {part[1]: part[2].split("x") for part in parts if part is not None}
     if len(sizes) != len(text.split(",")):
-        raise PlanError(f"cannot read the topology {text!r}: write {WORDS}")
+        found = re.findall(r"([A-Za-z_]+)[=:\s]*(\d+(?:x\d+)*)", text)
+        meant = ",".join(map("=".join, found)) if {name for name, _ in found} <= {*_NAMES} else ""
+        near = f": did you mean {meant!r}?" if meant else "."
+        raise PlanError(f"{text!r} is neither a path nor a topology{near} Write a topology like {WORDS}")
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:

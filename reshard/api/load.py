@@ -29,7 +29,6 @@ from reshard.errors import (
     KeyMismatchError,
     OptionError,
     format_names,
-    format_value,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -166,10 +165,7 @@ def load_with(
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     """Apply a mapping that is more than renames."""
-    from reshard.mapping import Mapping as StateMapping
 
-    if not isinstance(mapping, StateMapping):
-        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(mapping)}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped

@@ -61,8 +61,6 @@ class Workspace:
 
         Raises OptionError for a budget that is too small to work in, or a number of threads below 1.
         """
-        if threads is not None and threads < 1:
-            raise OptionError(f"threads must be >= 1, got {threads}")
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = threads or max(1, min(MAX_THREADS, processors // max(sharers, 1)))
         if memory_budget_bytes is None:

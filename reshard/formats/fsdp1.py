@@ -218,9 +218,8 @@ def open(files: Files) -> Contents:
     for section, ranks in sorted(numbered(names).items()):
         missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
         if missing:
-            raise CorruptCheckpointError(
-                f"{storage.url}: the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
-            )
+            words = f"the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
+            files.checking.refuse(CorruptCheckpointError(f"{storage.url}: {words}"))
         sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
     opened: dict[KeyPath, TorchFile] = {
         (f"{s}_{rank}",): file for s, ranks in sections.items() for rank, file in ranks.items()

@@ -584,7 +584,8 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
     lost = next((i for i in range(1, total + 1) if i not in numbers), None)
     if lost is not None or len(headers) > total:
         what = f"number {lost} is missing" if lost is not None else f"there are {len(headers)}"
-        raise CorruptCheckpointError(f"{header.source.label}: the model was split into {total} files, and {what}")
+        words = f"{header.source.label}: the model was split into {total} files, and {what}"
+        header.source.refuse(CorruptCheckpointError(words))
     counts = (None, total, *([0] if total == 1 else []))  # llama.cpp merges files into one of 0 parts
     for number, (file, of) in enumerate(headers.items()):
         said = of.number("split.no")

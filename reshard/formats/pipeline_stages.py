@@ -62,7 +62,8 @@ def open(files: Files) -> Contents:
     ((_, found),) = numbered(names).items()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
-        raise CorruptCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
+        words = f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}"
+        files.checking.refuse(CorruptCheckpointError(words))
     stages = {
         stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
     }

@@ -77,7 +77,7 @@ def open(files: Files) -> Contents:
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
         warning = f"{found[0]} is one of several files, and the others were not opened"
         return replace(open_files(files, found), warnings=(warning,))
-    _check_numbers(storage.url, found)
+    _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)
     return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
 
@@ -98,12 +98,12 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     contents = open_files(files, sorted({*weight_map.values()}))
-    check_index(label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
+    check_index(files, label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
     return contents
 
 
-def _check_numbers(url: str, files: list[str]) -> None:
-    """Raises unless the names say that the files are one checkpoint, and all of it."""
+def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None]) -> None:
+    """Raises or refuses unless the names say that the files are one checkpoint, and all of it."""
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
     if all(shards):
@@ -114,7 +114,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         lost = [p for p in range(1, parts + 1) if not any(have_p == p for _, have_p in have)]
         if gone or lost:
             what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
-            raise CorruptCheckpointError(f"{url}: all shards {what} are missing")
+            refuse(CorruptCheckpointError(f"{url}: all shards {what} are missing"))
     elif len(files) > 1 or all(numbered):
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
@@ -127,9 +127,8 @@ def _check_numbers(url: str, files: list[str]) -> None:
         first = min(1, *have_numbers)  # some count from 0
         lost = [i for i in range(first, first + total) if i not in have_numbers]
         if lost:
-            raise CorruptCheckpointError(
-                f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"
-            )
+            words = f"{len(lost)} of {total} files are missing, the first is number {lost[0]}"
+            refuse(CorruptCheckpointError(f"{url}: {words}"))
 
 
 def open_files(files: Files, found: list[str]) -> Contents:

@@ -34,7 +34,7 @@ class Mapping:
     """Stages of rules. Mappings with equal rules are equal."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
-        given = tuple(rules)
+        given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
         if odd := [rule for rule in given if not isinstance(rule, Rule)]:
             raise NormalizationError(
                 f"a Mapping consists of rules, as in Mapping([Rename('a', 'b')]), but contains {odd[0]!r:.60}. A dict "

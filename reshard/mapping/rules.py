@@ -14,7 +14,7 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
@@ -69,7 +69,9 @@ class Rule(ABC):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         for side, names, over in (("sources", sources, sources_over), ("targets", targets, targets_over)):
-            texts = (names,) if isinstance(names, str) else names
+            texts = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else names
+            if odd := [text for text in texts if not isinstance(text, str)]:
+                raise NormalizationError(f"names in rules must be strings, such as Rename('a', 'b'): got {odd[0]!r}")
             object.__setattr__(self, side, tuple(Pattern(text, over) for text in texts))
         self._check_words()
 

@@ -138,13 +138,17 @@ def open(files: Files) -> Contents:
     )
 
 
-def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share = ALL) -> None:
+def look_for_files(
+    native: NativeFacts,
+    names: Mapping[str, int],
+    refuse: Callable[[CorruptCheckpointError], None],
+    share: Share = ALL,
+) -> None:
     """Check that data files and their checksums exist with the lengths in the manifest.
 
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
-
-    Raises CorruptCheckpointError, naming the file.
+        refuse: gets an error that names the file.
     """
     storage = native.storage
     size_of: Callable[[str], int | None] = names.get
@@ -152,7 +156,7 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
         size_of = storage.list().get if share == ALL else partial(_size, storage)
     for file, nbytes in _lengths(native, share):
         if (found := size_of(file)) != nbytes:
-            raise native.naming_tensors(_of_wrong_length(storage, file, nbytes, found))
+            refuse(native.naming_tensors(_of_wrong_length(storage, file, nbytes, found)))
         check_inside(storage, file)
 
 

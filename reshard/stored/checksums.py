@@ -15,6 +15,7 @@ import xxhash
 
 from planners.geometry.arrays import Flags, Ints
 from planners.geometry.box import ByteRuns, Range, Shape, Window
+from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
@@ -72,6 +73,8 @@ class Checking:
     """Bytes of elements that were asked for and are not."""
     leaves_open: str = EVERY_BLOCK
     """What the checksums of the format do not say."""
+    lost: list[CorruptCheckpointError] | None = None
+    """Files that are missing or damaged. None: the first is raised."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -90,6 +93,12 @@ class Checking:
             yield
         finally:
             self.enabled = was
+
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        """Raise an error, or list it, so that the rest of the checkpoint can be read."""
+        if self.lost is None:
+            raise error
+        self.lost.append(error)
 
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""

@@ -101,7 +101,7 @@ class Contents(State[StoredTensor]):
 
     def refuse_incomplete(self) -> None:
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
-        if problems := self.facts.problems():
+        if problems := self.problems():
             raise CorruptCheckpointError("; ".join(problems))
 
     def only(self, keys: Container[str]) -> Contents:
@@ -112,6 +112,10 @@ class Contents(State[StoredTensor]):
 
         aliases = {key: target for key, target in self.aliases.items() if key in keys}
         return replace(self, tensors=chosen(self.tensors), objects=chosen(self.objects), aliases=aliases)
+
+    def problems(self) -> list[str]:
+        """In a sentence each, files that are missing or damaged."""
+        return [*self.facts.problems(), *map(str, self.checking.lost or ())]
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""

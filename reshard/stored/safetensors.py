@@ -106,13 +106,21 @@ def find_header(source: Source) -> Header | None:
 
 
 def read_header(source: Source) -> Header:
-    """Read and check the header of a whole file.
+    """Read and check the header of a whole file. Of a damaged file that is only listed, it is empty.
 
     Raises:
         CorruptCheckpointError: the file is truncated, the header is not JSON, or tensors overlap, leave gaps, or do not
             have the bytes that their shape needs.
         FormatError: a dtype that is not known.
     """
+    try:
+        return _read_header(source)
+    except CorruptCheckpointError as error:
+        source.refuse(error)
+        return Header(source, {}, {})
+
+
+def _read_header(source: Source) -> Header:
     if source.nbytes < 8:
         raise CorruptCheckpointError(
             f"{source.label}: a safetensors file has at least 8 bytes, this has {source.nbytes}"

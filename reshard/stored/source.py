@@ -79,6 +79,10 @@ class Source(ABC):
                 "what points into it is wrong"
             )
 
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        """See `Checking.refuse`."""
+        raise error
+
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
         """Fill the writable `buffer` with the bytes from `start`, compared with their checksums where there are any.
 
@@ -162,6 +166,10 @@ class FileSource(Source):
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
         return self._view
+
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        error.places = error.places or ((self.name, 0, self.nbytes),)
+        self.checking.refuse(error)
 
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.

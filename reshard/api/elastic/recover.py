@@ -35,9 +35,10 @@ from reshard.api.elastic.generation import (
 )
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.load import LoadReport, ReadPlan, load_with
-from reshard.api.options import LoadOptions, check_flags
+from reshard.api.options import LoadOptions
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
+from reshard.arguments import check_options
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
@@ -436,7 +437,7 @@ def gather(
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
-    check_flags(overwrite=overwrite)
+    check_options(overwrite=overwrite)
     if isinstance(folders, str | os.PathLike):
         raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]

@@ -257,8 +257,8 @@ def open_legacy(files: Files) -> Contents:
         path = file.removeprefix(folder).partition("/")[0]
         opened[(path,) if kind == "model" else (path, match["file"])] = read
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
-    _check_grid(grid, storage.url)
-    _check_optimizers(grid, storage.url)
+    _check_grid(grid, files)
+    _check_optimizers(grid, files)
     return contents_of("megatron_legacy", opened, LegacyFacts(grid))
 
 
@@ -288,7 +288,7 @@ def arguments(file: TorchFile) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
-def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
+def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
 
     Of further expert ranks, only those with experts have one.
@@ -298,10 +298,9 @@ def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
         return
     for rank in ranks:
         if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
-            raise CorruptCheckpointError(
-                f"{url}: {rank.folder} has no file of the distributed optimizer (distrib_optim.pt), but "
-                f"{having.folder} has one"
-            )
+            words = f"{rank.folder} has no file of the distributed optimizer (distrib_optim.pt)"
+            error = CorruptCheckpointError(f"{files.storage.url}: {words}, but {having.folder} has one")
+            files.checking.refuse(error)
 
 
 def _has_experts(value: Any) -> bool:
@@ -309,7 +308,7 @@ def _has_experts(value: Any) -> bool:
     return any(".experts." in str(name) for model in models for name in model)
 
 
-def _check_grid(ranks: list[RankFiles], url: str) -> None:
+def _check_grid(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
     sizes = {
@@ -322,7 +321,7 @@ def _check_grid(ranks: list[RankFiles], url: str) -> None:
         for pp in range(sizes["pp"]):
             for ep in range(sizes["ep"]):
                 if (tp, pp, ep) not in held:
-                    raise CorruptCheckpointError(
-                        f"{url}: the folder of tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep} is "
-                        f"missing; there are {', '.join(r.folder for r in ranks[:6])}"
-                    )
+                    place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
+                    there = ", ".join(r.folder for r in ranks[:6])
+                    words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
+                    files.checking.refuse(CorruptCheckpointError(words))

@@ -75,13 +75,21 @@ def looks_like_torch_file(head: bytes) -> bool:
 
 
 def read_torch_file(source: Source) -> TorchFile:
-    """Read what a file holds, without its tensors.
+    """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
         FormatError: it is no file of `torch.save`.
         UnsafeDataError: its pickle asks for something that could run code.
     """
+    try:
+        return _read_torch_file(source)
+    except CorruptCheckpointError as error:
+        source.refuse(error)
+        return TorchFile(source, {}, partial(_nowhere, source))
+
+
+def _read_torch_file(source: Source) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
@@ -273,7 +281,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
             held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
-    check_index(label, weight_map, held)
+    check_index(files, label, weight_map, held)
     return merge("torch_save", parts)
 
 
