@@ -178,8 +178,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         tied tensors under all their names."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
-        paths = self.contents.paths
-        return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
+        of = self.contents
+        return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
         """Return the checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""

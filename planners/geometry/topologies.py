@@ -13,6 +13,7 @@ from functools import partial
 
 from planners.errors import PlanError, did_you_mean
 from planners.geometry.arrays import grouped
+from planners.geometry.box import Range
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_text import in_sharding_order
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
@@ -626,7 +627,7 @@ def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tup
     return offsets, end
 
 
-def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, tuple[int, int]]:
+def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, Range]:
     """Return equal ranges of a buffer of `numel` elements, one per rank, in order.
 
     The buffer is padded at its end so that every range has the same size, a multiple of `multiple`.
@@ -640,7 +641,7 @@ def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[
 
 def flat_layouts(
     specs: Iterable[TensorSpec],
-    ranges: Mapping[int, tuple[int, int]],
+    ranges: Mapping[int, Range],
     *,
     align_elements: int = 1,
     offsets: Mapping[str, int] | None = None,

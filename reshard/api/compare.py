@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from io import BytesIO
 from itertools import takewhile
 from operator import add
@@ -27,8 +27,9 @@ import torch.distributed as dist
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape, TensorLayout
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import TensorLayout
+from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
@@ -327,7 +328,7 @@ class _Difference:
 
         ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
         largest, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
-        return Measure(elements, self.count, largest, ratio, self.odd)
+        return Measure(elements, min(self.count, elements), largest, ratio, self.odd)
 
     def text(self, numel: int) -> tuple[str, Shape | None]:
         """Return the difference in words, "" if there is none, and the first element that differs."""
@@ -395,23 +396,37 @@ class _JointFindings:
             return Finding(self.known[name], name) if self.known[name] else None
         its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
         text, element = total.text(elements)
+        distinct = _elements_in(tuple(its))
         if text:
+            text = "at most " * (element is not None and distinct < sum(box.numel for box in its)) + text
             seen = (rank for rank, one in its.values() if one.error or one.first == total.first)
             return Finding(text, name, next(seen) if is_shared else None, element)
-        lacking = elements - sum(box.numel for box in its)
-        text = f"{lacking} of {elements} elements were not compared: no rank has them"
-        return Finding(text, name) if lacking else None
+        text = f"{elements - distinct} of {elements} elements were not compared: no rank has them"
+        return Finding(text, name) if distinct < elements else None
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the first side that were read and compared, those of copies once."""
         read = (name for name, total in self.totals.items() if not total.error)
-        return sum(box.numel * self.sizes[name][1] for name in read for box in self.by_box[name])
+        return sum(_elements_in(tuple(self.by_box[name])) * self.sizes[name][1] for name in read)
 
     def measures(self) -> dict[str, Measure]:
         """By how much tensors of equal shape differ."""
         alike = {name: one for name, one in self.totals.items() if not (one.error or self.known.get(name))}
         return {name: one.measure(self.sizes[name][0]) for name, one in alike.items()}
+
+
+@lru_cache(maxsize=1024)
+def _elements_in(boxes: tuple[Box, ...]) -> int:
+    """How many elements are in any of some boxes. Those of pipeline stages may overlap, as of tied embeddings."""
+    sweep, count = Sweep(enumerate(boxes)), 0
+    for number, box in enumerate(boxes):
+        rest = [box]
+        for before, _, common in sweep.meeting(box):
+            if before < number:
+                rest = [piece for one in rest for piece in one - common]
+        count += sum(piece.numel for piece in rest)
+    return count
 
 
 _SAME = _Difference()

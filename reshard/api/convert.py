@@ -44,7 +44,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FormatWriter
+from reshard.stored.streaming import FormatWriter, Publication
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -162,7 +162,8 @@ def convert(
             `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
-    with phase("convert", path=target) as phases, group.together("convert"):
+    checking = source.contents.checking if isinstance(source, Checkpoint) else Checking()
+    with phase("convert", path=target) as phases, group.together("convert"), checking.off(not check):
         check_options(overwrite=overwrite, resume=resume, check=check, progress=progress)
         check_options(normalized=normalized, model_only=model_only, mapping=mapping, hints=hints)
         globs = globs_of(select or None) or ()
@@ -178,7 +179,7 @@ def convert(
         with phase("open"):
             state = job.state()
         written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
-    report = _report(job, state, *written, phases)
+        report = _report(job, state, *written, phases)
     if report.unchecked and group.rank == 0:
         _log.info("%s was converted, %s", report.source, report.unchecked)
     return report
@@ -258,7 +259,7 @@ def _run(
                     writer.compare_fingerprints(done)
                 unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
                 with phase("publish"):
-                    writer.finish(storage, done, journal.check)
+                    writer.finish(Publication(storage, done, journal.check))
                     journal.end()
         unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:

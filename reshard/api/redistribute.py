@@ -283,7 +283,7 @@ class Prepared:
             if view.fills and key not in pairing.ties
             for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
         ]
-        self._target.state.put_new()
+        self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
@@ -296,7 +296,7 @@ class Prepared:
 
     def _places(self) -> list[tuple[Any, ...]]:
         """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
-        return [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._tensors()]
+        return [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for side in (self._source, self._target):

@@ -18,8 +18,9 @@ from planners.plans.transfer import HeldPlace, Repeat, TransferPlan, want_once
 from reshard.api.transfer_matching import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
+from reshard.live.dtypes import dtype_name
 from reshard.live.state import Targets
-from reshard.live.tensors import LiveTensor
+from reshard.live.tensors import LiveTensor, reach_bytes
 
 __all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
@@ -140,6 +141,8 @@ def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, 
     Raises LayoutError where what is there is not what the layout says.
     """
     parts = layout.form.parts(layout.spec.shape, rank)
+    if any(dtype_name(tensor.dtype) != layout.spec.dtype for tensor in local):
+        raise _unfit(key, rank, local, layout.spec.dtype)
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         flat = local[0]
         numel = sum(part.numel for part in parts)
@@ -186,7 +189,7 @@ def _start(part: Part) -> int:
 
 
 def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> LayoutError:
-    there = " and ".join(str(list(tensor.shape)) for tensor in local) or "nothing"
+    there = " and ".join(f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}" for tensor in local) or "nothing"
     return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
 
 
@@ -274,7 +277,8 @@ def refuse_shared_memory(
         for value, is_target, key in ((mine, False, transfer.source), (its, True, transfer.target)):
             for tensor in value.local if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
-                    spans[tensor.device].append((*_span(tensor), is_target, key))
+                    at = tensor.data_ptr()
+                    spans[tensor.device].append((at, at + reach_bytes(tensor), is_target, key))
     for those in spans.values():
         _refuse_overlaps(sorted(those))
 
@@ -292,9 +296,3 @@ def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
                 "before it is read: give the target its own memory"
             )
         reach[is_target] = max(reach[is_target], (stop, key))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and one past the last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

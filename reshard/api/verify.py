@@ -15,10 +15,10 @@ import torch
 
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Range
 from planners.plans.plan import verify as prove
-from reshard.api.compare import WINDOW_BYTES, compare_sides, elements_of
-from reshard.api.task_shares import SHARE_BYTES, Opening, Share, is_about, shares
+from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
+from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged
@@ -98,12 +98,19 @@ def verify(
             findings += other.findings
             hint, beside = other.hint, "".join(f", compared with {it}" for it in getattr(other, "labels", ())[1:])
             kind = DamageReport if other._error is VerificationError else Report
-            if any(is_about(text, checkpoint.url) for text in getattr(other, "damaged", {}).values()):
+            if isinstance(other, CompareReport) and _is_first_damaged(other):
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
     kind = kind if covered else DamageReport
     return kind(f"{checkpoint.url} ({checkpoint.format}){beside}", tuple(findings), len(checkpoint), covered, hint=hint)
+
+
+def _is_first_damaged(report: CompareReport) -> bool:
+    """Whether an error is about the first side. One side may be within the other."""
+    first, second = report.labels
+    is_inner = is_about(f"{absolute(second)}/", first)
+    return any(is_about(text, first) and not (is_inner and is_about(text, second)) for text in report.damaged.values())
 
 
 class DamageReport(Report):
@@ -277,11 +284,10 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
     """Return the tensors of each changed part of a file: of several, those that no longer have their saved
     fingerprints, if any."""
     checking = checkpoint.contents.checking
-    was_enabled, checking.enabled = checking.enabled, False  # what was changed is read here to find out what it is
-    try:
+    with checking.off():  # what was changed is read here to find out what it is
         places = _places(checkpoint, {name for name, _ in problems})
         for name, (text, start, stop) in problems:
-            inside: dict[str, tuple[int, int]] = {}
+            inside: dict[str, Range] = {}
             for fqn, first, last in places.get(name, ()):
                 if first < stop and start < last:
                     low, high = inside.get(fqn, (first, last))
@@ -293,8 +299,6 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
                 yield Finding(f"{text}{among}; this tensor has bytes [{low}, {high}) of the file", fqn)
             if not inside:
                 yield Finding(text)
-    finally:
-        checking.enabled = was_enabled
 
 
 def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_FileRange]]:

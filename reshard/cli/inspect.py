@@ -65,11 +65,11 @@ def inspect(
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")
-    if drawn is not None and (as_json or html is not None):
-        raise UsageError(f"--map prints a drawing: leave out {'--json' if as_json else '--html'}")
     if only is not None:
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
+    if drawn is not None and (as_json or html is not None or select):
+        raise UsageError("--map prints a drawing of all tensors: leave out --json, --html, and --select")
     is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected

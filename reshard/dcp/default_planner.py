@@ -151,6 +151,8 @@ class DefaultLoadPlanner(LoadPlanner):
         sweep = Sweep(enumerate(_chunks(fqn, entry)))
         out = []
         for region in regions_of(fqn, value):
+            if region.tensor.is_meta:
+                raise LayoutError(f"{fqn!r} is on the meta device: give it memory first")
             index = region.index(fqn)
             self._regions[index] = region.tensor
             found = list(sweep.meeting(region.box))

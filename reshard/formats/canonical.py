@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
     "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
-    "elementwise", "name_ids", "read_optimizer", "regroup", "take_optimizer",
+    "elementwise", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
@@ -63,6 +63,16 @@ class Canonical:
         return self
 
 
+def ties(model: Mapping[str, StoredTensor], before: Collection[str] = ()) -> dict[str, str]:
+    """Names of tensors that are the same chunks as an earlier one, with the name of that; those `before` come first."""
+    first: dict[int, str] = {}
+    for fqn in (*before, *model):
+        if model[fqn].chunks != ():
+            first.setdefault(id(model[fqn].chunks), fqn)
+    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
+    return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in before}
+
+
 def check_names(result: Canonical) -> None:
     """Note names that were given to parameters of an optimizer and that the model does not have.
 
@@ -101,7 +111,6 @@ HINTS: dict[str, str] = {
     "prefix": "prefix to remove from all names, such as 'net.'; '' removes none",
     "layer_offsets": "{stage or folder: number in the full model of its layer 0}",
     "vocab_size": "rows of the embedding without padding",
-    "num_layers": "number of layers, if the checkpoint does not record it",
     "tp_dims": "{name or glob: dim that tensor parallelism shards, or None}, for unusual names",
     "param_order": "names of the model's parameters in the order in which the model registers them",
     "kv_heads": "number of key/value heads, to split fused wqkv in optimizer state",
@@ -352,12 +361,17 @@ def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, settings in by_name.items():
         plain = {key: _small(value) for key, value in settings.items()}
         for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == plain:
+            if settings_of(group) == plain:
                 group["params"].append(name)
                 break
         else:
             groups.append({**plain, "params": [name]})
     return groups
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without what lists its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _small(value: Any) -> Any:
@@ -414,7 +428,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
     """A group with names mapped; those that some optimizers store beside ids are dropped."""
-    out = {key: value for key, value in group.items() if key not in ("param_names", "params")}
+    out = settings_of(group)
     if "params" in group:
         out["params"] = [rename(p) for p in group["params"]]
     return out

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -151,7 +151,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     text = "" if isinstance(path, Storage) else path_text(path)
     if ("*" in text and not os.path.lexists(local_path(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
-    look: Look = partial(look_at, local_path(path) or "") if found is None else partial(look_in, found[1])
+    look: Look = cache(partial(look_at, local_path(path) or "") if found is None else partial(look_in, found[1]))
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
@@ -22,6 +20,7 @@ from reshard.formats.canonical import (
     find_scope,
     name_ids,
     read_optimizer,
+    settings_of,
     take_optimizer,
 )
 from reshard.formats.format import Format
@@ -31,7 +30,7 @@ from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, Facts, LazyMapping, merge
+from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 
@@ -97,7 +96,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         found: dict[int, dict[str, KeyPath]] = {}
         outside = False
         for key in (*contents.tensors, *contents.aliases, *contents.objects):
-            path = contents.paths.get(key) or (key,)
+            path = contents.path_of(key) or (key,)
             match = _KEY.fullmatch(str(path[at])) if len(path) > at + 1 else None
             if match is not None:
                 found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
@@ -108,16 +107,8 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
                 raise CorruptCheckpointError(
                     f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
                 )
-            return {number: _part(contents, found[number]) for number in sorted(found)}
+            return {n: replace(contents.only(found[n]), paths=found[n], containers={}) for n in sorted(found)}
     return None
-
-
-def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
-    def of(whole: Mapping[str, Any]) -> LazyMapping[str, Any]:
-        return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
-
-    aliases = {key: target for key, target in contents.aliases.items() if key in paths}
-    return Contents(of(contents.tensors), of(contents.objects), paths, aliases=aliases, format=contents.format)
 
 
 @dataclass
@@ -126,14 +117,12 @@ class _SavedStage:
     model: dict[str, StoredTensor]
     optimizers: list[StoredOptimizer]
 
-    def layers(self) -> dict[str, tuple[int, int]]:
-        """Lowest and highest number by container of layers."""
-        found: dict[str, list[int]] = {}
-        for name in self.model:
-            match = _LAYER.fullmatch(name)
-            if match is not None:
-                found.setdefault(match["head"], []).append(int(match["number"]))
-        return {head: (min(numbers), max(numbers)) for head, numbers in found.items()}
+    def layers(self) -> dict[str, set[int]]:
+        """The numbers of layers by their container."""
+        found: dict[str, set[int]] = {}
+        for match in filter(None, map(_LAYER.fullmatch, self.model)):
+            found.setdefault(match["head"], set()).add(int(match["number"]))
+        return found
 
 
 def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -150,7 +139,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         for name, tensor in stage.model.items():
             fqn = _globally(name, stage.number, offsets)
             known = result.model.setdefault(fqn, tensor)
-            if known is not tensor and fqn != name:
+            if known is not tensor and (fqn != name or ("layer_offsets" in hints and _LAYER.fullmatch(name))):
                 raise NormalizationError(
                     f"two stages of {what} have {fqn!r}, "
                     f"in stage {stage.number} called {name!r}: "
@@ -179,16 +168,29 @@ def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:
 
 def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], int]:
     """Return what to add to the numbers of a stage, by container; 0 where stages count as the whole
-    model does."""
+    model does.
+
+    Raises NormalizationError if the numbers do not say which it is.
+    """
     given = hints.mapping("layer_offsets")
     out: dict[tuple[int, str], int] = {}
+    seen: dict[str, set[int]] = {}
     done: dict[str, int] = {}
     for stage in stages:
         hinted = find_scope(given, stage.number)
-        for head, (low, high) in stage.layers().items():
-            before = done.get(head, 0)
-            out[stage.number, head] = int(hinted) if hinted is not None else (before if low < before else 0)
-            done[head] = max(before, high + 1 + out[stage.number, head])
+        for head, numbers in stage.layers().items():
+            before, known = done.get(head, 0), seen.setdefault(head, set())
+            begins_anew = min(numbers) < before
+            if hinted is None and begins_anew and not numbers & known:  # as stages with several parts of the model
+                hints.missing(
+                    "layer_offsets",
+                    f"{head!r} has layers {sorted(known)} in earlier stages and {sorted(numbers)} in stage "
+                    f"{stage.number}, which may count as the whole model does, or by itself",
+                    f"{{{stage.number}: 0}}",
+                )
+            out[stage.number, head] = int(hinted) if hinted is not None else before * begins_anew
+            done[head] = max(before, max(numbers) + 1 + out[stage.number, head])
+            known |= numbers
     return out
 
 
@@ -216,15 +218,11 @@ def _take(
             result.add_state(fqn, key, value)
     for group in one.groups:
         # the stages have the same groups, each with its own parameters
-        same = [known for known in result.groups if _settings(known) == _settings(group)]
+        same = [known for known in result.groups if settings_of(known) == settings_of(group)]
         if same and "params" in group:
             same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
         elif not same:
             result.groups.append(group)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _claim(contents: Contents) -> Contents | None:

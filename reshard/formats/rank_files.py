@@ -171,7 +171,7 @@ def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, Torc
             _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
         else:  # values that differ are all kept, each under its rank
             for rank, leaf in leaves.items():
-                _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
+                _add_leaf(out, (*path, f"rank_{rank}"), rank, leaf, files)
 
 
 def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:

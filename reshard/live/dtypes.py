@@ -13,7 +13,7 @@ from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
     "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "raw_elements",
-    "row_major_bytes",
+    "refused_cast", "row_major_bytes",
 ]  # fmt: skip
 
 
@@ -39,6 +39,16 @@ SHORT_NAMES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """Common short names of dtypes; fp8 alone is the one that weights are stored in."""
+
+
+_POWERS = "float8_e8m0fnu"
+
+
+def refused_cast(old: object, new: object) -> str:
+    """Return why elements of one dtype cannot become those of another, empty if they can."""
+    if old != new and str(new).endswith(_POWERS):
+        return f"{_POWERS} has no signs and no 0"
+    return "torch does not convert pairs of numbers" if old != new and "_x2" in f"{old} {new}" else ""
 
 
 def full_name(dtype: str | torch.dtype) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
+from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View, concat, stack
 from reshard.errors import NormalizationError
@@ -115,7 +116,7 @@ class Rule(ABC):
 
 
 @lru_cache(maxsize=4096)
-def views_of(rule: Rule, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[View, ...]:
+def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, ...]:
     """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the same shapes."""
     return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
 
@@ -294,8 +295,8 @@ class Reshape(Rule):
     One size of each may be -1: in `old` it matches any size; in `new` it is inferred.
     """
 
-    old: tuple[int, ...]
-    new: tuple[int, ...]
+    old: Shape
+    new: Shape
 
     def __init__(self, source: str, target: str, old: Sequence[int], new: Sequence[int]) -> None:
         self._set(source, target, old=tuple(old), new=tuple(new))
@@ -371,7 +372,7 @@ class Rope(Rule):
         return self._swapped(Rope, self.head_size, other)
 
 
-def _reshaped(view: View, new: tuple[int, ...]) -> View:
+def _reshaped(view: View, new: Shape) -> View:
     """Row-major: dims that are equal stay, those between are made one, and that one is split."""
     old = view.shape
     same = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
@@ -495,7 +496,7 @@ class Dequantize(Computing):
     """
 
     optional: ClassVar[bool] = True
-    block: tuple[int, ...]
+    block: Shape
     dtype: str
 
     def __init__(

@@ -9,11 +9,11 @@ from itertools import chain
 
 import torch
 
-from planners.geometry.box import Box, Dims, Window
+from planners.geometry.box import Box, Dims, Shape, Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from reshard.errors import NormalizationError
-from reshard.live.dtypes import dtype_from_name
+from reshard.live.dtypes import dtype_from_name, refused_cast
 from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
 from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
@@ -33,9 +33,9 @@ class _Strip:
 
     target: Box
     tensor: int
-    start: tuple[int, ...]
-    counts: tuple[int, ...]
-    steps: tuple[int, ...]
+    start: Shape
+    counts: Shape
+    steps: Shape
     dims: Dims
 
 
@@ -143,6 +143,8 @@ def _cut(strip: _Strip, chunk: StoredChunk, ranges: Sequence[tuple[int, int]]) -
 
 def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
     """One element in memory that every element of the box points to."""
+    if why := refused_cast("", spec.dtype):
+        raise NormalizationError(f"{spec.fqn!r} of {spec.dtype} cannot be filled with {fill.value}: {why}")
     raw = torch.full((1,), fill.value, dtype=torch.float64, device="cpu").to(dtype_from_name(spec.dtype))
     data = bytes(raw.view(torch.uint8).tolist())
     window = Window(0, fill.target.sizes, (0,) * len(spec.shape), spec.itemsize)
@@ -203,8 +205,13 @@ def is_floating(dtype: str) -> bool:
     return dtype_from_name(dtype).is_floating_point
 
 
-_POWERS = "float8_e8m0fnu"
 LOSES = "integers and bool would truncate weights, mostly to 0"
+
+
+def _check_cast(spec: TensorSpec, dtype: str, *, is_weight: bool) -> None:
+    """Raises NormalizationError for elements that torch cannot convert, and for weights that would be truncated."""
+    if why := refused_cast(spec.dtype, dtype) or LOSES * (is_weight and not is_floating(dtype)):
+        raise NormalizationError(f"{spec.fqn!r} of {spec.dtype} cannot become {dtype}: {why}")
 
 
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
@@ -214,13 +221,9 @@ def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTens
     is none, or where torch cannot convert.
     """
     name = stored.fqn if fqn is None else fqn
-    if is_floating(stored.spec.dtype) and not is_floating(dtype):
-        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot become {dtype}: {LOSES}")
     if stored.spec.dtype == dtype:
         return stored if name == stored.fqn else stored.renamed(name)
-    if dtype == _POWERS or "_x2" in dtype + stored.spec.dtype:
-        why = f"{_POWERS} has no signs and no 0" if dtype == _POWERS else "torch does not convert pairs of numbers"
-        raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot become {dtype}: {why}")
+    _check_cast(stored.spec, dtype, is_weight=is_floating(stored.spec.dtype))
     lazy, to = LazyTensor(stored), dtype_from_name(dtype)
 
     def compute(box: Box) -> torch.Tensor:
@@ -236,6 +239,7 @@ def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredT
     """
     if not is_floating(stored.spec.dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")
+    _check_cast(stored.spec, "float64", is_weight=True)
     lazy = LazyTensor(stored)
 
     def compute(box: Box) -> torch.Tensor:
@@ -268,9 +272,7 @@ def _check_exact(stored: StoredTensor, by: float) -> None:
             )
 
 
-def dequantized(
-    weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: tuple[int, ...], dtype: str
-) -> StoredTensor:
+def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: Shape, dtype: str) -> StoredTensor:
     """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed in float32.
 
     Raises NormalizationError if the scales are not one for each block.
@@ -282,6 +284,8 @@ def dequantized(
             f"{weight.fqn!r} of shape {list(shape)} in blocks of {list(block)} needs scales of shape {list(wanted)}, "
             f"but {scale.fqn!r} has {list(scale.spec.shape)}"
         )
+    _check_cast(weight.spec, "float32", is_weight=True)
+    _check_cast(replace(weight.spec, dtype="float32"), dtype, is_weight=True)
     values, scales, to = LazyTensor(weight), LazyTensor(scale), dtype_from_name(dtype)
 
     def compute(box: Box) -> torch.Tensor:
@@ -317,6 +321,7 @@ def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -
             f"{scales.fqn!r} is {scales.spec.dtype} {list(scales.spec.shape)}"
         )
     rows, groups, width = shape[-3], shape[-2], shape[-1] * 2
+    _check_cast(replace(blocks.spec, dtype="float32"), dtype, is_weight=True)
     values, exponents, to = LazyTensor(blocks), LazyTensor(scales), dtype_from_name(dtype)
 
     def compute(box: Box) -> torch.Tensor:

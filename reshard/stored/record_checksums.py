@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from planners.geometry.box import Window
-from reshard.stored.checksums import Checksums, Numbers, Range
+from planners.geometry.arrays import Ints
+from planners.geometry.box import Range, Window
+from reshard.stored.checksums import Checksums
 
 try:  # many times as fast where processors multiply without carry: the extra `crc32`
     from isal.isal_zlib import crc32
@@ -47,7 +47,6 @@ class RecordChecksums(Checksums):
         super().__init__()
         self._starts: list[int] = []
         self._records: dict[int, _RecordSum] = {}
-        self._lock = threading.Lock()
 
     def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
         """A record at [start, stop); `crc` looks up what was written with it."""
@@ -58,8 +57,9 @@ class RecordChecksums(Checksums):
                     self._starts.insert(bisect_left(self._starts, start), start)
 
     def _near(self, start: int, stop: int) -> list[int]:
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        near = self._starts[first : bisect_left(self._starts, stop)]
+        with self._lock:
+            first = max(bisect_right(self._starts, start) - 1, 0)
+            near = self._starts[first : bisect_left(self._starts, stop)]
         return [at for at in near if self._records[at].stop > start]
 
     def pending(self, start: int, stop: int) -> list[Range]:
@@ -81,7 +81,7 @@ class RecordChecksums(Checksums):
         record.is_right = crc == record.crc()
         return record.is_right
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
         counts: dict[Range, int] = {}
         outside = 0
         runs = [(start, stop, stop - start) for start, stop in ranges]

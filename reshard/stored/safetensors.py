@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Window
+from planners.geometry.box import Range, Window
 from planners.geometry.layout import itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.live.garbage_collection import gc_paused
@@ -205,7 +205,7 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
 class Offsets(msgspec.Struct):
     """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
 
-    data_offsets: tuple[int, int] | None = None
+    data_offsets: Range | None = None
 
 
 def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planners.geometry.box import Box, merge_ranges
+from planners.geometry.box import Box, Range, merge_ranges
 from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,
@@ -217,8 +217,10 @@ def _candidates(
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
     """The place of a fallback among the generations, newest first: right after one of the same state, else by the
-    time it was made; last if that is unknown."""
-    native = open_checkpoint(fallback).contents.details(NativeFacts)
+    time it was made; last if that is unknown, or there is nothing yet."""
+    native = None
+    with suppress(CheckpointNotFoundError):  # raised again if no generation can be loaded
+        native = open_checkpoint(fallback).contents.details(NativeFacts)
     if native is None:
         return len(newest_first)
     its = ManifestStamp.of(native.manifest)
@@ -360,7 +362,7 @@ class _JudgedGeneration:
     def _moves(self, rows: list[Held]) -> Moves:
         """Return which rank receives what for its host, and which ranks could send it."""
         moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
-        needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        needs: dict[str, dict[str, list[Range]]] = {}
         for host, row in zip(self.hosts.names, rows):
             for rank, ranges in row.items():
                 needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
@@ -374,9 +376,9 @@ class _JudgedGeneration:
         return moves
 
 
-def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Range]]:
     """The blocks of each file that a plan reads."""
-    found: dict[FileSource, list[tuple[int, int]]] = {}
+    found: dict[FileSource, list[Range]] = {}
     for copy in plan.copies:
         if isinstance(source := copy.place.source, FileSource):
             found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))

@@ -427,7 +427,7 @@ class CheckpointManager:
             report = replace(report, load=replace(report.load, missing=missing))
             if goes_on and self._claim is not None:
                 self._ledger.set_aside([one for one in found if one > report.step])
-        if discard_newer and not report.from_memory and self._memory is not None:
+        if discard_newer and self._may_save and not report.from_memory and self._memory is not None:
             self._memory.clear()
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
         self._before = self._here = report.step

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
 from reshard.formats.format import Format, Writing
@@ -50,7 +50,7 @@ class DcpIndex:
 
     tensors: dict[str, list[Record]] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
-    items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
+    items: dict[str, dict[Shape | None, Item]] = field(default_factory=dict)
     """By key and the offsets of its chunk, None for an object: where it is stored."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
     save_id: str | None = None
@@ -166,7 +166,7 @@ def _said(record: Record) -> Mapping[str, Any]:
     return record.state if type(record.state) is dict else record.fields
 
 
-def _ints(values: Iterable[Any]) -> tuple[int, ...]:
+def _ints(values: Iterable[Any]) -> Shape:
     result = tuple(values)
     for v in result:
         if type(v) is not int or v < 0:
@@ -199,7 +199,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
     return sorted(folder + file for file in found)
 
 
-def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | None, Item], items: Items) -> StoredTensor:
+def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], items: Items) -> StoredTensor:
     """A tensor from its metadata: one record, or one of each rank where ranks wrote their own."""
     try:
         spec = _spec(key, metas[0])

@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.contents import Contents, Facts, LazyMapping, has_dcp, merge
+from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
@@ -62,11 +61,12 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
+    """Return True if two of these are there: files of DCP, `metadata.json`, and `common.pt`. `.metadata` is written
+    last."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
-    if not has_dcp(names) or not {"metadata.json", "common.pt"} & set(names):
+    if has_dcp(names) + ("metadata.json" in names) + ("common.pt" in names) < 2:
         return False
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 
@@ -174,10 +174,7 @@ def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
                 f"{where}: {key!r} differs from 'common.{key}' in the files beside it, so they are of two checkpoints: "
                 "move common.pt elsewhere, or put the right one in its place"
             )
-    tensors = {key: partial(common.tensors.__getitem__, key) for key in common.tensors if key not in twins}
-    objects = {key: partial(common.objects.__getitem__, key) for key in common.objects if key not in twins}
-    aliases = {key: target for key, target in common.aliases.items() if key not in twins}
-    return replace(common, tensors=LazyMapping(tensors), objects=LazyMapping(objects), aliases=aliases)
+    return common.only({*common.tensors, *common.objects, *common.aliases} - twins)
 
 
 def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:

@@ -28,7 +28,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 __all__ = [
     "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
     "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
-    "sharded_ranks", "stored_or_plain", "stored_tensor",
+    "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
 ]  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
-            held[key if key in weight_map else str((part.paths.get(key) or (key,))[0])] = file
+            held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
     check_index(files, label, weight_map, held)
     return merge("torch_save", parts)
 
@@ -288,6 +288,16 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:
     """A part of what a rank's file holds: the stored tensor, or plain data."""
     return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
+
+
+def stored_values(key: str, values: Mapping[Any, Any], file: TorchFile, rank: int = 0) -> dict[str, Any]:
+    """`stored_or_plain` of each value, such as the states of a parameter."""
+    return {str(name): stored_or_plain(f"{key}.{name}", value, file, rank) for name, value in values.items()}
+
+
+def saved_groups(saved: Mapping[str, Any], file: TorchFile) -> list[dict[str, Any]]:
+    """The param groups of an optimizer's own state dict, as plain data."""
+    return [dict(file.plain(group)) for group in saved.get("param_groups", ())]
 
 
 # ShardedTensors in pickles: each rank's file has its shards and says where they are; all together

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 import reshard
 from reshard.errors import LayoutError, ReshardError
@@ -94,6 +94,22 @@ def others(path: str) -> None:
         reshard.verify(path, against=state)
     with pytest.raises(ReshardError, match="different options"):
         reshard.compare(path, placed(full, EVERY, (8,), mesh), atol=float(rank == 1), process_group=world)
+
+
+def in_several_ways(path: str) -> Any:
+    """Two stages have one tensor, and shard it along different dims; then a rank of each changes an element, and then
+    one half of each is missing."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    halves = dist.new_group([0, 2])
+    stage, mesh = rank // 2, [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][rank // 2]
+    part = torch.arange(16.0).view(4, 4).chunk(2, stage)[rank % 2].clone()
+    state = {"w": DTensor.from_local(part, mesh, [Shard(stage)])}
+    reports = [reshard.compare(path, state, process_group=world, measure=True)]
+    if not rank % 2:
+        reports.append(reshard.compare(path, state, process_group=halves))
+        part[0, 0] += 1
+    reports.insert(1, reshard.compare(path, state, process_group=world, measure=True))
+    return reports
 
 
 def a_drifted_copy(path: str) -> Any:

@@ -42,6 +42,18 @@ def test_a_copy_that_drifted_is_found(tmp_path: Path) -> None:
         assert finding.message == "1 of 16 elements differ; the first: 1 -> 5"
 
 
+def test_stages_that_shard_a_tensor_in_several_ways(tmp_path: Path) -> None:
+    reshard.save({"w": torch.arange(16.0).view(4, 4)}, tmp_path / "c")
+    for same, other, *gaps in gloo.run(compare_jobs.in_several_ways, 4, str(tmp_path / "c")):
+        assert same.ok
+        assert (same.covered.read_bytes, same.covered.total_bytes) == (64, 64)
+        (finding,) = other.findings
+        assert finding.message == "at most 2 of 16 elements differ; at the first, 0 on the left and 1 on the right"
+        for gap in gaps:
+            (finding,) = gap.findings
+            assert finding.message == "4 of 16 elements were not compared: no rank has them"
+
+
 def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -> None:
     from reshard.live.tensors import mark_overwritten
 

@@ -197,6 +197,19 @@ def test_a_job_whose_folder_was_taken_over_clears_nothing(tmp_path: Path) -> Non
     assert contents(tmp_path) == there
 
 
+def test_a_fallback_that_is_not_there_yet_is_none(tmp_path: Path) -> None:
+    """As before the first save to storage: what memory has is not lost."""
+    tier = Tier(tmp_path / "memory", host="a", copies=0)
+    (tmp_path / "empty").mkdir()
+    for fallback in (tmp_path / "run", tmp_path / "empty"):
+        with pytest.raises(CheckpointNotFoundError, match=fallback.name):
+            tier.restore({"w": torch.zeros(3)}, fallback)
+    tier.save({"w": torch.ones(3)}, 1)
+    for fallback in (tmp_path / "run", tmp_path / "empty"):
+        report = tier.restore(state := {"w": torch.zeros(3)}, fallback)
+        assert (report.step, state["w"].tolist()) == (1, [1, 1, 1])
+
+
 def test_who_is_where_is_asked_once(tmp_path: Path) -> None:
     with mock.patch("reshard.api.elastic.tier.meet", side_effect=meet) as asked:
         reports = kept(tmp_path, 1, 2, names=["a", "b", "c", "d", "e"])

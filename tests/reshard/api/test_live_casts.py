@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
-from reshard.errors import LayoutError, ReshardError
+from reshard.errors import KeyMismatchError, LayoutError, ReshardError
+from reshard.mapping import Mapping, Resize
 from tests import gloo
 from tests.same import bits
 
@@ -188,3 +189,42 @@ def seen_otherwise() -> bool:
 
 def test_a_tensor_that_becomes_another_view_of_its_memory_is_seen():
     assert gloo.run(seen_otherwise, 1) == [True]
+
+
+def conjugated() -> list[str]:
+    """What went wrong after a side became the conjugate of its memory, or its bits in another dtype."""
+    wrong, values = [], torch.arange(4.0) * (1 + 1j)
+    for side in (0, 1):
+        state = [{"w": values.clone()}, {"w": torch.zeros(4, dtype=values.dtype)}]
+        prepared = reshard.prepare(*state)
+        prepared.run()
+        state[side]["w"].data = state[side]["w"].data.conj()
+        prepared.run()
+        if not torch.equal(state[1]["w"].resolve_conj(), state[0]["w"].resolve_conj()):
+            wrong.append(f"conjugate of side {side}")
+        state[side]["w"].data = state[side]["w"].data.resolve_conj().view(torch.int64)
+        with pytest.raises(LayoutError, match=r"should hold complex64, by the layout, but gave .* of int64"):
+            prepared.run()
+    return wrong
+
+
+def test_a_tensor_that_becomes_a_conjugate_or_another_dtype_is_seen():
+    assert gloo.run(conjugated, 1) == [[]]
+
+
+def refused_before_anything_moves() -> list[str]:
+    """What a transfer says of dtypes that torch does not convert elements to, or not without loss of all signs."""
+    said = []
+    for source, target in (torch.float32, "float8_e8m0fnu"), (torch.float32, "float4_e2m1fn_x2"):
+        if hasattr(torch, target):
+            into = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, target))
+            with pytest.raises(KeyMismatchError, match=f"has dtype float32 in the source, but {target}") as caught:
+                reshard.redistribute({"w": torch.ones(4, dtype=source)}, {"w": into}, dtype_policy="cast")
+            said.append(str(caught.value))
+            with pytest.raises(KeyMismatchError, match="cannot be filled with constants"):
+                reshard.redistribute({"w": into}, {"w": into.repeat(2)}, mapping=Mapping([Resize("w", "w", 4, 8)]))
+    return said
+
+
+def test_dtypes_that_torch_does_not_convert_are_refused():
+    assert all("(" in text for text in gloo.run(refused_before_anything_moves, 1)[0])

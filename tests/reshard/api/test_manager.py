@@ -513,6 +513,12 @@ def test_the_newest_is_taken_of_memory_and_storage(background: bool, tmp_path: P
     with manager() as one:
         one.restore({"w": torch.zeros(3)})
         one.save(8, {"w": torch.full((3,), 8.0)})
+    looking = reshard.CheckpointManager(
+        tmp_path / "run", every=Every(steps=4), memory=manager()._memory, memory_every=Every(steps=2), read_only=True
+    )
+    with looking:
+        looking.restore({"w": torch.zeros(3)}, 4, discard_newer=True)
+    assert restored() == (8, True, 8.0)  # which one that only reads discards nothing of
     assert restored(4, discard_newer=True) == (4, False, 4.0)
     assert restored() == (4, False, 4.0)  # neither storage nor memory brings back what is behind it
 

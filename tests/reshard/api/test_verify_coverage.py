@@ -171,6 +171,25 @@ def test_damage_of_a_checkpoint_whose_name_begins_like_the_other_ones(
     assert reshard.verify(good, against=opened, deep=False).covered is not None
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_damage_of_a_checkpoint_within_the_other_one(
+    relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outer = Path("c") if relative else tmp_path / "c"
+    written("native", outer / "inner")
+    written("safetensors", outer)
+    opened = reshard.open(outer / "inner")
+    for path in outer.glob("inner/data-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:40])
+    for one in (outer, outer.resolve()):
+        report = reshard.verify(one, against=opened, deep=False)
+        assert report.findings
+        assert report.covered is not None
+        report = reshard.verify(opened, against=one, deep=False)
+        assert report.covered is None
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_what_was_covered_of_a_damaged_checkpoint_is_not_said(tmp_path: Path, damage: str) -> None:
     path = written("native", tmp_path / "c")

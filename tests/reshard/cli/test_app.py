@@ -115,8 +115,21 @@ def test_version(say) -> None:
         (["convert", ".", "out", "--step", "3"], 3, "not the folder of a run: leave out --step"),
         (["plan", ".", "fsdp=2", "--read-rate", "2"], 2, "'2' has no unit: write 2GB, or 2B for bytes"),
         (["inspect", ".", "--html", "page.txt"], 2, "end its name in .html, or write --html=page.txt"),
-        (["inspect", ".", "--map", "model.norm", "--json"], 2, "--map prints a drawing: leave out --json"),
-        (["inspect", ".", "--map", "model.norm", "--html", "p.html"], 2, "--map prints a drawing: leave out --html"),
+        (
+            ["inspect", ".", "--map", "model.norm", "--json"],
+            2,
+            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+        ),
+        (
+            ["inspect", ".", "--map", "model.norm", "--select", "*"],
+            2,
+            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+        ),
+        (
+            ["inspect", ".", "--map", "model.norm", "--html", "p.html"],
+            2,
+            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+        ),
         (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for the layout of --onto: add --onto"),
         (["plan", ".", "fsdp=2", "--read-rate", "9" * 400 + "GB"], 2, "is not a size: write it like 5GB"),
         (["inspect", ".", "more"], 2, "Got unexpected extra argument(s) (more). See reshard inspect --help"),

@@ -162,6 +162,16 @@ def test_targets_on_the_meta_device_get_memory(tmp_path):
         assert isinstance(target["a"], nn.Parameter)
 
 
+def test_local_shards_without_memory_are_refused(tmp_path):
+    """They were left as they were."""
+    wrapper = pytest.importorskip("torch.distributed.tensor._shards_wrapper").LocalShardsWrapper
+    ours.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path)
+    for planner in (None, Own()):
+        target = {"w": wrapper([torch.zeros(4, device="meta")], [(0,)])}
+        with pytest.raises(LayoutError, match="'w' is on the meta device: give it memory first"):
+            ours.load(target, checkpoint_id=tmp_path, planner=planner)
+
+
 def test_tied_and_nested_targets_on_the_meta_device(tmp_path):
     state = {"n": {"a": torch.ones(2), "b": torch.ones(2)}, "l": [torch.ones(1)]}
     ours.save(state, checkpoint_id=tmp_path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import sys
+import time
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from reshard.formats.torch_save import writer as torch_zip_writer
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.writer import ArchiveWriter, written_crc
 from reshard.stored import record_checksums, streaming
-from reshard.stored.record_checksums import combined, crc32
+from reshard.stored.record_checksums import RecordChecksums, combined, crc32
 from reshard.stored.source import BytesSource
 from reshard.stored.streaming import Region
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -182,9 +184,10 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
 
     with pytest.raises(CorruptCheckpointError, match="were changed since they were written"):
         reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
-    report = reshard.convert(folder, tmp_path / "one.pt", format="torch_save", check=False)
-
-    assert report.unchecked == "unchecked: check=False"
+    for source in (folder, opened := reshard.open(folder)):
+        report = reshard.convert(source, tmp_path / "one.pt", format="torch_save", check=False, overwrite=True)
+        assert report.unchecked == "unchecked: check=False"
+    assert opened.contents.checking.enabled
     with zipfile.ZipFile(tmp_path / "one.pt") as archive:
         assert archive.testzip() == "archive/data/0"
 
@@ -216,3 +219,22 @@ def test_no_request_is_made_for_a_sum(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(type(chunk.source), "view", lambda _: None)
 
     assert written_crc(Region.whole(stored)) is None
+
+
+def test_threads_count_what_is_owed_together() -> None:
+    """Bytes that several threads have read of a block at the same time are neither lost nor counted twice."""
+
+    class Slow(dict[Any, int]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            time.sleep(0.001)
+            return found
+
+    sums = RecordChecksums()
+    sums.add(0, 8, lambda: 0)
+    sums._owed = Slow()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: sums.owe([(0, 8)], 3), range(8)))
+    assert sums.settle() == 0
+    assert sums.is_right((0, 8), [])
+    assert sums.settle() == 24

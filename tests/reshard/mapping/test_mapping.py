@@ -308,6 +308,37 @@ def test_dtypes_that_torch_does_not_convert(tmp_path: Path, source: str, dtype: 
         checkpoint.mapped(Mapping([Cast("{n+}", dtype)]))["w"]
     kept = checkpoint.mapped(Mapping([Cast("{n+}", source)]))["w"]
     assert kept.dtype == values.dtype
+    to = getattr(torch, dtype)
+    target = {"w": torch.zeros(len(values) * to.itemsize, dtype=torch.uint8).view(to)}
+    with pytest.raises(KeyMismatchError, match=rf"w: saved as {source}, but the target is {dtype} \("):
+        reshard.load(target, tmp_path / "c", strict="subset", dtype_policy="cast")
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e8m0fnu"])
+def test_dtypes_that_nothing_is_computed_in(tmp_path: Path, dtype: str) -> None:
+    """Rows of zeros, sums, and products had another value, or raised torch's error."""
+    if not hasattr(torch, dtype):
+        pytest.skip("this torch does not have the dtype")
+    values = torch.zeros(4, 2, dtype=torch.uint8).view(getattr(torch, dtype))
+    checkpoint = opened({"w": values, "s": torch.ones(1, 1)}, tmp_path / "c")
+    with pytest.raises(NormalizationError, match=f"'w' of {dtype} cannot be filled with 0"):
+        checkpoint.mapped(Mapping([Resize("w", "w", 4, 6)]))["w"]
+    if "_x2" in dtype:
+        for rule in (Offset("w", "w", 1.0), Dequantize("w", "s", "w", block=(4, 2))):
+            with pytest.raises(NormalizationError, match=f"'w' of {dtype} cannot become float"):
+                checkpoint.mapped(Mapping([rule]))["w"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e8m0fnu"])
+def test_dequantized_weights_are_floating_point_numbers(tmp_path: Path, dtype: str) -> None:
+    """They were truncated, as are those that Cast refuses."""
+    made = {"w": torch.ones(2, 2), "s": torch.full((1, 1), 0.3)}
+    packed = {"b": torch.zeros(2, 1, 2, dtype=torch.uint8), "e": torch.zeros(2, 1, dtype=torch.uint8)}
+    checkpoint = opened(made | packed, tmp_path / "c")
+    for rule in (Dequantize("w", "s", "w", dtype=dtype), Mxfp4("b", "e", "w2", dtype=dtype)):
+        mapped = checkpoint.mapped(Mapping([rule]))
+        with pytest.raises(NormalizationError, match=f"cannot become {dtype}"):
+            mapped[rule.targets[0].text]
 
 
 def test_block_quantized_weights_are_dequantized(tmp_path: Path) -> None:

@@ -312,7 +312,23 @@ def test_offsets_that_give_a_layer_to_two_stages(tmp_path: Path) -> None:
     opened = checkpoint.open(tmp_path)
     with pytest.raises(NormalizationError, match=r"two stages of .* have 'layers.1.w', in stage 1 called 'layers.0.w'"):
         opened.normalized({"layer_offsets": {1: 1}})
+    with pytest.raises(NormalizationError, match=r"two stages of .* have 'layers.0.w'"):
+        opened.normalized({"layer_offsets": {1: 0}})
     assert opened.normalized({"layer_offsets": {1: 2}})["model"]["layers.3.w"][...].equal(W + 3)
+
+
+def test_stages_with_several_parts_of_the_model(tmp_path: Path) -> None:
+    """Their layers alternate; the second stage's were taken for layers 4 and 6."""
+    for stage in range(2):
+        layers = {f"layers.{n}.w": W + n for n in (stage, stage + 2)}
+        torch.save({"model": layers}, tmp_path / f"stage_{stage}.pt")
+    opened = checkpoint.open(tmp_path)
+    with pytest.raises(NormalizationError, match=r"\[0, 2\] in earlier stages and \[1, 3\] in stage 1.*layer_offsets"):
+        opened.normalized()
+    for offset, names in (0, "0213"), (3, "0246"):
+        found = opened.normalized({"layer_offsets": {1: offset}})["model"]
+        assert [*found] == [f"layers.{n}.w" for n in names]
+        assert all(found[f"layers.{n}.w"][...].equal(W + w) for n, w in zip(names, (0, 2, 1, 3)))
 
 
 @pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
