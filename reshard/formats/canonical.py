@@ -344,7 +344,8 @@ def _states(tree: Tree) -> dict[str, dict[str, Any]]:
                 continue  # a parameter without state yet
             if not isinstance(value, dict):
                 raise NormalizationError(
-                    f"the optimizer's state {owner!r} is not a dict of states: {states.key!r} is a single value"
+                    f"{states.key!r} should be the dict of an optimizer's states for {owner!r}, but is a single value. "
+                    "To leave the optimizer out, pass model_only=True"
                 )
             out[str(owner)] = value
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from planners.geometry.box import Box
 from reshard.errors import CorruptCheckpointError, NormalizationError
@@ -11,6 +11,7 @@ from reshard.formats.canonical import (
     Canonical,
     Hints,
     NameMap,
+    StoredOptimizer,
     check_names,
     common_attribute,
     name_ids,
@@ -19,7 +20,7 @@ from reshard.formats.canonical import (
 )
 from reshard.formats.fsdp1 import FLAT, cut_flat
 from reshard.formats.safetensors import HuggingFaceFacts
-from reshard.formats.sections import StoredLeaf, find_sections
+from reshard.formats.sections import Sections, StoredLeaf, find_sections
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, narrow, stack
@@ -33,7 +34,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     Raises NormalizationError where a hint is missing, or two tensors would have one name.
     """
     sections = find_sections(contents)
-    optimizers = [(model, read_optimizer(tree)) for model, tree in sections.optimizers]
+    optimizers = list(_optimizers(sections, hints))
     by_id = any(saved.by_id for _, saved in optimizers)
     scopes = range(len(optimizers)) if len(optimizers) > 1 else [None] * len(optimizers)
     named = [(model, name_ids(saved, hints, scope, what)) for (model, saved), scope in zip(optimizers, scopes)]
@@ -55,6 +56,15 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
         check_names(result)
     _split_fused(result, hints)
     return result
+
+
+def _optimizers(sections: Sections, hints: Hints) -> Iterator[tuple[str, StoredOptimizer]]:
+    for model, tree in sections.optimizers:
+        try:
+            yield model, read_optimizer(tree)
+        except NormalizationError:  # it may be something else of this name
+            if not hints.model_only:
+                raise
 
 
 def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:

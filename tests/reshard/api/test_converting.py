@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import reshard
 from planners.errors import PlanError
 from planners.geometry.topologies import Topology, fsdp
-from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, ReshardError
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, NormalizationError, ReshardError
 from reshard.formats.safetensors import SafetensorsWriter
 from reshard.mapping import Mapping, Transpose
 from reshard.state import count_objects
@@ -734,3 +734,16 @@ def test_names_that_are_no_unicode_are_refused(format: str, tmp_path: Path) -> N
         reshard.convert(tmp_path / "m.pt", tmp_path / "c", format=format)
     reshard.convert(tmp_path / "m.pt", tmp_path / "c", format=format, mapping={"a": "a\udcff"})
     assert torch.equal(reshard.open(tmp_path / "c")["a"][...], torch.arange(3.0))
+
+
+def test_a_section_that_is_no_optimizer_does_not_keep_the_model_from_being_converted(tmp_path) -> None:
+    reshard.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 3e-4}}, tmp_path / "saved")
+    with pytest.raises(
+        NormalizationError, match=r"^'optim.lr' should be the dict .*leave the optimizer out, pass model"
+    ):
+        reshard.convert(tmp_path / "saved", tmp_path / "out", normalized=True)
+
+    report = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="huggingface", model_only=True)
+
+    assert report.tensors == 1
+    assert torch.equal(reshard.open(tmp_path / "hf")["w"][...], torch.ones(2))
