@@ -166,8 +166,8 @@ class ProductForm:
         self.mesh, self.placements, self.world_size = mesh, tuple(placements), mesh.world_size
         if len(self.placements) != mesh.ndim:
             raise PlanError(
-                f"the mesh {mesh} needs {mesh.ndim} placements, one for each axis, but got {len(self.placements)}: "
-                f"({', '.join(map(str, self.placements))})"
+                f"the mesh {mesh} needs one placement for each axis, {mesh.ndim} in all, but got "
+                f"{len(self.placements)}: ({', '.join(map(str, self.placements))})"
             )
         self._hash = hash((mesh, self.placements))
 

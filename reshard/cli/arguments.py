@@ -326,7 +326,7 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
 
     source, colon, target = names.partition(":")
     for naming_of_a_side in (source, target) if colon else ():
-        choice(naming_of_a_side, NAMINGS, "naming")
+        choice(naming_of_a_side, NAMINGS, "naming scheme")
     if not colon or config is None:
         raise UsageError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
     return ready(config, source, target, **_options(naming or [], ready))

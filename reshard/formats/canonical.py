@@ -398,8 +398,8 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
         example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'
         hints.missing(
             "param_names",
-            f"{which} of {what} knows its {len(used)} parameters only by integer ids, in the order in "
-            "which they were given to it, and the names in that order are not stored",
+            f"{which} of {what} knows its {format_count(len(used), 'parameter')} only by integer ids; their names are "
+            "not stored",
             example,
         )
     unnamed = [i for i in used if i not in names]

@@ -191,10 +191,8 @@ def check_inside(storage: Storage, file: str) -> None:
 
 
 def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None) -> CorruptCheckpointError:
-    but = "it is missing" if found is None else f"it has {found} bytes"
-    error = CorruptCheckpointError(
-        f"{storage.url}: {file} must have {nbytes} bytes, but {but}: restore it, or load another checkpoint"
-    )
+    what = "is missing" if found is None else f"has {found} of its {nbytes} bytes"
+    error = CorruptCheckpointError(f"{storage.url}: {file} {what}: restore it, or load another checkpoint")
     error.places = ((file, min(found or 0, nbytes), max(found or 0, nbytes)),)
     return error
 

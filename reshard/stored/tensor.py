@@ -336,8 +336,8 @@ class LazyTensor:
     if not TYPE_CHECKING:  # which would take any name for an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            fix = f", as a tensor has: {_READ_FIRST}" if hasattr(torch.Tensor, name) else ""
-            raise AttributeError(f"'LazyTensor' object has no attribute {name!r}{fix}")
+            words = ", as a tensor has" if hasattr(torch.Tensor, name) else ""
+            raise AttributeError(f"'LazyTensor' object has no attribute {name!r}{words}: {_READ_FIRST}")
 
     def __len__(self) -> int:
         if not self.ndim:

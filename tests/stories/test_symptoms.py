@@ -260,7 +260,7 @@ def test_a_load_names_the_bytes_that_were_changed_and_their_tensors(tmp_path: Pa
     file.write_bytes(data[: at["v"] + 4])
     error = told({"v": torch.zeros(200, 100)})
     assert error.places == ((name, at["v"] + 4, len(data)),)
-    assert f"must have {len(data)} bytes, but it has {at['v'] + 4} bytes" in str(error)
+    assert f"has {at['v'] + 4} of its {len(data)} bytes" in str(error)
     assert f"'v' (bytes [{at['v']}, {at['v'] + 80_000}))" in str(error).split(". Tensors there: ")[1]
 
 

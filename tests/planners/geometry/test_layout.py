@@ -66,7 +66,7 @@ def test_layouts_are_values():
             lambda: TensorLayout(SPEC, "dp=2", "S(2)"),
             r"shards a dim that the shape \(7, 4\) does not have \(tensor 'w'\)",
         ),
-        (lambda: TensorLayout(SPEC, "dp=2,tp=2", "S(0)"), "needs 2 placements, one for each axis, but got 1"),
+        (lambda: TensorLayout(SPEC, "dp=2,tp=2", "S(0)"), "needs one placement for each axis, 2 in all, but got 1"),
         (lambda: TensorLayout(SPEC, "dp=2", "Z(0)"), "unknown placement 'Z"),
         (lambda: TensorLayout(SPEC, "tp=2", "B(0, 4+4)"), "add up to 8, but the dim has 7 elements"),
         (lambda: ROWS.boxes(2), r"ranks 0 to 1 only \(tensor 'w', rank 2\)"),

@@ -85,7 +85,7 @@ def test_owners_and_ranks_say_the_same():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ProductForm.make(Mesh({"dp": 2}), []), "needs 1 placements, one for each axis, but got 0"),
+        (lambda: ProductForm.make(Mesh({"dp": 2}), []), "needs one placement for each axis, 1 in all, but got 0"),
         (lambda: PRODUCT.check(()), r"S\(0\) on axis 'dp' shards a dim that the shape \(\) does not have"),
         (lambda: BoxesForm.make({-1: []}), "ranks must be >= 0"),
         (lambda: BoxesForm.make({4: []}, world_size=3), "the job has only 3 ranks"),

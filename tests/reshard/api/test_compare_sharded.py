@@ -27,7 +27,7 @@ def test_a_changed_element_is_found_in_every_layout_and_named_by_all_ranks(tmp_p
             assert finding.fqn == "w"
             assert finding.element == element, name
             assert finding.rank == changing, name
-            assert finding.message.startswith("1 of 130 elements differ; at the first, "), name
+            assert finding.message.startswith("1 of 130 elements differ; the first: "), name
     assert any(element is not None for _, _, element, _ in tried)
 
 
@@ -48,7 +48,7 @@ def test_stages_that_shard_a_tensor_in_several_ways(tmp_path: Path) -> None:
         assert same.ok
         assert (same.covered.read_bytes, same.covered.total_bytes) == (64, 64)
         (finding,) = other.findings
-        assert finding.message == "at most 2 of 16 elements differ; at the first, 0 on the left and 1 on the right"
+        assert finding.message == "at most 2 of 16 elements differ; the first: 0 -> 1"
         for gap in gaps:
             (finding,) = gap.findings
             assert finding.message == "4 of 16 elements were not compared: no rank has them"

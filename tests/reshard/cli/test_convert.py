@@ -140,7 +140,7 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
             "the value must be true, false or a number",
         ),
         (["--max-shard", "many"], "'many' is not a size"),
-        (["--names", "plane:megatron", "--config", "c"], "there is no naming 'plane': did you mean 'plain'?"),
+        (["--names", "plane:megatron", "--config", "c"], "there is no naming scheme 'plane': did you mean 'plain'?"),
         (["--format", "gguf"], "there is no format 'gguf'. Known: native, megatron, "),
         (["--onto", "fsdp=0"], "with numbers >= 1"),
         (["-f", "huggingface", "--onto", "fsdp=2"], "safetensors files are not sharded by rank: leave out --onto, or"),

@@ -230,7 +230,7 @@ def test_a_missing_or_truncated_file_is_damage_as_it_is_to_verify(say, checkpoin
     if not is_missing:
         file.write_bytes(kept)
 
-    assert_damaged(say, checkpoint, f"{file.name} must have ")
+    assert_damaged(say, checkpoint, f"{file.name} {'is missing' if is_missing else 'has 99 of its'}")
 
 
 def assert_damaged(say, checkpoint: Path, told: str) -> None:
@@ -454,7 +454,7 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
         (["Partial(sum)"], "unknown placement 'Partial(sum)': write S(dim)"),
         (["dp,tp: S(0)"], "has 1 placement for the 2 axes before the colon"),
         ([""], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
-        (["S(0) on dp=2,tp=2"], "needs 2 placements, one for each axis, but got 1"),
+        (["S(0) on dp=2,tp=2"], "needs one placement for each axis, 2 in all, but got 1"),
         (["S(1) on dp=2", "--shape", "4"], "does not have"),
         (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),
         (["S(70) on dp=2"], "only tensors of at most 63 dims are drawn"),
