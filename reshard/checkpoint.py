@@ -277,7 +277,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             meant = {each: text for names, text in _OF_OTHERS.items() for each in names.split()}
             for key in (*self, *self.objects) if "objects" in vars(self) else ():
                 part = key.partition(".")[0]
-                meant[part] = f".nested()[{part!r}] is this part of the state"
+                meant[part] = f".{'objects' if part in self.objects else 'nested()'}[{part!r}] has it"
             raise no_attribute(self, name, meant)
 
     def __repr__(self) -> str:

@@ -42,8 +42,8 @@ def verify(
     Reads every byte, compares checksums and fingerprints where the format has them, and proves that chunks cover each
     tensor exactly once. Prints how many bytes of values were verified.
 
-    Exits with 1 if it is damaged, and names the file, the tensor, and, where known, the byte range. Also exits with 1
-    if an undamaged checkpoint differs from that of --against. The first line of output says which.
+    Exits with 1 if it is damaged, and lists all damaged files and tensors, with byte ranges where known. Also exits
+    with 1 if an undamaged checkpoint differs from that of --against. The first line of output says which.
     """
     import reshard
     from reshard.formats.opening import steps_at

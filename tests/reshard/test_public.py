@@ -709,7 +709,7 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         ("get_tensor", r"index it: checkpoint\[name\]\[...\]"),
         ("problem", r"did you mean 'problems'"),
         ("step", r".objects has all values that are not tensors, by name"),
-        ("model", r".nested\(\)\['model'\] is this part of the state"),
+        ("model", r".nested\(\)\['model'\] has it"),
         ("optimizer", r".normalized\(\) returns a dict with 'model' and 'optim'"),
         ("names", r"iterate over it: list\(checkpoint\)"),
         ("path", r".url says where it is"),
