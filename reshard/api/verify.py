@@ -71,7 +71,7 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, also of a damaged checkpoint. Its `findings` are all damaged files and tensors, with byte ranges
+    Returns a report, also of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
     where known. `covered` says in how many bytes a changed bit would have been found: none in formats
     without checksums, such as safetensors. If the checkpoint itself is damaged, it is not compared with `against`, and
     `covered` is None. The call raises only if there is no checkpoint, or none in a known format.

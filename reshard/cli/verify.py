@@ -42,7 +42,7 @@ def verify(
     Reads every byte, compares checksums and fingerprints where the format has them, and proves that chunks cover each
     tensor exactly once. Prints how many bytes of values were verified.
 
-    Exits with 1 if it is damaged, and lists all damaged files and tensors, with byte ranges where known. Also exits
+    Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
     with 1 if an undamaged checkpoint differs from that of --against. The first line of output says which.
     """
     import reshard
