@@ -73,7 +73,7 @@ def _plan(folder: Path) -> str:
 _CHOOSE = "(tree.style.height = '400px', choose(rows.findIndex(row => row.name === 'wo.weight')), 0)"
 _PICTURES = {
     "page-inspect.webp": _Picture(_inspect, 1100, 2, _CHOOSE),
-    "page-diff.webp": _Picture(_diff, 1000, 2),
+    "page-diff.webp": _Picture(_diff, 1100, 2),
     "plan-405b.png": _Picture(_plan, 1100, 2),
 }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from planners.errors import ProofError
+from planners.geometry.arrays import grouped
 from planners.notebooks import Tabled
 from planners.units import format_count
 
@@ -35,17 +36,13 @@ _MOST_LISTED = 3
 
 
 def in_groups(findings: Iterable[Finding]) -> list[str]:
-    """The findings as text, those of many names that only one side has as one: `"optim.state.*: 52 only in a"`."""
-    groups: dict[Hashable, list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        is_one_sided = finding.fqn is not None and finding.message.startswith("only in ")
-        groups.setdefault((_front(finding.fqn), finding.message) if is_one_sided else number, []).append(finding)
+    """The findings as text, equal ones of many names as one: `"optim.state.*: 52 names, such as 'x': only in a"`."""
     texts: list[str] = []
-    for its in groups.values():
+    for its in grouped(((_front(it.fqn), it.message, it.rank, it.element), it) for it in findings).values():
         if len(its) <= _MOST_LISTED:
             texts += map(str, its)
         else:
-            texts.append(f"{_front(its[0].fqn)}: {len(its)} {its[0].message}, such as {its[0].fqn!r}")
+            texts.append(f"{_front(its[0].fqn)}: {len(its)} names, such as {its[0].fqn!r}: {its[0].message}")
     return texts
 
 
@@ -97,6 +94,8 @@ class Report(Tabled):
     """How many bytes of a checkpoint were read and compared. None for plans and damaged checkpoints."""
     covers: str = ""
     """In words, what was verified if there are no problems."""
+    hint: str = ""
+    """What may explain the problems."""
 
     @property
     def _problem(self) -> str:
@@ -125,8 +124,11 @@ class Report(Tabled):
         `reshard.errors.CorruptCheckpointError`."""
         if self.findings:
             first = self.findings[0]
-            lines = "\n".join(f"  {finding}" for finding in self.findings[:50])
+            lines = "\n".join(islice(self._lines(), 50))
             raise self._error(f"{self.subject}: {self.verdict}:\n{lines}", fqn=first.fqn, rank=first.rank)
+
+    def _lines(self) -> Iterator[str]:
+        yield from (f"  {line}" for line in (*filter(None, [self.hint]), *self.findings))
 
     def __bool__(self) -> bool:
         return self.ok
@@ -142,6 +144,6 @@ class Report(Tabled):
             [
                 f"{self.subject}: {format_count(self.tensors, 'tensor')}, {self.verdict}",
                 *covered,
-                *(f"  {finding}" for finding in self.findings),
+                *self._lines(),
             ]
         )

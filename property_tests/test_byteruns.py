@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from planners import StateLayout, TensorSpec, View, Window, plan_reads
 from planners.geometry.box import arrange
 from planners.testing.strategies import boxes, product_layouts, shapes
+from property_tests.budget import examples
 
 
 @st.composite
@@ -34,7 +35,7 @@ def windows(draw):
 
 
 @given(windows())
-@settings(max_examples=800)
+@settings(max_examples=examples(800, most=20_000))
 def test_runs_read_the_elements_in_row_major_order(made):
     file, window, array = made
 
@@ -91,7 +92,7 @@ def test_joined_reads_hold_all_runs_and_waste_only_short_gaps(made, gap):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200, most=20_000))
 def test_items_of_a_plan_compile_to_windows_that_read_their_bytes(data):
     """Chunks as row-major files; an item's bytes, read through its window, are the target's elements."""
     shape = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=3).map(tuple))

@@ -7,12 +7,13 @@ from hypothesis import given, settings, strategies as st
 from planners import Cluster, Window, estimate, plan_reads, plan_transfers, plan_writes, summarize
 from planners.plans.load import count_reads
 from planners.testing.strategies import state_pairs
+from property_tests.budget import examples
 
 gaps = st.sampled_from([0, 1, 7, 64, 10_000])
 
 
 @given(state_pairs(max_tensors=3), gaps)
-@settings(max_examples=400)
+@settings(max_examples=examples(400, most=20_000))
 def test_reads_are_counted_as_if_every_item_were_listed(pair, max_gap_bytes):
     plan = plan_reads(*pair)
 
@@ -33,7 +34,7 @@ def test_reads_are_counted_as_if_every_item_were_listed(pair, max_gap_bytes):
 
 
 @given(state_pairs(max_tensors=3))
-@settings(max_examples=300)
+@settings(max_examples=examples(300, most=20_000))
 def test_a_summary_agrees_with_the_items(pair):
     reads, transfers = plan_reads(*pair), plan_transfers(*pair)
 
@@ -53,7 +54,7 @@ def test_a_summary_agrees_with_the_items(pair):
 
 
 @given(state_pairs(max_tensors=2), st.integers(1, 5))
-@settings(max_examples=300)
+@settings(max_examples=examples(300, most=20_000))
 def test_what_crosses_between_hosts_leaves_one_and_enters_another(pair, ranks_per_host):
     plan = plan_transfers(*pair, ranks_per_host=ranks_per_host)
 

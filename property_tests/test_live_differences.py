@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from budget import examples
 from hypothesis import given, settings, strategies as st
 
 import reshard
 from planners import Box, TensorLayout, TensorSpec
+from property_tests.budget import examples
 from reshard.execute import delta as differences
 from tests import gloo
 from tests.same import bits

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from budget import examples
 from hypothesis import given, settings, strategies as st
 from oracle import elements, local_arrays
 
@@ -13,6 +12,7 @@ from planners import LoadPlan, ReadItem, dumps, loads, plan_reads, replay, verif
 from planners.geometry.box import Box
 from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, product_layouts, specs, state_pairs
+from property_tests.budget import examples
 
 
 @given(st.data())

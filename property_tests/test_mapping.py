@@ -16,6 +16,7 @@ from planners.plans.load import plan_reads
 from planners.plans.plan import verify
 from planners.testing.replay import replay
 from planners.testing.strategies import layouts
+from property_tests.budget import examples
 from property_tests.test_stored_views import stored
 from reshard.checkpoint import Checkpoint
 from reshard.errors import NormalizationError
@@ -108,7 +109,7 @@ def numbered(shapes: dict[str, Shape]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100, most=20_000))
 def test_forward_then_inverse_is_identity_however_tensors_are_stored(data: st.DataObject) -> None:
     mapping, shapes = data.draw(models())
     tensors, truth, first = {}, {}, 1
@@ -132,7 +133,7 @@ def test_forward_then_inverse_is_identity_however_tensors_are_stored(data: st.Da
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100, most=20_000))
 def test_a_plan_through_a_mapping_is_numpy_on_whole_tensors(data: st.DataObject) -> None:
     """On random models and pairs of layouts: every rank gets just what it would cut out of the mapped whole."""
     mapping, shapes = data.draw(models())
@@ -165,7 +166,7 @@ def experts(draw: st.DrawFn) -> tuple[int, list[list[int]], Shape]:
 
 
 @given(experts(), st.sampled_from([0, 1]), st.integers(0, 9))
-@settings(max_examples=60)
+@settings(max_examples=examples(60, most=20_000))
 def test_states_that_some_experts_lack_are_filled_and_nothing_is_lost(
     drawn: tuple[int, list[list[int]], Shape], dim: int, fill: int
 ) -> None:
@@ -202,7 +203,7 @@ def test_states_that_some_experts_lack_are_filled_and_nothing_is_lost(
     st.sampled_from([-1.0, 1.0, 0.5]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150, most=20_000))
 def test_an_offset_comes_back_or_is_refused(values: list[float], by: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor(values, dtype=dtype)
     raw = bytes(tensor.view(torch.uint8).tolist())

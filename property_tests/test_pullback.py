@@ -11,10 +11,11 @@ from planners import TensorLayout, TensorSpec
 from planners.geometry.box import arrange
 from planners.geometry.views import filled_slots, pull_back
 from planners.testing.strategies import layouts
+from property_tests.budget import examples
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400, most=20_000))
 def test_what_is_pulled_back_fills_every_local_tensor_exactly_once(data):
     world, view, array = data.draw(views())
     wanted = data.draw(layouts(TensorSpec("w", array.shape, "int64")))

@@ -14,6 +14,7 @@ from oracle import local_arrays
 from planners import PlanError, StateLayout, TensorLayout, TensorSpec, dumps, loads, plan_writes, verify
 from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, meshes, placements, product_layouts, specs
+from property_tests.budget import examples
 
 
 @st.composite
@@ -51,7 +52,7 @@ def written(plan, rank, item):
 
 
 @given(st.data())
-@settings(max_examples=600)
+@settings(max_examples=examples(600, most=20_000))
 def test_each_element_is_written_once_by_a_rank_that_holds_it(data):
     plan = plan_of(data)
 
@@ -71,7 +72,7 @@ def test_each_element_is_written_once_by_a_rank_that_holds_it(data):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300, most=20_000))
 def test_the_writers_of_every_chunk_are_those_whose_items_write_it(data):
     plan = plan_of(data)
     items = Counter((rank, i.fqn, i.box) for rank in range(plan.world_size) for i in plan.items(rank))
@@ -129,7 +130,7 @@ def one_mesh(draw):
 
 
 @given(one_mesh())
-@settings(max_examples=300)
+@settings(max_examples=examples(300, most=20_000))
 def test_the_busiest_rank_is_near_the_optimum_by_flow(layout):
     plan = plan_writes(layout, divide_above_bytes=1)
 
@@ -156,7 +157,7 @@ def test_a_model_on_a_hybrid_mesh_is_written_evenly(ranks_per_host):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200, most=20_000))
 def test_verify_finds_any_one_spoiled_entry_of_a_deal(data):
     plan = plan_of(data)
     assignments = [i for i, assigned in enumerate(plan.assignments) if len(assigned.ranks)]
@@ -193,7 +194,7 @@ def test_verify_finds_any_one_spoiled_entry_of_a_deal(data):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200, most=20_000))
 def test_verify_finds_any_one_spoiled_item(data):
     plan = plan_of(data, product_layouts)
     ranks = [rank for rank in range(plan.world_size) if plan.items(rank)]

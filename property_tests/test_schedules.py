@@ -11,12 +11,13 @@ from hypothesis import given, settings, strategies as st
 from planners import Box, Schedule, plan_transfers, schedule, verify
 from planners.plans.schedule import color_edges
 from planners.testing.strategies import state_pairs
+from property_tests.budget import examples
 
 edges = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60)
 
 
 @given(edges)
-@settings(max_examples=500)
+@settings(max_examples=examples(500, most=20_000))
 def test_colors_never_meet_and_are_as_few_as_the_busiest_end_needs(pairs):
     colors = color_edges([u for u, _ in pairs], [v for _, v in pairs])
 
@@ -27,7 +28,7 @@ def test_colors_never_meet_and_are_as_few_as_the_busiest_end_needs(pairs):
 
 
 @given(state_pairs(max_tensors=3), st.integers(128, 600))
-@settings(max_examples=250)
+@settings(max_examples=examples(250, most=20_000))
 def test_all_bytes_travel_once_in_rounds_without_conflict(pair, budget):
     plan = plan_transfers(*pair)
 
@@ -67,7 +68,7 @@ def indexes(box: Box):
 
 
 @given(state_pairs(max_tensors=3), st.integers(128, 600))
-@settings(max_examples=120)
+@settings(max_examples=examples(120, most=20_000))
 def test_there_are_as_few_rounds_as_the_busiest_rank_has_messages(pair, budget):
     plan = plan_transfers(*pair)
     rounds = schedule(plan, max_inflight_bytes=budget)
@@ -107,7 +108,7 @@ def mutations(rounds: Schedule, at: int):
 
 
 @given(st.data())
-@settings(max_examples=120)
+@settings(max_examples=examples(120, most=20_000))
 def test_verify_finds_any_one_spoiled_message(data):
     rounds = schedule(plan_transfers(*data.draw(state_pairs(max_tensors=2))), max_inflight_bytes=128)
     if not len(rounds):
@@ -119,7 +120,7 @@ def test_verify_finds_any_one_spoiled_message(data):
 
 
 @given(state_pairs(max_tensors=2))
-@settings(max_examples=100)
+@settings(max_examples=examples(100, most=20_000))
 def test_verify_finds_a_budget_that_is_not_kept(pair):
     rounds = schedule(plan_transfers(*pair), max_inflight_bytes=4096)
     if not len(rounds):

@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from property_tests.budget import examples
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage import LocalStorage, MemoryStorage, Storage
 
@@ -117,4 +118,4 @@ class Agreement(RuleBasedStateMachine):
 
 
 TestAgreement = Agreement.TestCase
-TestAgreement.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestAgreement.settings = settings(deadline=None, max_examples=examples(60, most=2_000), stateful_step_count=30)

@@ -8,6 +8,7 @@ from oracle import elements
 from planners import StateLayout, Topology, dumps, loads, plan_reads, replay, verify
 from planners.geometry.layout import TensorSpec
 from planners.testing.strategies import layouts, product_layouts, specs, topologies, views
+from property_tests.budget import examples
 
 
 @st.composite
@@ -16,7 +17,7 @@ def states(draw):
 
 
 @given(states().flatmap(lambda its: st.tuples(st.just(its), topologies(its))))
-@settings(max_examples=400)
+@settings(max_examples=examples(400, most=20_000))
 def test_a_topology_gives_every_tensor_a_whole_layout_and_survives_its_texts(made):
     tensors, topology = made
 
@@ -34,7 +35,7 @@ def test_a_topology_gives_every_tensor_a_whole_layout_and_survives_its_texts(mad
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200, most=20_000))
 def test_a_plan_between_two_topologies_verifies(data):
     tensors = data.draw(states())
     saved, wanted = (data.draw(topologies(tensors)).layout(tensors) for _ in range(2))
@@ -46,7 +47,7 @@ def test_a_plan_between_two_topologies_verifies(data):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200, most=20_000))
 def test_any_view_of_any_layouts_arrives_in_any_layout(data):
     first = data.draw(specs("a"))
     sources = [first, TensorSpec("b", first.shape, first.dtype)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from budget import examples
 from hypothesis import given, settings, strategies as st
 from oracle import elements, local_arrays
 
@@ -13,6 +12,7 @@ from planners import StateLayout, TensorLayout, plan_transfers, replay, verify
 from planners.geometry.box import Box
 from planners.geometry.layout import FlatForm
 from planners.testing.strategies import product_layouts, specs, state_pairs
+from property_tests.budget import examples
 
 
 def local_parts(layout: TensorLayout, rank: int):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from budget import examples
 from hypothesis import given, settings, strategies as st
 from oracle import owned_indexes
 
@@ -25,6 +24,7 @@ from planners import (
 )
 from planners.geometry.layout import FlatForm
 from planners.testing.strategies import layouts, shapes
+from property_tests.budget import examples
 
 SMALL = shapes(max_dims=3, max_size=6)
 

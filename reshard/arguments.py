@@ -16,7 +16,15 @@ from reshard.errors import FormatError, OptionError, did_you_mean, format_value,
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
-__all__ = ["check_arguments", "named_arguments", "no_attribute", "options_of", "renamed", "with_options"]
+__all__ = [
+    "check_arguments",
+    "check_options",
+    "named_arguments",
+    "no_attribute",
+    "options_of",
+    "renamed",
+    "with_options",
+]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -163,6 +171,41 @@ def _half(verb: str, given: Any) -> str:
     else:
         fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
     return f"{verb}(state_dict, path) was called with {what} only: {fix}"
+
+
+def _is_map(value: Any) -> bool:
+    """Return True for a `reshard.mapping.Mapping`, None, and a dict of names."""
+    is_names = isinstance(value, Mapping) and all(isinstance(name, str) for pair in value.items() for name in pair)
+    return value is None or is_names or hasattr(value, "stages")
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "workers threads memory_budget_bytes divide_above_bytes ranks_per_file ranks_per_host max_inflight_bytes": (
+        lambda value: type(value) is int and value >= 1,
+        "an integer >= 1",
+    ),
+    "rtol atol": (lambda value: isinstance(value, int | float) and value >= 0, "a number >= 0"),
+    "step": (lambda value: isinstance(value, int | None), "an integer"),
+    "labels": (
+        lambda value: value is None or (type(value) in (tuple, list) and len(value) == 2),
+        "a pair of strings",
+    ),
+    "mapping": (_is_map, "a dict of names or a reshard.mapping.Mapping"),
+    "hints": (lambda value: isinstance(value, Mapping | None), "a dict, such as {'vocab_size': 50257}"),
+    "views": (lambda value: isinstance(value, Iterable), "a list of views"),
+    "key": (lambda value: hasattr(value, "secret"), "a Key, such as reshard.fingerprints.Key(secret)"),
+    "histograms": (lambda value: isinstance(value, str), "a glob, such as '*.weight'"),
+}
+"""What options must be, by names. All others are flags: "no" would count as True."""
+
+
+def check_options(**given: Any) -> None:
+    """Raises OptionError for a value that an option of its name cannot have."""
+    flag = lambda value: isinstance(value, bool), "True or False"
+    for name, value in given.items():
+        fits, words = next((kind for names, kind in _KINDS.items() if name in names.split()), flag)
+        if not fits(value):
+            raise OptionError(f"{name} must be {words}, got {format_value(value)}")
 
 
 def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -16,8 +17,15 @@ import torch
 from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
-from reshard.arguments import no_attribute, renamed
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError, format_names, format_value
+from reshard.arguments import check_options, no_attribute, renamed
+from reshard.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    OptionError,
+    ReshardError,
+    format_names,
+)
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_unchecked", "open", "open_among",
-    "stored_layout",
+    "open_damaged", "stored_layout",
 ]  # fmt: skip
 
 
@@ -43,8 +51,14 @@ _MOST_HISTOGRAMS = 512
 
 
 _OF_OTHERS = {
-    **dict.fromkeys(("state_dict", "load"), ".nested() returns the nested state, lazily"),
-    **dict.fromkeys(("tensors", "get_tensor", "get_slice"), "index it: checkpoint[name][...], checkpoint[name][:4]"),
+    "state_dict load": ".nested() returns the nested state, lazily",
+    "tensors get_tensor get_slice read": "index it: checkpoint[name][...], checkpoint[name][:4]",
+    "shape dtype": "each tensor has its own: checkpoint[name].shape, checkpoint[name].dtype",
+    "names tensor_names": "iterate over it: list(checkpoint)",
+    "path root": ".url says where it is",
+    "model optim optimizer": ".normalized() returns a dict with 'model' and 'optim'",
+    "step epoch": ".objects has all values that are not tensors, by name",
+    "load_state_dict": "reshard.load(state_dict, path) fills a state dict",
     "metadata": ".layout has shapes, dtypes, and who holds what",
 }
 """Names in other libraries for what is written otherwise here."""
@@ -144,7 +158,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         `deep` also checks that every stored item contains what the metadata says.
         """
-        found = [*self.contents.facts.problems()]
+        found = self.contents.problems()
         whole: set[Hashable] = set()
         for name in self:
             try:
@@ -164,8 +178,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         tied tensors under all their names."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
-        paths = self.contents.paths
-        return unflatten({paths.get(name, (name,)): leaf for name, leaf in leaves.items()}, self.contents.containers)
+        of = self.contents
+        return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
         """Return the checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
@@ -229,6 +243,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
 
+        check_options(histograms=histograms)
         layout, contents = self.layout, self.contents
         facts = contents.details(NativeFacts)
         files = [SavedFile(source.name, source.nbytes) for source in contents.files]
@@ -266,7 +281,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
     if not TYPE_CHECKING:  # which would take any name for one of these
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _OF_OTHERS)
+            meant = {each: text for names, text in _OF_OTHERS.items() for each in names.split()}
+            for key in (*self, *self.objects) if "objects" in vars(self) else ():
+                part = key.partition(".")[0]
+                meant[part] = f".nested()[{part!r}] is this part of the state"
+            raise no_attribute(self, name, meant)
 
     def __repr__(self) -> str:
         said = [repr(self.url), self.format, format_count(len(self), "tensor"), self.unchecked]
@@ -369,9 +388,19 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
     return open_among(path, 0, 1, step=step, check=check)
 
 
+def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
+    """`open`, also where files are missing or damaged: `problems` lists these."""
+    try:
+        return open(path, step=step, check=check)
+    except CorruptCheckpointError:
+        with suppress(ReshardError):  # or as much is lost as the first error says
+            contents, url = open_contents(path, step=step, check=check, lists=True)
+            return Checkpoint(contents, url, None if isinstance(path, Storage) else path)
+        raise
+
+
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
-    if not isinstance(step, int | None):
-        raise OptionError(f"step must be an integer, got {format_value(step)}")
+    check_options(step=step, check=check)
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -100,6 +100,10 @@ class State(Generic[T]):
     per_rank: Mapping[str, Any] = field(default_factory=dict)
     """Values that are each rank's own, by key."""
 
+    def path_of(self, key: str) -> KeyPath:
+        """Where in the nest a key is."""
+        return self.paths.get(key, (key,))
+
 
 def count_objects(state: State[Any]) -> int:
     """The number of objects, which is the same for each way to store a state.
@@ -110,7 +114,7 @@ def count_objects(state: State[Any]) -> int:
     found: set[KeyPath] = set()
     todo: list[tuple[KeyPath, Any]] = []
     for key, value in state.objects.items():
-        todo.append((state.paths.get(key, (key,)), value))
+        todo.append((state.path_of(key), value))
         while todo:
             path, value = todo.pop()
             if isinstance(value, dict):

@@ -8,9 +8,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
+__all__ = ["Flags", "Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -13,9 +13,15 @@ import numpy.typing as npt
 
 from planners.errors import PlanError
 
-__all__ = ["Box", "ByteRuns", "Dims", "Window", "arrange", "flat_boxes", "merge_ranges", "rearranged"]
+__all__ = [
+    "Box", "ByteRuns", "Dims", "Range", "Shape", "Window", "arrange", "flat_boxes", "merge_ranges", "rearranged",
+]  # fmt: skip
 
 
+Shape = tuple[int, ...]
+"""A number for each dim: sizes, offsets, strides, or an index."""
+Range = tuple[int, int]
+"""[start, stop), of bytes or elements."""
 Dims = tuple[int | None, ...]
 """For each dim of a target, the source dim that it comes from, or None for a new dim of size 1.
 Unlisted source dims must have size 1 and are dropped: `(1, 0)` transposes, `(None, 0)` adds a
@@ -26,9 +32,9 @@ leading dim, `(1,)` drops dim 0.
 class _BoxFields(NamedTuple):
     """The fields of a `Box`, which checks them."""
 
-    offsets: tuple[int, ...]
+    offsets: Shape
     """First index in each dim."""
-    sizes: tuple[int, ...]
+    sizes: Shape
     """Extent in each dim."""
 
 
@@ -54,7 +60,7 @@ class Box(_BoxFields):
         return cls.of(offsets_, sizes_)
 
     @classmethod
-    def of(cls, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    def of(cls, offsets: Shape, sizes: Shape) -> Box:
         """Create a box without checks, from tuples that are known to be valid. For inner loops."""
         return tuple.__new__(cls, (offsets, sizes))
 
@@ -79,7 +85,7 @@ class Box(_BoxFields):
         return 0 in self.sizes
 
     @property
-    def stops(self) -> tuple[int, ...]:
+    def stops(self) -> Shape:
         """One past the last index in each dim."""
         return tuple(map(add, self.offsets, self.sizes))
 
@@ -151,7 +157,7 @@ class Box(_BoxFields):
         """
         return Box.of(tuple(map(add, self.relative_to(outer).offsets, there.offsets)), self.sizes)
 
-    def _at(self, offsets: tuple[int, ...]) -> Box:
+    def _at(self, offsets: Shape) -> Box:
         if min(offsets, default=0) < 0:
             raise PlanError(f"offsets of a box must be >= 0, but {self} would begin at {offsets}")
         return Box.of(offsets, self.sizes)
@@ -177,7 +183,7 @@ class Box(_BoxFields):
         return f"Box[{', '.join(f'{o}:{o + s}' for o, s in zip(self.offsets, self.sizes))}]"
 
 
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """The elements `[start, stop)` of the row-major flattening as at most 2*ndim - 1 boxes, in flat order.
 
     3 x 4, range 2:9:      . . 2 3
@@ -245,9 +251,9 @@ class Window:
 
     offset: int
     """Byte position of the first element."""
-    sizes: tuple[int, ...]
+    sizes: Shape
     """Number of elements in each dim."""
-    strides: tuple[int, ...]
+    strides: Shape
     """Bytes from one index to the next, in each dim; 0 repeats one element."""
     itemsize: int
     """Bytes per element."""
@@ -361,16 +367,14 @@ class Window:
 
 
 @lru_cache(maxsize=1024)  # a state has few shapes
-def _runs(
-    sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _runs(sizes: Shape, strides: Shape, itemsize: int) -> tuple[int, Shape, Shape]:
     """Bytes of a run, counts, and strides."""
     if 0 in sizes:
         return 0, (), ()
     run, kept = itemsize, [(n, s) for n, s in zip(sizes, strides) if n != 1]
     while kept and kept[-1][1] == run:
         run *= kept.pop()[0]
-    merged: list[tuple[int, int]] = []
+    merged: list[Range] = []
     for n, s in reversed(kept):  # fold dims that continue one another into one
         if merged and merged[-1][0] * merged[-1][1] == s:
             merged[-1] = (merged[-1][0] * n, merged[-1][1])
@@ -388,8 +392,8 @@ class ByteRuns:
 
     offset: int
     run_bytes: int
-    counts: tuple[int, ...]
-    strides: tuple[int, ...]
+    counts: Shape
+    strides: Shape
 
     @property
     def count(self) -> int:
@@ -406,7 +410,7 @@ class ByteRuns:
         """One past the last byte."""
         return self.offset + sum((n - 1) * s for n, s in zip(self.counts, self.strides)) + self.run_bytes
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Range]:
         """Yield the (start, length) of every run, in order."""
         if not self.run_bytes:
             return
@@ -438,9 +442,9 @@ class ByteRuns:
         return ByteRuns(self.offset, self.run_bytes, tuple(n for _, n in dims), tuple(s for s, _ in dims))
 
 
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Return ranges in order. Those that touch or overlap are joined; empty ones are omitted."""
-    out: list[tuple[int, int]] = []
+    out: list[Range] = []
     for start, stop in sorted(ranges):
         if out and start <= out[-1][1]:
             out[-1] = out[-1][0], max(out[-1][1], stop)

@@ -10,6 +10,7 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.geometry.arrays import Ints, distinct
+from planners.geometry.box import Range
 from planners.geometry.mesh import BlockShard, Shard, StridedShard
 
 __all__ = ["Ownership", "SegmentRow", "Segments", "overlap", "ownership"]
@@ -53,7 +54,7 @@ class Ownership:
         before = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
         return np.asarray(np.diff(before[self.indptr]), dtype=np.int64)
 
-    def intervals(self, owner: int) -> tuple[tuple[int, int], ...]:
+    def intervals(self, owner: int) -> tuple[Range, ...]:
         """(start, stop) of each interval of `owner`, in local order."""
         rows = slice(self.indptr[owner], self.indptr[owner + 1])
         return tuple(zip(self.starts[rows].tolist(), self.stops[rows].tolist()))

@@ -16,7 +16,7 @@ import numpy as np
 
 from planners.errors import CodecError, PlanError, did_you_mean
 from planners.geometry.arrays import Ints, grouped, outer_sum
-from planners.geometry.box import Box, flat_boxes
+from planners.geometry.box import Box, Range, Shape, flat_boxes
 from planners.geometry.intervals import Ownership, ownership
 from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
 
@@ -53,8 +53,7 @@ def itemsize(dtype: str) -> int:
 
 
 T = TypeVar("T")
-Shape = tuple[int, ...]
-Intervals = tuple[tuple[int, int], ...]
+Intervals = tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class ProductGeometry:
     """Per dim: what each owner adds to the row-major position in the mesh."""
     replica_positions: Ints
     """What each replica adds to it."""
-    _lowest: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False, compare=False)
+    _lowest: dict[Shape, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def rank_owners(self) -> tuple[Ints, ...]:
@@ -117,7 +116,7 @@ class ProductGeometry:
         order = np.argsort(outer_sum(every))
         return np.unravel_index(order, [len(positions) for positions in every])[:-1]
 
-    def owners_of(self, rank: int) -> tuple[int, ...]:
+    def owners_of(self, rank: int) -> Shape:
         """Per dim: the owner index of `rank`."""
         position = self.mesh.position(rank)
         return tuple(int(owner[position]) for owner in self.rank_owners)
@@ -127,7 +126,7 @@ class ProductGeometry:
         base = sum(int(positions[o]) for positions, o in zip(self.dim_positions, owners))
         return np.asarray(self.mesh.ranks[base + self.replica_positions], dtype=np.int64)
 
-    def lowest_rank(self, owners: tuple[int, ...]) -> int:
+    def lowest_rank(self, owners: Shape) -> int:
         """The lowest rank that holds the part of these owners."""
         found = self._lowest.get(owners)
         if found is None:
@@ -143,7 +142,7 @@ class ProductGeometry:
         """Per dim: the owners that have any element."""
         return tuple(np.flatnonzero(own.local_sizes) for own in self.dims)
 
-    def distinct(self) -> Iterator[tuple[int, ...]]:
+    def distinct(self) -> Iterator[Shape]:
         """The owners of every distinct part, empty ones omitted, row-major."""
         return itertools.product(*(owners.tolist() for owners in self.holding))
 
@@ -348,7 +347,7 @@ class FlatForm(_ListedForm):
     world_size: int
 
     @classmethod
-    def make(cls, ranges: Mapping[int, tuple[int, int]], world_size: int | None = None) -> FlatForm:
+    def make(cls, ranges: Mapping[int, Range], world_size: int | None = None) -> FlatForm:
         """Raises PlanError for negative ranks or ranks beyond `world_size`."""
         table = tuple(sorted((int(rank), int(start), int(stop)) for rank, (start, stop) in ranges.items()))
         return cls(table, _world_size([rank for rank, _, _ in table], world_size))
@@ -419,12 +418,14 @@ class TensorSpec:
     """Name, global shape, and dtype (by name, such as "bfloat16") of a tensor."""
 
     fqn: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     itemsize: int = field(init=False, repr=False, compare=False)
     """Bytes per element."""
     numel: int = field(init=False, repr=False, compare=False)
     """Number of elements."""
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Size of the full tensor in bytes."""
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
         """Raises PlanError for a name that is not a string, a negative size, or an unknown dtype."""
@@ -437,13 +438,9 @@ class TensorSpec:
             raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
         object.__setattr__(self, "itemsize", itemsize(dtype))
         object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.numel * self.itemsize)
         if max((self.nbytes, *self.shape)) >= 1 << 63:
             raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the full tensor in bytes."""
-        return self.numel * self.itemsize
 
 
 class TensorLayout:
@@ -499,7 +496,7 @@ class TensorLayout:
 
     @classmethod
     def from_flat_ranges(
-        cls, spec: TensorSpec, ranges: Mapping[int, tuple[int, int]], world_size: int | None = None
+        cls, spec: TensorSpec, ranges: Mapping[int, Range], world_size: int | None = None
     ) -> TensorLayout:
         """Return a layout in which each rank holds elements `[start, stop)` of the row-major flattening, as one 1-D
         local tensor.

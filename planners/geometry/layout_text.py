@@ -188,7 +188,7 @@ def _chunks_in_words(layout: TensorLayout) -> str:
     if sizes is None:
         count = sum(1 for _ in layout.chunks())
         return f"{count} chunk{'s' * (count != 1)} of any shape"
-    return "; ".join(f"dim {dim} in {len(its)} chunks{_uneven(its)}" for dim, its in sizes) or "in one chunk"
+    return "; ".join(f"dim {dim} in {len(its)} chunks{_uneven(its)}" for dim, its in sizes) or "unsharded"
 
 
 def _uneven(sizes: Sequence[int]) -> str:

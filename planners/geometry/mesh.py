@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import PlanError
-from planners.geometry.arrays import grouped, ravel, unravel
+from planners.geometry.arrays import Ints, grouped, ravel, unravel
+from planners.geometry.box import Shape
 
 __all__ = [
     "BlockShard", "Mesh", "Placement", "Replicate", "Shard", "StridedShard", "axis_names", "parse_placement",
@@ -37,11 +37,11 @@ class Mesh:
     """(name, size) of every axis, outermost first."""
     names: tuple[str, ...]
     """Names of the axes."""
-    shape: tuple[int, ...]
+    shape: Shape
     """Sizes of the axes."""
     size: int
     """Number of ranks."""
-    ranks: npt.NDArray[np.int64]
+    ranks: Ints
     """The rank at each coordinate, row-major, read-only."""
     world_size: int
     """The smallest world size that contains this mesh: its highest rank + 1."""
@@ -123,14 +123,14 @@ class Mesh:
             raise PlanError(f"the mesh {self} does not hold this rank", rank=rank)
         return self._index[rank] if self._index is not None else int(rank)
 
-    def positions(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def positions(self, ranks: Ints) -> Ints:
         """Return the row-major position of each of `ranks`. The mesh must contain all of them."""
         if self._index is None:
             return ranks
         order = np.argsort(self.ranks)
         return np.asarray(order[np.searchsorted(self.ranks, ranks, sorter=order)], dtype=np.int64)
 
-    def coordinate(self, rank: int) -> tuple[int, ...]:
+    def coordinate(self, rank: int) -> Shape:
         """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError if the mesh does
         not contain the rank."""
         return unravel(self.position(rank), self.shape)
@@ -155,7 +155,7 @@ class Mesh:
         return Mesh([(n, dict(self.axes)[n]) for n in names], grid.reshape(-1).tolist())
 
     @property
-    def strides(self) -> tuple[int, ...]:
+    def strides(self) -> Shape:
         """How far apart the ranks at coordinates 0 and 1 of each axis are; 0 for an axis of size 1."""
         grid = self.ranks.reshape(self.shape)
         units = (tuple(int(other == axis) for other in range(self.ndim)) for axis in range(self.ndim))

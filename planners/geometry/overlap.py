@@ -13,9 +13,9 @@ import numpy as np
 
 from planners.errors import CoverageError
 from planners.geometry.arrays import Ints, distinct
-from planners.geometry.box import Box, Dims
+from planners.geometry.box import Box, Dims, Shape
 from planners.geometry.intervals import Segments, overlap
-from planners.geometry.layout import Form, ProductForm, ProductGeometry, Shape, local_boxes
+from planners.geometry.layout import Form, ProductForm, ProductGeometry, local_boxes
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
@@ -249,7 +249,7 @@ MAX_CELLS = 1 << 22
 class Fault:
     """An element that is not covered exactly once."""
 
-    element: tuple[int, ...]
+    element: Shape
     """Its index, in the coordinates of the boxes."""
     count: int
     """How many boxes hold it."""

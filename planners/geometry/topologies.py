@@ -13,6 +13,7 @@ from functools import partial
 
 from planners.errors import PlanError, did_you_mean
 from planners.geometry.arrays import grouped
+from planners.geometry.box import Range
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.layout_text import in_sharding_order
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
@@ -500,13 +501,18 @@ _PRESETS: dict[tuple[str, ...], Callable[..., Topology]] = {
 _NAMES = ("fsdp", "tp", "hsdp", "ddp", "pp")
 _DATA_PARALLEL = ": did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)"
 _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
+_MISTYPED = re.compile(
+    r"(?:(?:(?:[fh]sdp|ddp|[cdept]p)[:\s]*\d[\dx]*|[A-Za-z_]\w*\s*=\s*\w*)(?:[,;/\s]+|$|(?=[a-z])))+"
+)
+"""Such as `fsdp6`, `fsdp:4`, or `dp=two`."""
 
 
 def looks_like_a_topology(text: str) -> bool:
-    """Return True if the text looks like a topology: `name=size,name=size`, perhaps with lines of rules. A path does
-    not."""
+    """Return True if the text looks like a topology, even a mistyped one: `name=size,name=size`, perhaps with lines of
+    rules. A path does not."""
     head = next(iter(text.strip().splitlines()), "")
-    return bool(head) and all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
+    is_one = all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
+    return bool(head) and (is_one or _MISTYPED.fullmatch(head) is not None)
 
 
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
@@ -522,7 +528,10 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     parts = [_PART.fullmatch(part) for part in text.split(",")]
     sizes = {part[1]: part[2].split("x") for part in parts if part is not None}
     if len(sizes) != len(text.split(",")):
-        raise PlanError(f"cannot read the topology {text!r}: write {WORDS}")
+        found = re.findall(r"([A-Za-z_]+)[=:\s]*(\d+(?:x\d+)*)", text)
+        meant = ",".join(map("=".join, found)) if {name for name, _ in found} <= {*_NAMES} else ""
+        near = f": did you mean {meant!r}?" if meant else "."
+        raise PlanError(f"{text!r} is neither a path nor a topology{near} Write a topology like {WORDS}")
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
@@ -618,7 +627,7 @@ def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tup
     return offsets, end
 
 
-def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, tuple[int, int]]:
+def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[int, Range]:
     """Return equal ranges of a buffer of `numel` elements, one per rank, in order.
 
     The buffer is padded at its end so that every range has the same size, a multiple of `multiple`.
@@ -632,7 +641,7 @@ def even_ranges(numel: int, ranks: Sequence[int], *, multiple: int = 1) -> dict[
 
 def flat_layouts(
     specs: Iterable[TensorSpec],
-    ranges: Mapping[int, tuple[int, int]],
+    ranges: Mapping[int, Range],
     *,
     align_elements: int = 1,
     offsets: Mapping[str, int] | None = None,

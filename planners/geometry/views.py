@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Dims, arrange, rearranged
+from planners.geometry.box import Box, Dims, Range, Shape, arrange, rearranged
 from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Placement, Replicate
 from planners.geometry.overlap import FilledSlot, Origin, Overlap, Piece, Sweep, chunks_of, tiling_fault
@@ -101,8 +101,8 @@ class Fill:
 class ViewGeometry:
     """A view without names. Equal ones map in the same way. The hash is computed once, since patches can be many."""
 
-    shape: tuple[int, ...]
-    source_shapes: tuple[tuple[int, ...], ...]
+    shape: Shape
+    source_shapes: tuple[Shape, ...]
     patches: tuple[Patch, ...]
     fills: tuple[Fill, ...]
 
@@ -235,7 +235,7 @@ class View:
         return (*self.patches, *self.fills)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the target."""
         return self.spec.shape
 
@@ -334,7 +334,7 @@ class View:
         rest = [d for d in range(len(self.shape)) if d != dim]
         return tuple(self._along(dim, i, i + 1).rearrange(rest).rename(name) for i, name in enumerate(names))
 
-    def reorder(self, intervals: Iterable[tuple[int, int]], dim: int = 0) -> View:
+    def reorder(self, intervals: Iterable[Range], dim: int = 0) -> View:
         """Concatenate the intervals (start, stop) of `dim`."""
         self._check_dim(dim)
         return concat(self.spec.fqn, [self._along(dim, start, stop) for start, stop in intervals], dim)
@@ -577,7 +577,7 @@ class ViewOverlap(Overlap):
     wanted_form: Form
 
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> Shape:  # type: ignore[override]
         return self.view.shape
 
     @cached_property

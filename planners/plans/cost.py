@@ -69,15 +69,15 @@ class Cluster:
 
     @property
     def rates(self) -> str:
-        """What a host is assumed to do: `"2 GB/s read by a host of 8 ranks and no time per request"`."""
+        """What a host is assumed to do: `"2 GB/s read by a host of 8 ranks"`."""
         rates = {
             "read": self.storage_read_bytes_per_s,
             "written": self.storage_write_bytes_per_s,
             "sent": self.network_bytes_per_s,
         }
         known = [f"{format_rate(rate)} {what}" for what, rate in rates.items() if rate is not None]
-        latency = format_seconds(self.request_latency_s) if self.request_latency_s else "no time"
-        return f"{', '.join(known)} by a host of {format_count(self.ranks_per_host, 'rank')} and {latency} per request"
+        latency = f", {format_seconds(self.request_latency_s)} per request" if self.request_latency_s else ""
+        return f"{', '.join(known)} by a host of {format_count(self.ranks_per_host, 'rank')}{latency}"
 
     def require(self, name: str, purpose: str) -> float:
         """Return a bandwidth. Raises PlanError if the cluster does not have it."""

@@ -227,7 +227,7 @@ class LoadPlan(Plan[ReadItems]):
 
     def findings(self) -> Iterator[Finding]:
         """Return all problems. Products of both sides are checked per dim, everything else item by item."""
-        unfit = dict(_unfit(self))
+        unfit = dict(_unfit(self.saved, self.wanted, self.views, allow_cast=True))
         yield from (Finding(message, fqn) for fqn, message in unfit.items())
         fit = self
         if unfit:
@@ -271,53 +271,39 @@ def plan_reads(
         )
     given = views.values() if isinstance(views, Mapping) else views
     used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
-    problems: list[str] = []
-    for fqn, layout in wanted.items():
-        view = used.get(fqn)
-        if view is None:
-            _judge(problems, saved, layout.spec, "wanted", allow_cast)
-            continue
-        if view.shape != layout.spec.shape:
-            problems.append(f"{fqn!r} is made by a view with shape {view.shape}, but wanted with {layout.spec.shape}")
-        if view.spec.dtype != layout.spec.dtype and not allow_cast:
-            problems.append(f"{fqn!r} is made by a view as {view.spec.dtype}, but wanted as {layout.spec.dtype}")
-        for source in view.sources:
-            _judge(problems, saved, source, f"a view takes it for {fqn!r}", allow_cast=False)
+    problems = [f"{fqn!r} {message}" for fqn, message in _unfit(saved, wanted, used, allow_cast)]
     if problems:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise LayoutMismatchError(f"the target does not match the saved state: {'; '.join(problems[:20])}{more}")
     return LoadPlan(saved, wanted, views=used)
 
 
-def _judge(problems: list[str], saved: StateLayout, spec: TensorSpec, by: str, allow_cast: bool) -> None:
-    """Add what keeps a tensor from being read as `spec`."""
-    other = saved.get(spec.fqn)
-    if other is None:
-        problems.append(f"{spec.fqn!r} is not saved{did_you_mean(spec.fqn, saved) if len(problems) < 20 else ''}")
-    elif other.spec.shape != spec.shape:
-        problems.append(f"{spec.fqn!r} is saved with shape {other.spec.shape}, but {by} with {spec.shape}")
-    elif other.spec.dtype != spec.dtype and not allow_cast:
-        problems.append(f"{spec.fqn!r} is saved as {other.spec.dtype}, but {by} as {spec.dtype}")
-
-
 # What is wrong with a load plan.
 
 
-def _unfit(plan: LoadPlan) -> Iterator[tuple[str, str]]:
-    """(wanted name, what is wrong) of tensors whose two sides do not even have the same shape."""
-    for fqn, layout in plan.wanted.items():
-        view = plan.views.get(fqn)
-        if view is not None and view.shape != layout.spec.shape:
-            yield fqn, f"is made by a view with shape {view.shape}, but wanted with {layout.spec.shape}"
-            continue
-        for source in view.sources if view is not None else (layout.spec,):
-            saved = plan.saved.get(source.fqn)
-            if saved is None:
-                yield fqn, "is wanted, but not saved" if view is None else f"takes from {source.fqn!r}, not saved"
-                break
-            if saved.spec.shape != source.shape:
-                yield fqn, f"{source.fqn!r} is saved with shape {saved.spec.shape}, but wanted with {source.shape}"
-                break
+def _unfit(
+    saved: StateLayout, wanted: StateLayout, views: Mapping[str, View], allow_cast: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield (wanted name, what is wrong) of tensors that are not saved, or with another shape or dtype."""
+    hints = 20
+    for fqn, layout in wanted.items():
+        view = views.get(fqn)
+        if view is not None and (differs := _difference(view.spec, layout.spec, allow_cast)):
+            yield fqn, f"is made by a view {differs}"
+        for source in (layout.spec,) if view is None else view.sources:
+            what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", saved.get(source.fqn)
+            if other is None:
+                yield fqn, f"{what} not saved{did_you_mean(source.fqn, saved) if hints > 0 else ''}"
+                hints -= 1
+            elif differs := _difference(other.spec, source, allow_cast and view is None):
+                yield fqn, f"{what} saved {differs}"
+
+
+def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool) -> str:
+    """Return in what a tensor is not what it is meant to be; "" if it is."""
+    if given.shape != meant.shape:
+        return f"with shape {given.shape}, but wanted with {meant.shape}"
+    return "" if given.dtype == meant.dtype or allow_cast else f"as {given.dtype}, but wanted as {meant.dtype}"
 
 
 def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:

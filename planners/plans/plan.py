@@ -18,7 +18,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
 from planners.geometry.overlap import ProductOverlap, tiling_fault
@@ -247,7 +247,7 @@ def product_findings(overlap: ProductOverlap) -> Iterator[Finding]:
             yield Finding(f"index {at} of dim {d} {what}", None, rank, _along(d, at, overlap.dims))
 
 
-def _along(dim: int, value: int, dims: Sequence[object]) -> tuple[int, ...]:
+def _along(dim: int, value: int, dims: Sequence[object]) -> Shape:
     """The index that is 0 in all dims but one."""
     return tuple(value if d == dim else 0 for d in range(len(dims)))
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import PlanError
 from planners.geometry.arrays import Ints, grouped
@@ -210,7 +209,7 @@ def _striped_product(layout: TensorLayout, form: ProductForm, groups: Ints) -> P
     return ProductForm.make(Mesh(axes, grid.reshape(-1).tolist()), (*form.placements, *cuts))
 
 
-def _common_run(where: npt.NDArray[np.int64], axis: int) -> int:
+def _common_run(where: Ints, axis: int) -> int:
     """Return the largest number of consecutive coordinates on an axis that always belong to one
     group.
     """

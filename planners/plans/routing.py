@@ -10,13 +10,12 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import CoverageError
-from planners.geometry.arrays import Ints, grouped, outer_sum, ravel, unravel
-from planners.geometry.box import Box
+from planners.geometry.arrays import Flags, Ints, grouped, outer_sum, ravel, unravel
+from planners.geometry.box import Box, Shape
 from planners.geometry.intervals import SegmentRow, Segments
-from planners.geometry.layout import Form, ProductGeometry, Shape, StateLayout, TensorLayout, local_boxes
+from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
 __all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
@@ -78,7 +77,7 @@ class Holders:
             np.asarray(np.searchsorted(self._keys, base | last), dtype=np.int64),
         )
 
-    def hold(self, sources: Ints, ranks: Ints) -> npt.NDArray[np.bool_]:
+    def hold(self, sources: Ints, ranks: Ints) -> Flags:
         """Return whether each rank holds the source beside it."""
         begin, end = self.between(sources, ranks, ranks + 1)
         return end > begin

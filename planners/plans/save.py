@@ -12,8 +12,8 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
-from planners.geometry.arrays import Ints, distinct, grouped, unravel
-from planners.geometry.box import Box
+from planners.geometry.arrays import Flags, Ints, distinct, grouped, unravel
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
@@ -454,9 +454,7 @@ def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Fin
         yield Finding(f"is written {fault.count} times, not once", element=fault.element)
 
 
-def _held(
-    assigned: Assignment, layout: TensorLayout, chunk_of: Ints
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _held(assigned: Assignment, layout: TensorLayout, chunk_of: Ints) -> Flags:
     """Return whether the rank of each entry holds its chunk, as the local tensor that the entry names."""
     product = layout.product
     if isinstance(assigned.chunks, ProductTable) and product is not None:
@@ -481,7 +479,7 @@ def _held(
     return out
 
 
-def _first(assigned: Assignment, chunk: int) -> tuple[int, ...]:
+def _first(assigned: Assignment, chunk: int) -> Shape:
     """An element of a chunk."""
     return next(iter(assigned.chunks.part(chunk).boxes()))[0].offsets
 

@@ -10,7 +10,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import Ints, grouped
-from planners.geometry.box import Box, flat_boxes
+from planners.geometry.box import Box, Shape, flat_boxes
 from planners.geometry.layout import ITEM_SIZES
 from planners.plans.transfer import TransferItem, TransferPlan
 
@@ -226,7 +226,7 @@ def _cut_stream(
         yield tuple(pieces)
 
 
-def _run(sizes: tuple[int, ...], limit: int) -> int:
+def _run(sizes: Shape, limit: int) -> int:
     """Return the number of elements in the largest row, or block of rows, that has at most `limit`
     elements.
     """

@@ -12,17 +12,8 @@ import numpy as np
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Box
-from planners.geometry.layout import (
-    BoxesForm,
-    Form,
-    Part,
-    ProductGeometry,
-    Shape,
-    StateLayout,
-    check_rank,
-    local_boxes,
-)
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import BoxesForm, Form, Part, ProductGeometry, StateLayout, check_rank, local_boxes
 from planners.geometry.overlap import Sweep
 from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic

@@ -208,7 +208,7 @@ def diff(
     Raises PlanError for two different kinds, or for any other value.
     """
     if type(a) is not type(b):
-        raise PlanError(f"cannot compare a {type(a).__name__} with a {type(b).__name__}: give two of one kind")
+        raise PlanError(f"cannot compare {type(a).__name__} with {type(b).__name__}: give two of one kind")
     sides = list(zip(_sides(a), _sides(b)))
     names = [list(dict.fromkeys(fqn for side in _sides(plan) for fqn in side)) for plan in (a, b)]
     in_a, in_b = set(names[0]), set(names[1])
@@ -230,7 +230,7 @@ def _sides(plan: object) -> tuple[StateLayout, ...]:
         return tuple(plan.sides.values())
     if isinstance(plan, StateLayout):
         return (plan,)
-    raise PlanError(f"cannot compare a {type(plan).__name__}: give plans or layouts")
+    raise PlanError(f"cannot compare {type(plan).__name__}: give plans or layouts")
 
 
 def _padded(a: Ints, b: Ints) -> tuple[Ints, Ints]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Box, arrange
+from planners.geometry.box import Box, Shape, arrange
 from planners.geometry.layout import StateLayout
 from planners.plans.load import LoadPlan
 from planners.plans.transfer import TransferPlan
@@ -17,7 +17,7 @@ from planners.plans.transfer import TransferPlan
 __all__ = ["element_ids", "local_ids", "replay"]
 
 
-def element_ids(shape: tuple[int, ...], box: Box | None = None) -> Ints:
+def element_ids(shape: Shape, box: Box | None = None) -> Ints:
     """Row-major number of every element of a tensor of this shape, or of a box of it."""
     box = Box.full(shape) if box is None else box
     ids = np.zeros(box.sizes, dtype=np.int64)

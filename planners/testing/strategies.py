@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard
 from planners.geometry.topologies import Home, Rule, Topology
 from planners.geometry.views import View, concat, stack
@@ -27,7 +27,7 @@ DTYPES = ("bool", "uint8", "bfloat16", "float32", "int64", "complex128")
 """One dtype of every item size."""
 
 
-def shapes(max_dims: int = 4, max_size: int = 17) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(max_dims: int = 4, max_size: int = 17) -> st.SearchStrategy[Shape]:
     """Shapes of 0 to `max_dims` dims, sizes from 0, now and then with one large dim."""
     small = st.lists(st.integers(0, max_size), max_size=max_dims).map(tuple)
     large = st.tuples(st.integers(100, 1000), st.integers(0, 3))

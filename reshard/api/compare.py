@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -26,15 +27,14 @@ import torch.distributed as dist
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape, TensorLayout
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
-from planners.units import format_bytes
-from reshard.api.options import check_flags
+from planners.units import format_bytes, format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
-from reshard.arguments import renamed
+from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
     CheckpointError,
@@ -42,7 +42,6 @@ from reshard.errors import (
     FormatError,
     KeyMismatchError,
     LayoutError,
-    OptionError,
     StorageError,
     VerificationError,
     format_names,
@@ -136,9 +135,8 @@ def compare(
     read and compared with those of `b`, not counting comparisons by fingerprint.
     """
     check_executor(executor, workers, a, b)
-    check_flags(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
-    if not (rtol >= 0 <= atol):
-        raise OptionError(f"rtol and atol must be >= 0, got rtol={rtol}, atol={atol}")
+    check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
+    check_options(rtol=rtol, atol=atol, labels=labels)
     how = (rtol, atol, measure)
     with engine(executor, workers) as hands:
         if process_group is None and not any(map(_is_sharded, (a, b))):
@@ -192,7 +190,7 @@ def compare_sides(
     found = _JointFindings.of(told)
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
-    findings = [*_prefix_findings(left, right)]
+    findings: list[Finding] = []
     for kind in ("nbytes", "objects", "own"):
         x, y = getattr(left.names, kind), getattr(right.names, kind)
         findings += _only_findings(left, right, x, y)
@@ -211,7 +209,8 @@ def compare_sides(
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
-        _in_words(found, total, left_open, within), found.measures() if is_measured else None,
+        _in_words(found, total, left_open, within), _prefix_hint(left, right) or _dtype_hint(findings),
+        found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
 
@@ -255,7 +254,8 @@ class CompareReport(Report):
 
         other = {name for name, measure in measures.items() if measure.differing}
         told = [finding for finding in self.findings if finding.fqn not in other]
-        return difference_page("Differences", self.labels, measures, told, self.covers)
+        words = ". ".join(filter(None, (self.covers, self.hint)))
+        return difference_page("Differences", self.labels, measures, told, words)
 
     def _repr_html_(self) -> str:
         if self.measures is None:
@@ -606,10 +606,19 @@ def _as_bytes(value: Any) -> Any:
     return value.getvalue() if isinstance(value, BytesIO) else value
 
 
-def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    """Report names that differ only by a prefix, such as `model.`, before they are listed one by one."""
+def _dtype_hint(findings: Sequence[Finding]) -> str:
+    """Say that all differences are dtypes, if so."""
+    kinds = Counter(finding.message.removeprefix("is ") for finding in findings)
+    if not findings or not all(finding.message.startswith("is ") for finding in findings):
+        return ""
+    words = "; ".join(f"{kind} ({format_count(count, 'tensor')})" for kind, count in kinds.items())
+    return f"all differences are dtypes: {words}. To compare the values, too, pass rtol="
+
+
+def _prefix_hint(left: _Side, right: _Side) -> str:
+    """Say that names differ only by a prefix, such as `model.`, if so."""
     if left.names.nbytes.keys() & right.names.nbytes.keys():
-        return
+        return ""
     for one, other, of in (left.names.nbytes, right.names.nbytes, ""), *_parts_of_more(left, right):
         (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
         if not of_left or of_left != of_right:
@@ -617,11 +626,11 @@ def _prefix_findings(left: _Side, right: _Side) -> Iterator[Finding]:
         while x and y and x[-1] == y[-1]:
             x, y = x[:-1], y[:-1]
         here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
-        yield Finding(
+        return (
             f"the names of all tensors{of} are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
             f"{right.label}. `reshard diff --model` removes prefixes of frameworks, such as 'model.' and 'module.'"
         )
-        return
+    return ""
 
 
 def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str], Collection[str], str]]:

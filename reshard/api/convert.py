@@ -19,10 +19,10 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, topology_of
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
-from reshard.api.options import check_flags, globs_of
+from reshard.api.options import globs_of
 from reshard.api.reports import CheckedReport, WrittenReport
 from reshard.api.tasks import check_executor, engine, run_tasks
-from reshard.arguments import renamed
+from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
@@ -44,7 +44,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FormatWriter
+from reshard.stored.streaming import FormatWriter, Publication
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -164,8 +164,8 @@ def convert(
     group = Group(process_group, alone=alone, deadline_s=timeout)
     checking = source.contents.checking if isinstance(source, Checkpoint) else Checking()
     with phase("convert", path=target) as phases, group.together("convert"), checking.off(not check):
-        check_flags(overwrite=overwrite, resume=resume, check=check, progress=progress)
-        check_flags(normalized=normalized, model_only=model_only)
+        check_options(overwrite=overwrite, resume=resume, check=check, progress=progress)
+        check_options(normalized=normalized, model_only=model_only, mapping=mapping, hints=hints)
         globs = globs_of(select or None) or ()
         wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
@@ -259,7 +259,7 @@ def _run(
                     writer.compare_fingerprints(done)
                 unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
                 with phase("publish"):
-                    writer.finish(storage, done, journal.check)
+                    writer.finish(Publication(storage, done, journal.check))
                     journal.end()
         unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
     except BaseException as error:

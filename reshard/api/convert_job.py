@@ -76,8 +76,6 @@ class ConvertJob:
             raise OptionError(
                 f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {format_value(self.onto)}"
             )
-        if not isinstance(self.mapping, Mapping | StateMapping | None):
-            raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(self.mapping)}")
         if self.dtype is not None:
             try:
                 floating = is_floating(self.dtype)

@@ -19,7 +19,7 @@ from planners.geometry.mesh import Replicate
 from planners.units import format_count
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
-from reshard.arguments import renamed
+from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_arithmetic import PUBLIC, Key
@@ -85,6 +85,7 @@ def fingerprint(
         OptionError: the argument is neither a state dict nor a checkpoint, or layouts were
             given for a checkpoint.
     """
+    check_options(key=key)
     if executor is not None:
         check_executor(executor, 1, state_dict)
     if isinstance(state_dict, str | os.PathLike | Storage):

@@ -173,11 +173,13 @@ def section(
     others: Iterable[str] = (),
     there: Iterable[str] = (),
     mapped: Mapping[str, str] | None = None,
+    listed_by: str = "load(..., dry_run=True)",
 ) -> list[str]:
     """Lines about keys, each with its note, and the name out of `others` that may be meant.
 
     Args:
         there: all names of the other side. Keys whose first segment none of them has take one line.
+        listed_by: the call that reports each key, for more than are listed here.
     """
     if not keys:
         return []
@@ -185,7 +187,7 @@ def section(
     rows, keys = _by_front(keys, {name.partition(".")[0] for name in there})
     out += [f"    {row}" for row in rows]
     if len(keys) > _MOST_LINES:
-        return [*out, *(f"    {line}" for line in _by_pattern(keys))]
+        return [*out, *(f"    {line}" for line in _by_pattern(keys)), f"    ({listed_by} reports each of them)"]
     others = list(others)
     known = set(others)
     for i, (key, where) in enumerate(keys.items()):
@@ -232,4 +234,4 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     ]
     rest = sum(map(len, list(patterns.values())[_MOST_LINES:]))
     more = [f"and {rest} more"] if rest else []
-    return [*rows[:_MOST_LINES], *more, "(load(..., dry_run=True) reports each of them)"]
+    return [*rows[:_MOST_LINES], *more]

@@ -29,7 +29,6 @@ from reshard.errors import (
     KeyMismatchError,
     OptionError,
     format_names,
-    format_value,
 )
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -166,10 +165,7 @@ def load_with(
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     """Apply a mapping that is more than renames."""
-    from reshard.mapping import Mapping as StateMapping
 
-    if not isinstance(mapping, StateMapping):
-        raise OptionError(f"mapping must be a dict or a reshard.mapping.Mapping, got {format_value(mapping)}")
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped
@@ -177,7 +173,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     """Return what a checkpoint has: tensors, further names of tensors, and objects."""
-    paths = checkpoint.contents.paths
+    path_of = checkpoint.contents.path_of
     stored = {key: checkpoint[key].stored for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
     meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
@@ -185,9 +181,9 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     for key, one in stored.items():
         first, read = checkpoint.aliases.get(key, ""), partial(checkpoint[key].__getitem__, ...)
         was = on_mesh[key] if is_known else None
-        yield Saved(key, paths.get(key, (key,)), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was)
+        yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was)
     for key in checkpoint.objects:
-        yield Saved(key, paths.get(key, (key,)), None, read=partial(checkpoint.objects.__getitem__, key))
+        yield Saved(key, path_of(key), None, read=partial(checkpoint.objects.__getitem__, key))
 
 
 @dataclass(frozen=True)
@@ -230,7 +226,6 @@ class _Load:
                     with phase("pass on"):
                         fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
                 with phase("assign"):
-                    targets.put_new()
                     targets.tell_autograd(match.tensors)
                     targets.assign({**match.objects, **per_rank})
         names = checkpoint.aliases

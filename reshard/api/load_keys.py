@@ -116,7 +116,7 @@ class KeyMatch:
     def compare_classes(self) -> None:
         """Compare the classes of saved tensors with those of the tensors that are filled."""
         for key, name in self.tensors.items():
-            path, own = self.checkpoint.contents.paths.get(name, (name,)), self.targets.paths[key]
+            path, own = self.checkpoint.contents.path_of(name), self.targets.paths[key]
             for above in filter(self.tensor_classes.__contains__, _prefixes(path)):
                 levels = len(path) - len(above)
                 levels = (
@@ -188,7 +188,7 @@ class KeyMatch:
             name = self._name_of(key)
             if name in self.checkpoint.objects:
                 self._use(name)
-                self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.paths.get(name, (name,)))
+                self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.path_of(name))
             elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
                 self._use(name)
                 made = self.objects[key] = self.checkpoint[name][...].item()
@@ -211,13 +211,13 @@ class KeyMatch:
 
     def _replace_whole(self, key: str) -> bool:
         """Fill a key with the nest of plain values that was saved at its place, if there is one."""
-        place, paths = self._place_of(key), self.checkpoint.contents.paths
+        place, contents = self._place_of(key), self.checkpoint.contents
         names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
-        if any(n not in self.checkpoint.objects for n in names) or not (names or kinds):
+        if any(n not in contents.objects for n in names) or not (names or kinds):
             return False
         self.used.update(names)
         depth = len(place)
-        leaves = {paths.get(n, (n,))[depth:]: self.checkpoint.objects[n] for n in names}
+        leaves = {contents.path_of(n)[depth:]: contents.objects[n] for n in names}
         self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}), place)
         return True
 
@@ -334,11 +334,10 @@ class _Below(NamedTuple):
     @classmethod
     def of(cls, names: Iterable[str], checkpoint: Checkpoint) -> _Below:
         out = cls({}, {}, {})
-        paths, containers = checkpoint.contents.paths, checkpoint.contents.containers
         for name in names:
-            for above in _prefixes(paths.get(name, (name,))):
+            for above in _prefixes(checkpoint.contents.path_of(name)):
                 out.names.setdefault(above, []).append(name)
-        for path, kind in containers.items():
+        for path, kind in checkpoint.contents.containers.items():
             for above in _prefixes(path):
                 out.kinds.setdefault(above, {})[path] = kind
         for path in (*out.names, *out.kinds):

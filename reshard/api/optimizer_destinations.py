@@ -60,7 +60,7 @@ def optimizer_destinations(
     above: KeyPath = tuple(prefix.split(".")) if prefix else ()
     rows = [row for row in saved_in(checkpoint) if row.path[: len(above)] == above]
     if not rows:
-        names = sorted({str(checkpoint.contents.paths.get(key, (key,))[0]) for key in checkpoint})[:8]
+        names = sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8]
         raise KeyMismatchError(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Give the key that the optimizer's state dict was saved under as prefix="

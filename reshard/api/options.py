@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from planners.plans.save import DIVIDE_ABOVE_BYTES
+from reshard.arguments import check_options
 from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, format_value, option_error
 from reshard.native.manifest import STAGE_BYTES
 from reshard.stored.checksums import CheckTime
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
 
 __all__ = [
     "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
-    "Wording", "check_flags", "complete", "digest_of", "globs_of", "shared",
+    "Wording", "complete", "digest_of", "globs_of", "shared",
 ]  # fmt: skip
 
 
@@ -71,9 +72,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_choice("dtype_policy", self.dtype_policy, get_args(DtypePolicy))
-        for name in ("dry_run", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                check_flags(**{name: getattr(self, name)})
+        numbers = {"threads": self.threads, "memory_budget_bytes": self.memory_budget_bytes}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        check_options(dry_run=self.dry_run, progress=self.progress, mapping=self.mapping, **given)
         if not isinstance(self.check, bool):
             _check_choice("check", self.check, get_args(CheckTime), ", True, False")
         if isinstance(self.read_once, bool) or self.read_once is None:
@@ -106,13 +107,6 @@ class LoadOptions:
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOAD_OWN}
-
-
-def check_flags(**flags: object) -> None:
-    """Raises OptionError for what is not True or False, such as "no", which Python takes for True."""
-    for what, value in flags.items():
-        if not isinstance(value, bool):
-            raise OptionError(f"{what} must be True or False, got {format_value(value)}")
 
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
@@ -156,13 +150,7 @@ class SaveOptions:
     ranks_per_file: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("memory_budget_bytes", "divide_above_bytes", "ranks_per_file"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {format_value(value)}")
-        for name in ("check_replicas", "fingerprints", "overwrite", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                check_flags(**{name: getattr(self, name)})
+        check_options(**{name: value for name, value in vars(self).items() if name not in ("select", "base")})
         if self.ranks_per_file > 1 and self.base is not None:
             raise OptionError("ranks_per_file and base cannot be combined: leave one of them out")
         if self.select is not None:
@@ -234,7 +222,8 @@ def complete(given: TransferOptions) -> TransferOptions:
     if unknown := given.keys() - DEFAULTS.keys():
         raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
     options: TransferOptions = {**DEFAULTS, **given}
-    check_flags(strict=options["strict"], check_replicas=options["check_replicas"], delta=options["delta"])
+    names = ("strict", "check_replicas", "delta", "mapping", "views", "max_inflight_bytes", "ranks_per_host")
+    check_options(**{name: value for name, value in options.items() if name in names and value is not None})
     options["views"] = views = list(options["views"])
     if options["dtype_policy"] not in ("error", "cast"):
         raise OptionError(f"dtype_policy must be 'error' or 'cast', got {format_value(options['dtype_policy'])}")

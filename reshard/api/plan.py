@@ -12,7 +12,7 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from planners.units import format_some
-from reshard.arguments import renamed
+from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import Storage
@@ -47,6 +47,7 @@ def plan(
         PlanError: the words name no topology. The message suggests the closest one.
         OptionError: `source` or `onto` has none of these types, or there are rules without a topology.
     """
+    check_options(allow_unsharded_axes=allow_unsharded_axes)
     if rules and not (isinstance(rules, Mapping) and all(isinstance(text, str) for text in rules.values())):
         raise option_error(
             "rules must be a dict of text, such as {'*.wo.weight': 'S(0),S(1)', '*': 'S(0),R'}", LayoutError

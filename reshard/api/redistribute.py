@@ -283,7 +283,7 @@ class Prepared:
             if view.fills and key not in pairing.ties
             for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
         ]
-        self._target.state.put_new()
+        self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 

@@ -616,7 +616,7 @@ def meet_before_save(
         None if table is None else table.told(),
         first,
     )
-    said = group.merge(mine, _SaveVote.join, "the exchange of what to save")
+    said = group.merge(mine, _SaveVote.join, "the agreement on what to save")
     if not said.call and before is None:
         group.same_options("save", options.shared())
     if kept is None or not said.kept:

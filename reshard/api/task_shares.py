@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from planners.geometry.box import Box
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open_damaged
 from reshard.errors import StorageError
 from reshard.formats.opening import local_path
 from reshard.stored.streaming import windows
@@ -62,7 +62,7 @@ class Opening:
 
     def open(self) -> Checkpoint:
         """Raises StorageError where it is another one, and what `reshard.open` raises."""
-        checkpoint = open_checkpoint(self.path, check=self.check)
+        checkpoint = open_damaged(self.path, check=self.check)
         if _digest(checkpoint, self.path) != self.seen:
             raise StorageError(
                 f"this worker sees other files at {self.path} than the driver: all workers must see the same "

@@ -36,6 +36,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import uuid4
 
+from reshard.arguments import check_options
 from reshard.errors import CheckpointError, OptionError, ReshardError
 from reshard.native.version import __version__
 
@@ -376,8 +377,7 @@ def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
 
 def check_executor(executor: Executor | None, workers: int, *opened_by_workers: object) -> None:
     """Raises CheckpointError for what no worker could open, and OptionError for workers of two kinds."""
-    if not isinstance(workers, int) or workers < 1:
-        raise OptionError(f"workers must be an integer >= 1, got {workers!r:.80}")
+    check_options(workers=workers)
     if executor is None and workers == 1:
         return
     if executor is not None and workers > 1:

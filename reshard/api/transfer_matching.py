@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
+from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
 from reshard.live.dtypes import refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
@@ -222,11 +224,12 @@ def _wire(dtype: str, target: TensorSpec) -> str:
 
 
 def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], strict: bool) -> None:
-    lines = [*_section("mismatched", mismatched)]
+    listed = partial(section, listed_by="redistribute(..., strict=False)")
+    lines = listed("mismatched", dict.fromkeys(mismatched, ""))
     if strict:
-        lines += _section("missing: no rank has them in the source", found.missing, [*found.before])
-        lines += _section("unexpected: no rank has them in the target", found.unexpected, [*found.after])
-    lines += _section("named by a view or the mapping, but no target", stray, [*found.after])
+        lines += listed("missing: no rank has them in the source", dict.fromkeys(found.missing, ""), found.before)
+        lines += listed("unexpected: no rank has them in the target", dict.fromkeys(found.unexpected, ""), found.after)
+    lines += listed("named by a view or the mapping, but no target", dict.fromkeys(stray, ""), found.after)
     if not lines:
         return
     fixes = ["mapping= and views= define which source fills which target"]
@@ -235,16 +238,6 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     if any(": has dtype " in line for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
-
-
-def _section(title: str, keys: list[str], others: list[str] | None = None) -> list[str]:
-    if not keys:
-        return []
-    out = [f"  {len(keys)} {title}:"]
-    for number, key in enumerate(keys[:100]):
-        near = did_you_mean(key, others) if others and number < 10 and len(others) < 5000 else ""
-        out.append(f"    {key}{near}")
-    return out + (["    ..."] if len(keys) > 100 else [])
 
 
 # How the ranks of a transfer come to know, and to agree on, what all of them hold and want.
@@ -458,12 +451,13 @@ class Values:
 
     def assign(self, values: dict[str, Any]) -> None:
         """Put them into the target, and what is each rank's own from this rank's source to its target."""
-        self._target.assign(values)
-        own = {}
-        for key, wrapper in self._target.per_rank.items():
-            if key in self._source.per_rank:
-                own[key] = replace(wrapper, value=self._source.per_rank[key].value)
-        self._target.assign(own)
+        held = self._source.per_rank
+        own = {
+            key: replace(wrapper, value=held[key].value)
+            for key, wrapper in self._target.per_rank.items()
+            if key in held
+        }
+        self._target.assign({**values, **own})
 
     def _held(self) -> dict[str, Any]:
         wanted = set(self._pairs.values())

@@ -20,7 +20,7 @@ from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
 from reshard.live.dtypes import dtype_name
 from reshard.live.state import Targets
-from reshard.live.tensors import LiveTensor
+from reshard.live.tensors import LiveTensor, reach_bytes
 
 __all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
@@ -277,7 +277,8 @@ def refuse_shared_memory(
         for value, is_target, key in ((mine, False, transfer.source), (its, True, transfer.target)):
             for tensor in value.local if value is not None else ():
                 if tensor.numel() and tensor.device.type != "meta":
-                    spans[tensor.device].append((*_span(tensor), is_target, key))
+                    at = tensor.data_ptr()
+                    spans[tensor.device].append((at, at + reach_bytes(tensor), is_target, key))
     for those in spans.values():
         _refuse_overlaps(sorted(those))
 
@@ -295,9 +296,3 @@ def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
                 "before it is read: give the target its own memory"
             )
         reach[is_target] = max(reach[is_target], (stop, key))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and one past the last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -5,7 +5,7 @@ It processes one tensor at a time, in pieces of bounded size, and needs no model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,13 @@ import torch
 
 from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Range
 from planners.plans.plan import verify as prove
 from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
-from reshard.api.options import check_flags
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
-from reshard.arguments import renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
+from reshard.arguments import check_options, renamed
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged
 from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
@@ -78,37 +77,41 @@ def verify(
     `covered` is None. The call raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
-    check_flags(deep=deep, progress=progress)
+    check_options(deep=deep, progress=progress)
     try:
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    except (FileNotFoundError, CheckpointError) as error:
-        if type(error) is not CorruptCheckpointError:
-            raise
+        checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
+    except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
     findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         findings += _plan_findings(native)
-    covered = None if findings else Coverage(sum(t.nbytes for t in checkpoint.values()), 0, 0)
+    try:
+        total = sum(tensor.nbytes for tensor in checkpoint.values())
+    except CheckpointError:  # of a tensor that is among the findings
+        deep, total = False, 0
+    covered = None if findings else Coverage(total, 0, 0)
     kind: type[Report] = Report
+    hint = beside = ""
     with engine(executor, workers) as hands:
-        if deep and covered is not None:
-            findings += _deep_findings(checkpoint, covered.total_bytes, hands, progress)
-            covered = _covered(checkpoint, covered.total_bytes) if not findings else None
+        if deep:
+            findings += _deep_findings(checkpoint, total, findings, hands, progress)
+            covered = None if findings else _covered(checkpoint, total)
         if against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
+            hint, beside = other.hint, "".join(f", compared with {it}" for it in getattr(other, "labels", ())[1:])
             kind = DamageReport if other._error is VerificationError else Report
             if isinstance(other, CompareReport) and _is_first_damaged(other):
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
     kind = kind if covered else DamageReport
-    return kind(f"{checkpoint.url} ({checkpoint.format})", tuple(findings), len(checkpoint), covered)
+    return kind(f"{checkpoint.url} ({checkpoint.format}){beside}", tuple(findings), len(checkpoint), covered, hint=hint)
 
 
 def _is_first_damaged(report: CompareReport) -> bool:
-    """Whether an error is about the first side. One side may lie within the other."""
+    """Whether an error is about the first side. One side may be within the other."""
     first, second = report.labels
     is_inner = is_about(f"{absolute(second)}/", first)
     return any(is_about(text, first) and not (is_inner and is_about(text, second)) for text in report.damaged.values())
@@ -135,19 +138,24 @@ def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
 
 
 def _deep_findings(
-    checkpoint: Checkpoint, total_bytes: int, executor: Executor | None, progress: bool
+    checkpoint: Checkpoint, total_bytes: int, known: Sequence[Finding], executor: Executor | None, progress: bool
 ) -> list[Finding]:
-    """Return what reading every byte finds."""
+    """Return what reading every byte finds beyond what is `known`."""
+    lost = checkpoint.contents.checking.lost or ()
+    skipped = {name for error in lost for name, _, _ in error.places}
     opening = Opening.of(checkpoint) if executor is not None else None
     native = checkpoint.contents.details(NativeFacts)
     sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
     sizes = {name: record.nbytes for name, record in native.files.items()} if native is not None else sizes
+    sizes = {name: nbytes for name, nbytes in sizes.items() if name not in skipped}
     with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
             findings = _block_findings(checkpoint, opening, sizes, executor, blocks)
-        if not findings:  # which makes it needless to compare blocks of ours again
-            opening = None if opening is None else replace(opening, check=native is None)
-            findings = _read_findings(checkpoint, opening, executor, step)
+        if lost or not findings:  # which makes it needless to compare blocks of ours again
+            opening = None if opening is None else replace(opening, check=bool(lost) or native is None)
+            told, named = {it.message for it in known}, {it.fqn for it in findings}
+            read = _read_findings(checkpoint, opening, executor, step)
+            findings += [it for it in read if it.message not in told and it.fqn not in named]
     return [*findings, *_object_findings(checkpoint)]
 
 
@@ -279,7 +287,7 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
     with checking.off():  # what was changed is read here to find out what it is
         places = _places(checkpoint, {name for name, _ in problems})
         for name, (text, start, stop) in problems:
-            inside: dict[str, tuple[int, int]] = {}
+            inside: dict[str, Range] = {}
             for fqn, first, last in places.get(name, ()):
                 if first < stop and start < last:
                     low, high = inside.get(fqn, (first, last))

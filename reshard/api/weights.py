@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from planners.geometry.layout import Shape, TensorLayout, TensorSpec
+from planners.geometry.box import Shape
+from planners.geometry.layout import TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.copy_streams import batches
@@ -83,7 +84,7 @@ class WeightBucket:
         waiting: dict[str, torch.Tensor] = {}
         names: set[str] = set()
 
-        def described() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        def described() -> Iterator[tuple[str, Shape, torch.dtype]]:
             for name, tensor in weights:
                 if name in names:
                     raise KeyMismatchError(f"the weight {name!r} is given twice")
@@ -227,6 +228,11 @@ class WeightSource:
         nothing. You may keep a bucket's memory."""
         return self._pass() if self._since is None else self._since.of(self._pass())
 
+    def require_full(self) -> None:
+        """Raise OptionError if ranks get shards."""
+        if self._layouts:
+            raise OptionError("this WeightSource has layouts=, but the engine needs full tensors: leave layouts= out")
+
     def forget(self) -> None:
         """Make the next pass yield all weights, for example after an engine was restarted. Needed only with
         `delta`."""
@@ -289,7 +295,7 @@ def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
 
 
 def _places(
-    described: Iterable[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
+    described: Iterable[tuple[str, Shape, torch.dtype]], bucket_bytes: int
 ) -> Iterator[tuple[WeightPlace, ...]]:
     """Place tensors one after another. Start a new bucket if a tensor does not fit or would not be aligned."""
     held: list[WeightPlace] = []

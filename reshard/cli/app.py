@@ -24,6 +24,7 @@ from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 from reshard.cli.show import columns
+from reshard.errors import OptionError
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
@@ -217,7 +218,7 @@ def run(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             _tell(in_words_of_the_command_line(message))
-        sys.exit(EXIT_USAGE if is_typers or isinstance(error, UsageError) else EXIT_ERROR)
+        sys.exit(EXIT_USAGE if is_typers or isinstance(error, UsageError | OptionError) else EXIT_ERROR)
 
 
 def _tell(message: str) -> None:

@@ -438,6 +438,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
+    (r"pass rtol=", "pass --rtol"),
     (r"Input should be a valid (integer|number)\b.*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
 ]

@@ -184,7 +184,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (
-            f"omitted, since {report.format} or canonical names have no place for it",
+            f"omitted, since {report.format} files or canonical names cannot hold it",
             list(report.omitted),
         ),
         ("not renamed by --names", kept),

@@ -159,7 +159,8 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
     if different:
         print_text(screen, _summary(different), style="red")
     if different or report.ok:
-        shown = dataclasses.replace(report, findings=tuple(different))
+        hint = in_words_of_the_command_line(report.hint)
+        shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
 

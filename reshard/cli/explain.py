@@ -41,6 +41,7 @@ def explain(
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology
 
+    layout = re.sub(r"(?<=[)R])\s+(?=[A-Za-z_][\w.\-]*=)", " on ", layout, count=1)
     has_mesh = re.search(r"\bon\b", layout) is not None or not layout.strip()
     if shape is not None and not has_mesh:
         raise UsageError(f"--shape needs a mesh: write {layout!r} with one, such as 'S(0),R on dp=4,tp=2'")
@@ -125,8 +126,11 @@ def _topology(text: str) -> _Said:
     try:
         topology = topology_of(text)
     except PlanError as error:
-        example = f"'{','.join(['S(0)', *['R'] * text.count(',')])} on {text}'"
-        raise UsageError(f"{sentence(str(error))} Or give placements on this mesh, such as {example}") from None
+        example = (
+            f" Or give placements on this mesh, such as '{','.join(['S(0)', *['R'] * text.count(',')])} on {text}'"
+        )
+        is_mesh = re.fullmatch(r"[\w.\-]+=\d+(,[\w.\-]+=\d+)*", text)
+        raise UsageError(f"{sentence(str(error))}{example if is_mesh else ''}") from None
     rules = [(rule.pattern, rule.text) for rule in topology.rules]
     wide = max(len(pattern) for pattern, _ in rules)
     lines = [f"  {pattern:<{wide}}  {placements}" for pattern, placements in rules]

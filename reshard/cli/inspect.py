@@ -69,11 +69,11 @@ def inspect(
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
     if drawn is not None and (as_json or html is not None or select):
-        option = "--json" if as_json else "--select" if select else "--html"
-        raise UsageError(f"--map prints a drawing: leave out {option}")
+        raise UsageError("--map prints a drawing of all tensors: leave out --json, --html, and --select")
     is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected
+    from reshard.checkpoint import open_damaged
     from reshard.formats.opening import steps_at
 
     steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
@@ -84,14 +84,15 @@ def inspect(
             show.print_json(_run_as_json(path, steps))
         raise typer.Exit(1)
     try:
-        checkpoint = reshard.open(path, step=step)
+        checkpoint = open_damaged(path, step=step)
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     if is_shown:
         note = ", the newest complete checkpoint" * bool(steps)
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + note, style="bold")
-    problems, run, whole = checkpoint.problems(), checkpoint.run, checkpoint
+    problems = [show.as_given(problem, path) for problem in checkpoint.problems()]
+    run, whole = checkpoint.run, checkpoint
     if drawn is not None:
         raise _draw(checkpoint, drawn, problems, legend)
     if select:

@@ -158,6 +158,8 @@ def print_report(
 
     screen = console()
     print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
+    if report.hint:
+        print_text(screen, report.hint, "note", "yellow")
     if right:
         print_text(screen, right, style="green")
     texts = in_groups(report.findings)
@@ -175,6 +177,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "tensors": report.tensors,
         "covered": None if report.covered is None else asdict(report.covered),
         "findings": [asdict(finding) for finding in report.findings],
+        "hint": report.hint,
     }
 
 

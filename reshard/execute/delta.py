@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from planners.geometry.box import Range
 from planners.plans.transfer import TransferItem
 from reshard.errors import ReshardError
 from reshard.execute.exchange import DEPTH, Exchange, Waiter, go_through
@@ -156,7 +157,7 @@ def _counted(changed: torch.Tensor) -> torch.Tensor:
     return torch.cat(counts) if counts else torch.empty(0, dtype=torch.int64, device=changed.device)
 
 
-def _runs(which: torch.Tensor) -> list[tuple[int, int]]:
+def _runs(which: torch.Tensor) -> list[Range]:
     """Return the set blocks as ranges; neighbors are joined."""
     edge = torch.zeros(1, dtype=torch.int8, device="cpu")
     edges = torch.diff(torch.cat((edge, which.to(torch.int8), edge)))
@@ -272,12 +273,12 @@ class DeltaExchange(Exchange):
     def _outgoing(self, item: TransferItem) -> _Sent:
         key = (item.fqn, item.source_part, item.source)
         if key not in self._sent:  # what several ranks get is compared once
-            elements = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
+            elements = self._source(item, raw=False)
             self._sent[key] = _Sent(elements, self._wires.get(item.fqn, elements.dtype))
         return self._sent[key]
 
     def _incoming(self, item: TransferItem) -> _Got:
-        elements = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
+        elements = self._target(item, raw=False)
         return _Got(elements, self._wires.get(item.fqn, elements.dtype))
 
     @property

@@ -229,13 +229,19 @@ class Exchange:
 
     # --- building ---
 
+    def _source(self, item: TransferItem, *, raw: bool) -> torch.Tensor:
+        """Where the elements of an item are; as integers of their size if only the bits matter."""
+        return self._sources.local(item.fqn, raw)[item.source_part][item.source.slices]
+
+    def _target(self, item: TransferItem, *, raw: bool) -> torch.Tensor:
+        """Where they go."""
+        return self._targets.local(item.fqn, raw)[item.target_part][item.target.slices]
+
     def _copy(self, item: TransferItem) -> tuple[torch.Tensor, torch.Tensor] | None:
         raw = item.fqn not in self._wires
-        of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=raw)
-        to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
+        of, to = self._source(item, raw=raw), self._target(item, raw=raw)
         if raw and of.dtype != to.dtype:  # one of them is conjugated or negated lazily: torch knows how
-            of = self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=False)
-            to = self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=False)
+            of, to = self._source(item, raw=False), self._target(item, raw=False)
         if not to.numel() or _is_same(to, of):
             return None
         self.copied_bytes += item.nbytes
@@ -271,10 +277,11 @@ class Exchange:
     def _draft(self, message: PeerMessage) -> list[torch.Tensor | _Packed]:
         """The memory runs of a message, sent directly or packed. Positions in a buffer follow later."""
         out: list[torch.Tensor | _Packed] = []
+        where = self._source if message.sends else self._target
         for run in message.runs:
             pieces, at = [], 0
             for item in run:
-                elements = self._piece(item, message.sends)
+                elements = where(item, raw=item.fqn not in self._wires)
                 if self._device.type == "cpu" and elements.device.type != "cpu":
                     self._elsewhere.add(elements.device)
                 pieces.append((elements, at, at + item.nbytes))
@@ -286,12 +293,6 @@ class Exchange:
             else:
                 self.received_bytes += at
         return out
-
-    def _piece(self, item: TransferItem, sends: bool) -> torch.Tensor:
-        raw = item.fqn not in self._wires
-        if sends:
-            return self._sources.elements(item.fqn, item.source_part, item.source.slices, raw=raw)
-        return self._targets.elements(item.fqn, item.target_part, item.target.slices, raw=raw)
 
     def _straight(self, item: TransferItem, elements: torch.Tensor) -> torch.Tensor | None:
         """The bytes of elements that can be sent directly from memory."""
@@ -361,13 +362,13 @@ class _Memo:
         self._parts = parts
         self._found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def elements(self, fqn: str, part: int, slices: tuple[slice, ...], *, raw: bool) -> torch.Tensor:
-        """Some elements of a local tensor; as integers of their size if only the bits matter."""
+    def local(self, fqn: str, raw: bool) -> list[torch.Tensor]:
+        """The local tensors of a name; `raw`: as integers of the size of their elements."""
         found = self._found.get(fqn)
         if found is None:
             tensors = [tensor.detach() for tensor in self._parts(fqn)]
             found = self._found[fqn] = tensors, [raw_elements(tensor) for tensor in tensors]
-        return found[raw][part][slices]
+        return found[raw]
 
 
 # Waiting for messages such that the failure of a rank that is not even spoken to ends the waiting.

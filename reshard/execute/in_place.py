@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from planners.geometry.box import merge_ranges
+from planners.geometry.arrays import Ints
+from planners.geometry.box import Range, merge_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
 from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
 from reshard.live.fingerprint_arithmetic import kernel
-from reshard.stored.checksums import BlockChecksums, Numbers, Range
+from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
 __all__ = ["InPlace"]
@@ -62,7 +63,7 @@ class InPlace:
     copies: Sequence[tuple[Copy, list[Range]]]
 
     @classmethod
-    def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Numbers]) -> InPlace:
+    def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Ints]) -> InPlace:
         """Take the copies that have many blocks of the plan to themselves, and remove these blocks
         from it. Blocks that other ranks rely on stay."""
         stays = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
@@ -121,7 +122,7 @@ class InPlace:
         return total
 
     def _mark_right(self, pieces: Iterable[_TargetPiece]) -> None:
-        bounds: dict[FileSource, list[tuple[int, int]]] = defaultdict(list)
+        bounds: dict[FileSource, list[Range]] = defaultdict(list)
         for piece in pieces:
             bounds[piece.source].append((piece.start, piece.stop))
         for source, its in bounds.items():

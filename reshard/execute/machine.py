@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from planners.geometry.arrays import Flags, Ints
+from planners.geometry.box import Range
 from reshard.errors import DeadlineError, format_ranks
 from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
 from reshard.execute.shared_reads import (
@@ -46,7 +48,7 @@ from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
-from reshard.stored.checksums import BlockChecksums, Numbers
+from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
 __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for"]
@@ -192,7 +194,7 @@ def _common(copy: Copy) -> FileSource | None:
     return source if isinstance(source, FileSource) and source.storage.is_common else None
 
 
-_Ranges = Mapping[FileSource, Numbers]
+_Ranges = Mapping[FileSource, Ints]
 """Bytes of files, (n, 2)."""
 _NONE = np.zeros((0, 2), np.int64)
 
@@ -212,7 +214,7 @@ def _taken(
     copies: Iterable[Copy], files: Mapping[str, FileSource], segments: Iterable[SharedSegments]
 ) -> tuple[dict[FileSource, list[Copy]], list[Copy]]:
     """Return what is taken of segments that are read for all, and the rest."""
-    is_shared: dict[str, npt.NDArray[np.bool_]] = {}
+    is_shared: dict[str, Flags] = {}
     for label, ranges, _ in segments:
         if label in files:
             size = segment_bytes(files[label])
@@ -233,7 +235,7 @@ def _taken(
     return taken, rest
 
 
-def common_bytes(segments: Numbers, ranges: Sequence[tuple[int, int]]) -> Numbers:
+def common_bytes(segments: Ints, ranges: Sequence[Range]) -> Ints:
     """Return how many bytes each segment, (n, 2), shares with `ranges`, which are sorted and disjoint."""
     starts, stops = np.array([(0, 0), *ranges], np.int64).T
     last = np.searchsorted(starts, segments, "right") - 1
@@ -278,14 +280,14 @@ class _Turns(NamedTuple):
     """The pieces of segments that ranks read for all: those of one rank behind those of another, one a turn."""
 
     labels: list[str]
-    begins: Numbers
+    begins: Ints
     """Where the pieces of each rank begin, and where those of the last one end."""
-    reader: Numbers
-    turn: Numbers
-    file: Numbers
+    reader: Ints
+    turn: Ints
+    file: Ints
     """The number of its label."""
-    start: Numbers
-    stop: Numbers
+    start: Ints
+    stop: Ints
 
     @classmethod
     def of(cls, segments: Sequence[SharedSegments], files: Mapping[str, FileFootprint], ranks: int) -> _Turns:
@@ -304,12 +306,12 @@ class _Turns(NamedTuple):
         stop = np.minimum(start + size[of], stop[of])
         return cls([its.label for its in segments], begins, reader, turn, file[of], start, stop)
 
-    def between(self, first: int, last: int, reader: int | None = None) -> Numbers:
+    def between(self, first: int, last: int, reader: int | None = None) -> Ints:
         """The numbers of the pieces of turns [first, last), of one reader or of all."""
         some = (self.turn >= first) & (self.turn < last)
         return np.flatnonzero(some if reader is None else some & (self.reader == reader))
 
-    def by_file(self, pieces: Numbers, files: Mapping[str, FileSource]) -> Iterator[tuple[FileSource, Numbers]]:
+    def by_file(self, pieces: Ints, files: Mapping[str, FileSource]) -> Iterator[tuple[FileSource, Ints]]:
         """Each file that is known, and where among some pieces those of it are."""
         for number, label in enumerate(self.labels):
             here = np.flatnonzero(self.file[pieces] == number)
@@ -351,7 +353,7 @@ class _MachineRun:
         """Build the table of copies, file by file in order of position, and the list of those that only Python can
         do."""
         rows: list[int] = []
-        self._in_file: dict[str, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._in_file: dict[str, tuple[int, Ints, Ints]] = {}
         """By label: its first row, each row's first byte, and the end of all up to each row."""
         self._by_hand: dict[str, dict[int, list[SegmentPart]]] = defaultdict(lambda: defaultdict(list))
         """By label and number of the segment."""
@@ -438,8 +440,8 @@ class _MachineRun:
         self,
         first: int,
         last: int,
-        kinds: npt.NDArray[np.int64],
-        of: npt.NDArray[np.int64],
+        kinds: Ints,
+        of: Ints,
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
         """Return what this rank reads for all, in the first columns; the digests that it is compared with."""
@@ -475,7 +477,7 @@ class _MachineRun:
         of[:rows, 3, :2], of[:rows, 3, 2] = memory.counter(FILLED, self._place), turn + 1
         return np.concatenate(digests)
 
-    def _take_entries(self, first: int, last: int, kinds: npt.NDArray[np.int64], of: npt.NDArray[np.int64]) -> None:
+    def _take_entries(self, first: int, last: int, kinds: Ints, of: Ints) -> None:
         """What this rank takes of what each reads, three columns for each: wait, take, and what only Python can do."""
         turns, memory = self._turns, self._memory
         pieces = turns.between(first, last)
@@ -650,7 +652,7 @@ class MachineMemory:
         through how many turns it is."""
         return 0, self.step * place + _COUNTER_STEP * what
 
-    def slot_at(self, place: int | Numbers, turn: int | Numbers) -> Numbers:
+    def slot_at(self, place: int | Ints, turn: int | Ints) -> Ints:
         """The byte of its memory at which a rank fills in a turn, or each of several: one of its few slots."""
         return np.asarray(_COUNTER_BYTES + turn % self._slots[place] * self._slot_bytes[place])
 

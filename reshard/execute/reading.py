@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box, Window, merge_ranges
+from planners.geometry.arrays import Flags, Ints
+from planners.geometry.box import Box, Range, Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
@@ -60,8 +61,6 @@ class Workspace:
 
         Raises OptionError for a budget that is too small to work in, or a number of threads below 1.
         """
-        if threads is not None and threads < 1:
-            raise OptionError(f"threads must be >= 1, got {threads}")
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = threads or max(1, min(MAX_THREADS, processors // max(sharers, 1)))
         if memory_budget_bytes is None:
@@ -256,7 +255,7 @@ def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | St
 class Wanted:
     """What is read of one file."""
 
-    ranges: list[tuple[int, int]] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
     """Bytes that are read without gaps, in order and apart."""
     windows: list[Window] = field(default_factory=list)
     """What is read with gaps."""
@@ -266,7 +265,7 @@ class Wanted:
         """The number of bytes of elements."""
         return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
 
-    def without(self, blocks: npt.NDArray[np.bool_], sums: BlockChecksums) -> Wanted:
+    def without(self, blocks: Flags, sums: BlockChecksums) -> Wanted:
         """Return only what touches other blocks than these."""
         if not blocks.any():
             return self
@@ -293,9 +292,9 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
     return found
 
 
-def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
     """Return the parts of `ranges` outside of `holes`. Both are in order, and so is the result."""
-    out: list[tuple[int, int]] = []
+    out: list[Range] = []
     at = 0
     for start, stop in ranges:
         while at < len(holes) and holes[at][1] <= start:
@@ -314,9 +313,6 @@ def subtract_ranges(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int
 # Which blocks of files a load compares with their checksums, and what stays unchecked.
 
 
-Range = tuple[int, int]
-Table = npt.NDArray[np.int64]
-
 _LOT_BLOCKS = 256
 """The number of blocks that are compared between two checks whether another rank has failed."""
 
@@ -324,16 +320,16 @@ _LOT_BLOCKS = 256
 class Elsewhere(NamedTuple):
     """What of a file other ranks compare, and what this one compares for others: the blocks within ranges, (n, 2)."""
 
-    by_others: Table
+    by_others: Ints
     """Also what is compared while it is read for all."""
-    for_others: Table
+    for_others: Ints
 
 
 @dataclass
 class ComparePlan:
     """The blocks to compare of each file."""
 
-    blocks: dict[FileSource, npt.NDArray[np.int64]] = field(default_factory=dict)
+    blocks: dict[FileSource, Ints] = field(default_factory=dict)
     """(n, 2), in order."""
     extra_bytes: int = 0
     """Bytes of these that were not requested."""
@@ -342,10 +338,10 @@ class ComparePlan:
 
 
 def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSource, Elsewhere]) -> ComparePlan:
-    """All blocks that are touched, if that is within `may_check`; else as many blocks as it allows, in the order of the
-    extra bytes that they need."""
+    """All blocks that are touched, if `most_to_check` allows that; otherwise, those with the fewest extra bytes, up to
+    its limit."""
     plan = ComparePlan()
-    chosen: list[tuple[FileSource, Table, Table]] = []
+    chosen: list[tuple[FileSource, Ints, Ints]] = []
     total = 0
     for source in dict.fromkeys((*wanted, *elsewhere)):
         want, shared = wanted.get(source, Wanted()), elsewhere.get(source)
@@ -371,7 +367,7 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
     return plan
 
 
-def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Table, Table]], total: int) -> None:
+def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Ints, Ints]], total: int) -> None:
     """Add blocks to a plan, up to the number that may be read to check `total` bytes, in the order of their extra
     bytes. `rows`: blocks of a file, and how many bytes of each are wanted."""
     lengths = [blocks[:, 1] - blocks[:, 0] for _, blocks, _ in rows]
@@ -402,7 +398,7 @@ def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None
         step = max(1, min(-(-len(blocks) // threads), _LOT_BLOCKS))
         lots += [(source, blocks[i : i + step]) for i in range(0, len(blocks), step)]
 
-    def compare(lot: tuple[FileSource, Table]) -> None:
+    def compare(lot: tuple[FileSource, Ints]) -> None:
         source, blocks = lot
         source.compare_blocks(blocks)
         on_bytes(int((blocks[:, 1] - blocks[:, 0]).sum()))

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from planners.geometry.arrays import Flags, Ints
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.live.fingerprint_arithmetic import kernel
-from reshard.stored.checksums import BlockChecksums, Numbers, add_touched
+from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
@@ -118,9 +118,9 @@ class SharedSegments(NamedTuple):
     """Some segments of a file, in order, with each of which one rank does something for all."""
 
     label: str
-    ranges: Numbers
+    ranges: Ints
     """(n, 2): first byte, and one past the last."""
-    rank: Numbers
+    rank: Ints
     """Who does it with each of them: the place of a rank of the machine."""
 
 
@@ -143,7 +143,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
         ranks: those of one machine, in an order that all of them know.
         touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
-    found: list[tuple[str, FileFootprint, npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] = []
+    found: list[tuple[str, FileFootprint, Flags, Flags, Flags]] = []
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank}):
         file, *others = (rank[label] for rank in ranks if label in rank)
@@ -167,7 +167,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     return work
 
 
-def _in_turns(touches: npt.NDArray[np.bool_], load: Numbers) -> Numbers:
+def _in_turns(touches: Flags, load: Ints) -> Ints:
     """Choose a reader for each of some segments, (ranks, segments). Ranks that touch the same
     segments take turns, the one with the fewest first. Adds to `load`."""
     who = np.zeros(touches.shape[1], np.int64)
@@ -204,7 +204,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
     return min(found, default=0.0)
 
 
-def _table(label: str, ranks: Sequence[ReadFootprint]) -> npt.NDArray[np.int64]:
+def _table(label: str, ranks: Sequence[ReadFootprint]) -> Ints:
     """The bytes touched, by rank and segment."""
     parts = [
         (rank[label].first, np.frombuffer(rank[label].touched, "<u4")) if label in rank else None for rank in ranks
@@ -274,7 +274,7 @@ def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterat
             yield SegmentPart(replace(part, offset=part.offset - start), out[index], copy)
 
 
-OneOrMany = TypeVar("OneOrMany", int, npt.NDArray[np.int64])
+OneOrMany = TypeVar("OneOrMany", int, Ints)
 
 
 def segment_end(source: FileSource, stop: OneOrMany) -> OneOrMany:

@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.box import Window
+from planners.geometry.arrays import Ints
+from planners.geometry.box import Shape, Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
 from reshard.live.fingerprint_arithmetic import Kernel
@@ -138,7 +139,7 @@ class WorkList:
     entries: Table
     copies: Table
     digests: npt.NDArray[np.uint64]
-    tallies: npt.NDArray[np.int64]
+    tallies: Ints
     call: Callable[[int], Callable[[], None] | None] = lambda entry: None
 
     @property
@@ -195,8 +196,8 @@ class _Landing(NamedTuple):
     position: int
     region: int
     itemsize: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: Shape
+    strides: Shape
     out: npt.NDArray[Any]
 
 
@@ -353,9 +354,7 @@ def _take(target: _Landing, data: memoryview, start: int, nbytes: int) -> int:
 
 
 @lru_cache(maxsize=4096)  # tensors of the same shape and position in their stretches are split in the same way
-def _beginning(
-    sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, start: int, nbytes: int
-) -> list[tuple[Any, tuple[int, ...], int]]:
+def _beginning(sizes: Shape, strides: Shape, itemsize: int, start: int, nbytes: int) -> list[tuple[Any, Shape, int]]:
     """The elements of a window from byte 0 on that begin in `nbytes` bytes from `-start`: their index, their sizes, and
     where the first of them is in the window."""
     boxes = Window(0, sizes, strides, itemsize).within(-start, nbytes - start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
     "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
-    "elementwise", "name_ids", "read_optimizer", "regroup", "take_optimizer",
+    "elementwise", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
@@ -61,6 +61,16 @@ class Canonical:
         """The same with every tensor of the model named as its key."""
         self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}
         return self
+
+
+def ties(model: Mapping[str, StoredTensor], before: Collection[str] = ()) -> dict[str, str]:
+    """Names of tensors that are the same chunks as an earlier one, with the name of that; those `before` come first."""
+    first: dict[int, str] = {}
+    for fqn in (*before, *model):
+        if model[fqn].chunks != ():
+            first.setdefault(id(model[fqn].chunks), fqn)
+    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
+    return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in before}
 
 
 def check_names(result: Canonical) -> None:
@@ -351,12 +361,17 @@ def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, settings in by_name.items():
         plain = {key: _small(value) for key, value in settings.items()}
         for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == plain:
+            if settings_of(group) == plain:
                 group["params"].append(name)
                 break
         else:
             groups.append({**plain, "params": [name]})
     return groups
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without what lists its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _small(value: Any) -> Any:
@@ -413,7 +428,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
     """A group with names mapped; those that some optimizers store beside ids are dropped."""
-    out = {key: value for key, value in group.items() if key not in ("param_names", "params")}
+    out = settings_of(group)
     if "params" in group:
         out["params"] = [rename(p) for p in group["params"]]
     return out

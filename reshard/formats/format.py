@@ -104,16 +104,17 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
     named = sorted(set(places.values()))
     if missing := [file for file in named if file not in files.listed]:
         key = next(key for key, file in places.items() if file == missing[0])
-        raise CorruptCheckpointError(
+        files.checking.refuse(CorruptCheckpointError(
             f"{url}: {len(missing)} of {len(named)} files that {indexes[0]} names are missing: "
             f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
-        )
+        ))  # fmt: skip
+        places = {key: file for key, file in places.items() if file not in missing}
     return files, label, places
 
 
-def check_index(label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
+def check_index(files: Files, label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
     """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of each key in them."""
-    for key, file in {**dict.fromkeys(held, "no file"), **weight_map}.items():
+    for key, file in {} if files.checking.lost else {**dict.fromkeys(held, "no file"), **weight_map}.items():
         there = held.get(key, "no file")
         if there != file:
             raise CorruptCheckpointError(

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -26,6 +25,7 @@ from reshard.formats.canonical import (
     Value,
     find_scope,
     name_ids,
+    settings_of,
     take_optimizer,
 )
 from reshard.formats.format import Format
@@ -36,6 +36,7 @@ from reshard.formats.torch_save.reader import (
     is_sharded_tensor,
     join_sharded,
     read_torch_file,
+    saved_groups,
     stored_or_plain,
     stored_tensor,
 )
@@ -45,7 +46,7 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, narrow, unflatten
+from reshard.stored.views import concat, cut, unflatten
 
 __all__ = ["FLAT", "FORMAT", "cut_flat", "numbered"]
 
@@ -62,14 +63,11 @@ FLAT = "_flat_param"
 class FlatLayout:
     """Where each parameter is in a flat one: its first element, and its shape."""
 
-    params: dict[str, tuple[int, tuple[int, ...]]]
+    params: dict[str, tuple[int, Shape]]
 
     def cut(self, flat: StoredTensor) -> dict[str, StoredTensor]:
         """The parameters as tensors of their own."""
-        return {
-            name: unflatten(narrow(flat, 0, start, start + math.prod(shape)), shape, name)
-            for name, (start, shape) in self.params.items()
-        }
+        return {name: cut(flat, start, shape, name) for name, (start, shape) in self.params.items()}
 
 
 def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
@@ -103,7 +101,7 @@ def layout_of(
         )
     for alignment in (1, max(_ALIGNMENT_BYTES // itemsize, 1)):
         at = 0
-        inside: dict[str, tuple[int, tuple[int, ...]]] = {}
+        inside: dict[str, tuple[int, Shape]] = {}
         for param, shape in params:
             start = -(-at // alignment) * alignment
             inside[param] = (start, shape)
@@ -138,7 +136,7 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | N
         raise NormalizationError(f"the hint 'flat_params' must list (name, shape), got {value!r:.80}") from None
 
 
-def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, tuple[int, ...]]] | None:
+def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, Shape]] | None:
     """The parameters of the module whose flat parameter this is, but not those of modules inside with their own."""
     shapes = hints.mapping("param_shapes")
     if not shapes:
@@ -220,9 +218,8 @@ def open(files: Files) -> Contents:
     for section, ranks in sorted(numbered(names).items()):
         missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
         if missing:
-            raise CorruptCheckpointError(
-                f"{storage.url}: the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
-            )
+            words = f"the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
+            files.checking.refuse(CorruptCheckpointError(f"{storage.url}: {words}"))
         sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
     opened: dict[KeyPath, TorchFile] = {
         (f"{s}_{rank}",): file for s, ranks in sections.items() for rank, file in ranks.items()
@@ -360,17 +357,15 @@ def _pieces(
     name: str, shape: Shape, values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
 ) -> StoredTensor:
     """A tensor from the 1-D pieces of all ranks, in order."""
-    at, parts = 0, []
+    parts = []
     for rank, ref in sorted(values.items()):
-        length = math.prod(ref.size) if isinstance(ref, TensorRef) else 0
-        if length and isinstance(ref, TensorRef):
+        if isinstance(ref, TensorRef) and 0 not in ref.size:
             if len(ref.size) != 1:
                 raise CorruptCheckpointError(
                     f"{files[rank].source.label}: {name!r} has shape {list(ref.size)}, not 1-D"
                 )
-            parts.append((Box((at,), (length,)), stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank)))
-            at += length
-    numel = math.prod(shape)
+            parts.append(stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank))
+    at, numel = sum(part.spec.numel for part in parts), math.prod(shape)
     if at != numel and at % max(numel, 1) == 0 and at > numel:
         ask_copies(
             f"the pieces of {name!r} have {at} elements on all ranks, but its shape {list(shape)} would", numel, hints
@@ -380,14 +375,14 @@ def _pieces(
             f"{name!r}: the pieces of {len(values)} ranks have {at} elements, but the hint gives the shape "
             f"{list(shape)} of {math.prod(shape)}: the file of a rank is missing, or the hint is wrong"
         )
-    return unflatten(assemble(name, (at,), parts), shape, name)
+    return unflatten(concat(parts, 0, name), shape, name)
 
 
 def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what: str) -> StoredOptimizer:
     """An optimizer under the names of parameters."""
     files, ranks = found.files, sorted(found.files)
     states = {rank: found.optim[i].get("state") or {} for i, rank in enumerate(ranks)}
-    groups = [dict(files[ranks[0]].plain(group)) for group in found.optim[0].get("param_groups", ())]
+    groups = saved_groups(found.optim[0], files[ranks[0]])
     keys = list(dict.fromkeys(key for of in states.values() for key in of))
     listed = [p for group in groups for p in group.get("params", ())]
     if any(not isinstance(key, int) for key in keys):
@@ -471,18 +466,17 @@ def _cut_flats(
                 saved.state.setdefault(name, {})[state] = same
     for group in groups:
         names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
-        saved.groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
+        saved.groups.append({**settings_of(group), "params": names})
     return saved
 
 
 def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
-    at, parts = 0, []
+    parts = []
     for rank, ref in sorted(values.items()):
         if not isinstance(ref, TensorRef) or len(ref.size) != 1:
             raise CorruptCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
-        parts.append((Box((at,), ref.size), stored_tensor(name, files[rank], ref, rank)))
-        at += ref.size[0]
-    return assemble(name, (at,), parts)
+        parts.append(stored_tensor(name, files[rank], ref, rank))
+    return concat(parts, 0, name)
 
 
 def _by_pieces(

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from planners.geometry.box import Box, Window
-from planners.geometry.layout import Shape, TensorSpec, itemsize
+from planners.geometry.box import Box, Shape, Window
+from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format
 from reshard.storage.base import Storage
@@ -455,7 +455,7 @@ def _array(cursor: _Cursor, key: str) -> list[Any]:
     return [_scalar(cursor, kind, key) for _ in range(count)]
 
 
-def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _tensor_info(cursor: _Cursor) -> tuple[str, Shape, int, int]:
     name, ndim = cursor.name(), cursor.u32()
     if ndim > _MAX_DIMS:
         raise CorruptCheckpointError(f"{cursor.source.label}: tensor {name!r} has {ndim} dims, more than ggml knows")
@@ -464,7 +464,7 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _entries(
-    source: Source, told: list[tuple[str, tuple[int, ...], int, int]], header_bytes: int, alignment: int
+    source: Source, told: list[tuple[str, Shape, int, int]], header_bytes: int, alignment: int
 ) -> dict[str, GgufTensor]:
     """The tensors, each of which must begin where the padding behind the one before it ends."""
     data_at = -(-header_bytes // alignment) * alignment
@@ -584,7 +584,8 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
     lost = next((i for i in range(1, total + 1) if i not in numbers), None)
     if lost is not None or len(headers) > total:
         what = f"number {lost} is missing" if lost is not None else f"there are {len(headers)}"
-        raise CorruptCheckpointError(f"{header.source.label}: the model was split into {total} files, and {what}")
+        words = f"{header.source.label}: the model was split into {total} files, and {what}"
+        header.source.refuse(CorruptCheckpointError(words))
     counts = (None, total, *([0] if total == 1 else []))  # llama.cpp merges files into one of 0 parts
     for number, (file, of) in enumerate(headers.items()):
         said = of.number("split.no")

@@ -149,7 +149,7 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     kept: list[KeyPath] = []
     lost, notes = list(canonical.left_out), []
     for key in beside(source):
-        path = source.paths.get(key, (key,))
+        path = source.path_of(key)
         taken = key in source.tensors or path[:1] in (("model",), ("optim",))
         found = _plain(source.objects[key]) if named and not taken else None
         if found is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -105,23 +105,25 @@ def open_contents(
     step: int | None = None,
     share: native.Share = native.ALL,
     check: bool = True,
+    lists: bool = False,
 ) -> tuple[Contents, str]:
     """Open what is at `path`, in the format that its files show. Also return a text that says where it is.
 
     Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
     `share`: which of the files this process looks for, among many that open it together.
     `check`: whether what is read is compared with checksums, where there are any.
+    `lists`: list missing and damaged files in `problems()`, and go on.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
     found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
-        return _open_at(path, preferred, share, check, found)
+        return _open_at(path, preferred, share, (check, lists), found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
-    return _open_step(path, run, preferred, step, share, check)
+    return _open_step(path, run, preferred, step, share, (check, lists))
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
@@ -149,7 +151,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     text = "" if isinstance(path, Storage) else path_text(path)
     if ("*" in text and not os.path.lexists(local_path(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
-    look: Look = partial(look_at, local_path(path) or "") if found is None else partial(look_in, found[1])
+    look: Look = cache(partial(look_at, local_path(path) or "") if found is None else partial(look_in, found[1]))
     steps, marks = steps_seen(look), marks_in(look("")[1])
     inner = steps[0].name[: steps[0].name.rfind("/") + 1] if steps else ""
     if steps and LEDGER in look(inner)[1]:
@@ -160,7 +162,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
         raise FormatError(
             f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: none of its "
             f"{len(folders) + len(files):,} entries, or of the names directly below them, is a file of a checkpoint. "
-            f"It contains {', '.join(sorted((*folders, *files))[:5])}"
+            f"It contains {format_some(sorted((*folders, *files)))}"
         )
     if is_sure or not marks:
         return none if isinstance(path, Storage) and not is_sure else _Run(steps, [])
@@ -262,14 +264,14 @@ def _open_step(
     preferred: Format | None,
     wanted: int | None,
     share: native.Share,
-    check: bool,
+    how: tuple[bool, bool],
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred, share, check)
+            contents, url = _open_at(place, preferred, share, how)
             if wanted is None:
                 contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
@@ -303,17 +305,17 @@ def _open_at(
     path: StoragePath,
     preferred: Format | None,
     share: native.Share,
-    check: bool,
+    how: tuple[bool, bool],
     found: _Found | None = None,
 ) -> tuple[Contents, str]:
     storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
-        facts, files = None, Files(storage, names, Checking(check))
+        facts, files = None, Files(storage, names, Checking(how[0], lost=[] if how[1] else None))
         try:
             contents = _open(files, url, preferred)
             if (facts := contents.details(native.NativeFacts)) is not None:
-                native.look_for_files(facts, names, share)
+                native.look_for_files(facts, names, files.checking.refuse, share)
             break
         except (CheckpointNotFoundError, CorruptCheckpointError):
             # a save may have taken the place of what was listed, which is gone then: the new one is whole. Its names

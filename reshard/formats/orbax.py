@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Shape, Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
@@ -171,7 +171,7 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     return StoredTensor(spec, tuple(chunks))
 
 
-def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
+def _chunk_key(driver: str, box: Box, grid: Shape) -> str:
     """The key of what holds a chunk within its array, by zarr's rules."""
     index = [str(offset // max(size, 1)) for offset, size in zip(box.offsets, grid)]
     if driver == "zarr3":
@@ -179,7 +179,7 @@ def _chunk_key(driver: str, box: Box, grid: tuple[int, ...]) -> str:
     return ".".join(index) or "0"
 
 
-def _cells(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+def _cells(shape: Shape, cell: Shape) -> Iterator[Box]:
     """The boxes of a regular grid; those at the edge are smaller."""
     if not shape:
         yield Box((), ())
@@ -225,7 +225,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """
     del hints, what
     result = Canonical()
-    paths = {name: contents.paths.get(name, (name,)) for name in contents.tensors}
+    paths = {name: contents.path_of(name) for name in contents.tensors}
     split = any(path[0] == _MODEL for path in paths.values())
     by_path: dict[KeyPath, str] = {}
     for name, path in paths.items():
@@ -257,7 +257,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 def _beside(contents: Contents) -> Iterator[str]:
     held = (*contents.tensors, *contents.objects)
-    top = {key: contents.paths.get(key, (key,))[0] for key in held}
+    top = {key: contents.path_of(key)[0] for key in held}
     if _MODEL in top.values():  # else all of it is the model
         yield from (key for key in held if top[key] != _MODEL and top[key] not in _OPTIMIZER)
 

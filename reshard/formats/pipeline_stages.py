@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
@@ -22,6 +20,7 @@ from reshard.formats.canonical import (
     find_scope,
     name_ids,
     read_optimizer,
+    settings_of,
     take_optimizer,
 )
 from reshard.formats.format import Format
@@ -31,7 +30,7 @@ from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import Contents, Facts, LazyMapping, merge
+from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 
@@ -63,7 +62,8 @@ def open(files: Files) -> Contents:
     ((_, found),) = numbered(names).items()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
-        raise CorruptCheckpointError(f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}")
+        words = f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}"
+        files.checking.refuse(CorruptCheckpointError(words))
     stages = {
         stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
     }
@@ -96,7 +96,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
         found: dict[int, dict[str, KeyPath]] = {}
         outside = False
         for key in (*contents.tensors, *contents.aliases, *contents.objects):
-            path = contents.paths.get(key) or (key,)
+            path = contents.path_of(key) or (key,)
             match = _KEY.fullmatch(str(path[at])) if len(path) > at + 1 else None
             if match is not None:
                 found.setdefault(int(match[1]), {})[key] = (*path[:at], *path[at + 1 :])
@@ -107,16 +107,8 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
                 raise CorruptCheckpointError(
                     f"stage {missing[0]} is missing: there are the stages {', '.join(map(str, sorted(found)))}"
                 )
-            return {number: _part(contents, found[number]) for number in sorted(found)}
+            return {n: replace(contents.only(found[n]), paths=found[n], containers={}) for n in sorted(found)}
     return None
-
-
-def _part(contents: Contents, paths: Mapping[str, KeyPath]) -> Contents:
-    def of(whole: Mapping[str, Any]) -> LazyMapping[str, Any]:
-        return LazyMapping({key: partial(whole.__getitem__, key) for key in whole if key in paths})
-
-    aliases = {key: target for key, target in contents.aliases.items() if key in paths}
-    return Contents(of(contents.tensors), of(contents.objects), paths, aliases=aliases, format=contents.format)
 
 
 @dataclass
@@ -226,15 +218,11 @@ def _take(
             result.add_state(fqn, key, value)
     for group in one.groups:
         # the stages have the same groups, each with its own parameters
-        same = [known for known in result.groups if _settings(known) == _settings(group)]
+        same = [known for known in result.groups if settings_of(known) == settings_of(group)]
         if same and "params" in group:
             same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
         elif not same:
             result.groups.append(group)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _claim(contents: Contents) -> Contents | None:

@@ -120,21 +120,20 @@ def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
                 "so there are parts of two saves: "
                 "move those of one elsewhere"
             )
-        _check_ranks(storage, section, range(section.world_size or max(section.files) + 1))
+        _check_ranks(files, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
-        _check_ranks(storage, section, _ranks_meant(ranks))
+        _check_ranks(files, section, _ranks_meant(ranks))
         _add_section(out, (section.name,), ranks)
     return out.build(kind)
 
 
-def _check_ranks(storage: Storage, section: Section, ranks: Collection[int]) -> None:
+def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None:
     missing = [rank for rank in ranks if rank not in section.files]
     if missing:
         there = section.files[min(section.files)]
         file = re.sub(r"\d+(?=\.\w+$)", str(missing[0]), there)
-        raise CorruptCheckpointError(
-            f"{storage.url}: the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
-        )
+        words = f"the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
+        files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
 
 
 def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
@@ -172,7 +171,7 @@ def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, Torc
             _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
         else:  # values that differ are all kept, each under its rank
             for rank, leaf in leaves.items():
-                _add_leaf(out, (*path[:-1], f"{path[-1]}.rank_{rank}"), rank, leaf, files)
+                _add_leaf(out, (*path, f"rank_{rank}"), rank, leaf, files)
 
 
 def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, check_index, read_index
@@ -20,7 +20,16 @@ from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors import SAFETENSORS_CODES, Header, encode_header, read_header
 from reshard.stored.source import Files
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, grouped
+from reshard.stored.streaming import (
+    FilePart,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    Publication,
+    Target,
+    WrittenFile,
+    grouped,
+)
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
@@ -68,7 +77,7 @@ def open(files: Files) -> Contents:
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
         warning = f"{found[0]} is one of several files, and the others were not opened"
         return replace(open_files(files, found), warnings=(warning,))
-    _check_numbers(storage.url, found)
+    _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)
     return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
 
@@ -89,12 +98,12 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     contents = open_files(files, sorted({*weight_map.values()}))
-    check_index(label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
+    check_index(files, label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
     return contents
 
 
-def _check_numbers(url: str, files: list[str]) -> None:
-    """Raises unless the names say that the files are one checkpoint, and all of it."""
+def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None]) -> None:
+    """Raises or refuses unless the names say that the files are one checkpoint, and all of it."""
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
     if all(shards):
@@ -105,7 +114,7 @@ def _check_numbers(url: str, files: list[str]) -> None:
         lost = [p for p in range(1, parts + 1) if not any(have_p == p for _, have_p in have)]
         if gone or lost:
             what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
-            raise CorruptCheckpointError(f"{url}: all shards {what} are missing")
+            refuse(CorruptCheckpointError(f"{url}: all shards {what} are missing"))
     elif len(files) > 1 or all(numbered):
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
@@ -118,16 +127,15 @@ def _check_numbers(url: str, files: list[str]) -> None:
         first = min(1, *have_numbers)  # some count from 0
         lost = [i for i in range(first, first + total) if i not in have_numbers]
         if lost:
-            raise CorruptCheckpointError(
-                f"{url}: {len(lost)} of {total} files are missing, the first is number {lost[0]}"
-            )
+            words = f"{len(lost)} of {total} files are missing, the first is number {lost[0]}"
+            refuse(CorruptCheckpointError(f"{url}: {words}"))
 
 
 def open_files(files: Files, found: list[str]) -> Contents:
     """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
     storage, names = files.storage, files.listed
     headers = {file: read_header(files[file]) for file in found}
-    chunks: dict[str, list[tuple[str, Header, tuple[int, ...]]]] = {}
+    chunks: dict[str, list[tuple[str, Header, Shape]]] = {}
     inferred = False
     for file, header in headers.items():
         offsets = header.saved_offsets()
@@ -162,7 +170,7 @@ def open_files(files: Files, found: list[str]) -> Contents:
     )
 
 
-def _tensor(key: str, parts: list[tuple[str, Header, tuple[int, ...]]]) -> StoredTensor:
+def _tensor(key: str, parts: list[tuple[str, Header, Shape]]) -> StoredTensor:
     dtypes = sorted({header.entries[key].dtype for _, header, _ in parts})
     ranks = {len(offset) for _, _, offset in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
@@ -319,20 +327,19 @@ class SafetensorsWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(name, *done)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        old = [n for n in storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
+        old = [n for n in out.storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
         for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
-            if name not in done or (len(done) > 1 and done[name].name != name):
-                check()
-                storage.retract(name)
-        self.name_files(storage, done, check)
-        if len(done) > 1:
+            if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
+                out.retract(name)
+        out.name_files()
+        if len(out.done) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": {part.spec.fqn: file.name for file in self.files for part in file.parts},
             }
-            storage.publish_while(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2), check)
+            out.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""

@@ -62,7 +62,7 @@ def nest(contents: Contents) -> Tree:
     leaves += [(key, True) for key in contents.aliases if key not in contents.tensors]
     leaves += [(key, False) for key in contents.objects]
     for key, is_tensor in leaves:
-        path = contents.paths.get(key, (key,)) or (key,)
+        path = contents.path_of(key) or (key,)
         parts = [*map(plain_key, path)]
         # an int key of a dict becomes text, so that only lists have ints
         parts = [str(p) if isinstance(q, IntKey) else p for p, q in zip(parts, path)]

@@ -216,16 +216,17 @@ class _Snapshot:
         return StoredChunk(box, Extent(source, window), rank)
 
     def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
-        """The bytes of its file that an entry means. Raises CorruptCheckpointError if they are not there."""
-        file = entry["location"]
-        if file not in self.names:
-            raise CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}")
-        start, stop = _ints(entry.get("byte_range") or (0, self.names[file]))
-        if not start <= stop <= self.names[file]:
-            raise CorruptCheckpointError(
-                f"{self.files[file].label}: {key!r} should be at bytes [{start}, {stop}), but the file has "
-                f"{self.names[file]}: it was truncated, or the manifest is wrong"
-            )
+        """The bytes of its file that an entry means. Refuses those that are not there."""
+        file, refuse = entry["location"], self.files.checking.refuse
+        if (nbytes := self.names.get(file)) is None:
+            refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
+        start, stop = _ints(entry.get("byte_range") or (0, nbytes or 0))
+        if nbytes is not None and not start <= stop <= nbytes:
+            source = self.files[file]
+            source.refuse(CorruptCheckpointError(
+                f"{source.label}: {key!r} should be at bytes [{start}, {stop}), but the file has "
+                f"{nbytes}: it was truncated, or the manifest is wrong"
+            ))  # fmt: skip
         return start, stop
 
     def warnings(self) -> tuple[str, ...]:

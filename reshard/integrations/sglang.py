@@ -45,13 +45,14 @@ def update_from_tensor(
             weights to the one on its GPU. Needs a source with `everyone=True`.
 
     Raises ReshardError if the engine refuses; it may then have a part of the weights. OptionError
-    for a source that does not give every rank the weights, with `process_group`.
+    for a source with `layouts`, or, with `process_group`, one that does not give every rank the weights.
     """
     from sglang.srt.utils import MultiprocessingSerializer
 
     group = Group(process_group, alone=process_group is None)
     if group.world_size > 1 and not source.everyone:
         raise OptionError("update_from_tensor(process_group=...) needs WeightSource(everyone=True)")
+    source.require_full()
     leads = (source if process_group is None else group).rank == 0
 
     def send(bucket: WeightBucket, is_last: bool) -> None:
@@ -83,6 +84,7 @@ def update_from_distributed(
 
     Raises ReshardError if the engine refuses; it may then have a part of the weights.
     """
+    source.require_full()
     leads = source.rank == 0
     with ThreadPoolExecutor(1) as beside:
 

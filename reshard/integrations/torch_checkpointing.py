@@ -8,10 +8,12 @@ and loads from any format. Everything is resharded, whether a resharder is decla
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -26,8 +28,9 @@ from reshard.api.load import load
 from reshard.api.save import async_save, save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import KeyMismatchError, OptionError, framework
-from reshard.live.tensors import is_sharded, this_rank
-from reshard.live.tree import leaves_of, map_leaves
+from reshard.live.state import put_at
+from reshard.live.tensors import is_sharded, is_tensor, this_rank
+from reshard.live.tree import leaves_of, map_leaves, restore_types
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, key_of
 from reshard.stored.tensor import whole
@@ -43,7 +46,9 @@ __all__ = ["CheckpointManager", "ItemSpec"]
 
 _FORMATS = ("native", "torch_checkpointing")
 _RANK = re.compile(r"rank_\d+")
-"""The last part of the key of a value that differs from rank to rank, also in what our reader makes of their files."""
+"""The keys of a value that differs from rank to rank, also in what our reader makes of their files."""
+_OF_RANK = re.compile(r"(.*?)\.rank_(\d+)(?:\.|$)")
+_MISSING = object()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,21 +100,18 @@ class ItemsManager(_theirs.CheckpointManager):
         """Save items. Returns a future that ends when the checkpoint is complete, or None after a
         synchronous save."""
         state = {key: self._to_save(key, value) for key, value in self._values(checkpoint).items()}
-        is_sync = isinstance(self._config.save, SyncCheckpointSaverConfig)
-        if self._config.format == "native" and not is_sync:
-            pending = async_save(state, checkpoint_id, overwrite=True)
-            waiter = ThreadPoolExecutor(1)
-            self._write_future = waiter.submit(pending.result)
-            waiter.shutdown(wait=False)
-            return self._write_future
-        if self._config.format == "native":
+        is_sync, pending = isinstance(self._config.save, SyncCheckpointSaverConfig), None
+        if self._config.format != "native":
+            _write_theirs(state, checkpoint_id)
+        elif is_sync:
             save(state, checkpoint_id, overwrite=True)
         else:
-            _write_theirs(state, checkpoint_id)
+            pending = async_save(state, checkpoint_id, overwrite=True)
         if is_sync:
             return None
-        self._write_future = Future()
-        self._write_future.set_result(None)
+        waiter = ThreadPoolExecutor(1)
+        self._write_future = waiter.submit(lambda: pending and pending.result())
+        waiter.shutdown(wait=False)
         return self._write_future
 
     def load(
@@ -141,13 +143,14 @@ class ItemsManager(_theirs.CheckpointManager):
         state = {key: value for key, value in values.items() if value is not None}
         with Group().together("items"):
             checkpoint = open_checkpoint(checkpoint_id)
-            nest: Any = _of_this_rank(checkpoint.nested()) if len(state) < len(values) else {}
-            read = {key: whole(nest[key]) for key, value in values.items() if value is None and key in nest}
+            own = _of_ranks(values, checkpoint)
+            items = [key for key in values if values[key] is None or any(_is_in(name, key) for name in own)]
+            nest = _of_this_rank({key: value for key, value in checkpoint.nested().items() if key in items})
+            read = {key: whole(nest[key]) for key in nest if key not in state}
             if strict and (lost := sorted(values.keys() - state.keys() - read.keys())):
                 raise KeyMismatchError(f"{checkpoint_id} has no item {', '.join(lost)}")
-            own = _own_places(state, checkpoint)
-        _fill(state, checkpoint, own, strict)
-        found = {**state, **map_leaves(lambda _, leaf: _moved(leaf, map_location), read)}
+        _fill(state, checkpoint, own, nest, strict)
+        found = {**state, **map_leaves(lambda _, leaf: leaf.to(device=map_location) if is_tensor(leaf) else leaf, read)}
         return {key: found[key] for key in values if key in found}
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
@@ -180,71 +183,72 @@ class ItemsManager(_theirs.CheckpointManager):
         return map_leaves(lambda _, leaf: leaf if is_sharded(leaf) else {f"rank_{this_rank()}": leaf}, value)
 
 
-def _own_places(state: dict[str, Any], checkpoint: Checkpoint) -> dict[KeyPath, str]:
-    """Find the values of a state that differ from rank to rank, and the names of those that this rank saved."""
-    names = {*checkpoint, *checkpoint.objects}
-    differing = {name.rpartition(".")[0] for name in names if _RANK.fullmatch(name.rpartition(".")[2])}
-    own = {path: f"{key_of(path)}.rank_{this_rank()}" for path in leaves_of(state) if key_of(path) in differing}
-    if lacking := sorted(key_of(path) for path, name in own.items() if name not in names):
-        raise _lacks(lacking)
-    return own
+def _is_in(name: str, item: str) -> bool:
+    return f"{name}.".startswith(f"{item}.")
 
 
-def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: Mapping[KeyPath, str], strict: bool) -> None:
-    """Load in place. Values in `own` are loaded by this rank alone."""
-    sources = {key_of(path): name for path, name in own.items()}
+def _of_ranks(items: Iterable[str], checkpoint: Checkpoint) -> set[str]:
+    """Return the keys in `items` under which each rank saved a value of its own."""
+    saved = (_OF_RANK.match(name) for name in (*checkpoint, *checkpoint.objects))
+    found = [match for match in saved if match and any(_is_in(match[1], item) for item in items)]
+    keys = {match[1] for match in found}
+    if found and this_rank() not in {int(match[2]) for match in found}:
+        raise KeyMismatchError(
+            f"{', '.join(sorted(keys))}: each rank saved a value of its own, but there was no rank {this_rank()}. "
+            "Leave it out of into="
+        )
+    return keys
+
+
+def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: set[str], nest: Any, strict: bool) -> None:
+    """Load in place. Of items in `nest`, this rank alone takes tensors in `own`, and everything but tensors."""
+    common = {key: value for key, value in state.items() if key not in nest}
+    alone, units = dict[str, Any](), dict[KeyPath, Any]()
+    map_leaves(units.__setitem__, {key: state[key] for key in nest if key in state}, _is_unit)
+    for path, unit in units.items():
+        key = key_of(path)
+        if is_tensor(unit):
+            (alone if key in own else common)[key] = unit
+        else:
+            units[path] = restore_types(_inside(nest, path), unit)
     if strict:
-        report = load(state, checkpoint, strict=False, dry_run=True)
-        if lost := [key for key in report.missing if key not in sources]:
-            raise KeyMismatchError(f"missing from the checkpoint: {', '.join(lost)}")
-    load(state, checkpoint, strict=False)
-    if not own:
-        return
-    holders = {path: _holder(state, path) for path in own}
-    mine = {key_of(path): holder[path[-1]] for path, holder in holders.items()}
-    load(mine, checkpoint, mapping=sources, strict="subset", alone=True)
-    for path, holder in holders.items():
-        holder[path[-1]] = mine[key_of(path)]
+        missing = list(load(common, checkpoint, strict=False, dry_run=True).missing)
+        if missing := [*missing, *(key_of(path) for path, value in units.items() if value is _MISSING)]:
+            raise KeyMismatchError(f"missing from the checkpoint: {', '.join(missing)}")
+    load(common, checkpoint, strict=False)
+    if alone:
+        names = {key: f"{key}.rank_{this_rank()}" for key in alone}
+        load(alone, checkpoint, mapping=names, strict="subset", alone=True)
+    for path, value in units.items():
+        value = {**common, **alone}.get(key_of(path), value)
+        if value is not _MISSING:
+            put_at(state, path, value)
+    state |= {key: common[key] for key in state if key in common}
 
 
-def _holder(nest: Any, path: KeyPath) -> Any:
-    for step in path[:-1]:
-        nest = nest[step]
-    return nest
+def _is_unit(value: Any) -> bool:
+    """Return True for what is replaced as a whole: plain values, sequences of them, and empty dicts."""
+    return not (isinstance(value, Mapping) and value) and not any(map(is_tensor, leaves_of(value).values()))
+
+
+def _inside(nest: Any, path: KeyPath) -> Any:
+    try:
+        return functools.reduce(operator.getitem, path, nest)
+    except (IndexError, KeyError, TypeError):
+        return _MISSING
 
 
 def _of_this_rank(nest: Any) -> Any:
-    """Select this rank's value among per-rank values such as `{"a.rank_0": 1}` or `{"a": {"rank_0": 1}}`."""
+    """Select this rank's value among per-rank values such as `{"a": {"rank_0": 1}}`. Leave out those of other ranks."""
     if type(nest) in (list, tuple):
-        return type(nest)(map(_of_this_rank, nest))
+        found = map(_of_this_rank, nest)
+        return type(nest)(inner for inner in found if inner is not _MISSING)
     if not isinstance(nest, dict):
         return nest
-    found, mine = {}, f"rank_{this_rank()}"
-    differing = {
-        key: key.rpartition(".") for key in nest if isinstance(key, str) and _RANK.fullmatch(key.rpartition(".")[2])
-    }
-    if differing and all(not name for name, *_ in differing.values()):
-        if mine not in nest:
-            raise _lacks(["a value"])
-        return nest[mine]
-    for key, inner in nest.items():
-        name, _, last = differing.get(key, (key, "", mine))
-        if last == mine:
-            found[name] = _of_this_rank(inner)
-    if lacking := sorted({name for name, *_ in differing.values()} - found.keys()):
-        raise _lacks(lacking)
-    return found
-
-
-def _lacks(names: list[str]) -> KeyMismatchError:
-    return KeyMismatchError(
-        f"{', '.join(names)}: each rank saved a value of its own, but there was no rank {this_rank()}. "
-        "Leave it out of into="
-    )
-
-
-def _moved(leaf: Any, device: str | torch.device | None) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf
+    if nest and all(isinstance(key, str) and _RANK.fullmatch(key) for key in nest):
+        return nest.get(f"rank_{this_rank()}", _MISSING)
+    chosen = {key: _of_this_rank(inner) for key, inner in nest.items()}
+    return {key: inner for key, inner in chosen.items() if inner is not _MISSING}
 
 
 def _write_theirs(state: dict[str, Any], folder: str) -> None:

@@ -138,9 +138,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """
         if hasattr(weights, "get_per_tensor_param"):
             weights = weights.get_per_tensor_param()[0]
-        if self._is_new and isinstance(weights, WeightSource):
-            weights.forget()  # some rank has nothing yet
         try:
+            if isinstance(weights, WeightSource):
+                weights.require_full()
+                if self._is_new:
+                    weights.forget()  # some rank has nothing yet
             with torch.no_grad():
                 has_ended = not self._is_master
                 for message, is_last in marked_last(self._encoded(self._buckets(weights))):

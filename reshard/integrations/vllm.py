@@ -50,6 +50,7 @@ class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
         `layouts` and `delta`.
         """
         self._source, self._everyone = WeightSource(state, everyone=everyone, **options), everyone
+        self._source.require_full()
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import distinct
+from planners.geometry.box import Range
 
 __all__ = [
     "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums",
@@ -163,7 +164,7 @@ class Axis:
     """
 
     dim: int
-    intervals: tuple[tuple[int, int], ...]
+    intervals: tuple[Range, ...]
     part: Literal["index", "outer", "inner"] = "index"
 
     @cached_property

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import distinct
-from planners.geometry.box import Box, merge_ranges
-from planners.geometry.layout import Part, Shape
+from planners.geometry.box import Box, Range, Shape, merge_ranges
+from planners.geometry.layout import Part
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_arithmetic import (
@@ -274,7 +274,7 @@ class Fingerprinter:
 # parts add up to the whole word.
 
 
-Positions = Box | Part | Sequence[Box] | Sequence[Sequence[tuple[int, int]]] | None
+Positions = Box | Part | Sequence[Box] | Sequence[Sequence[Range]] | None
 """Where a local tensor is in the full one: None (it is full), a box, boxes in local order, or the
 intervals per dim."""
 
@@ -334,7 +334,7 @@ def _intervals(positions: object) -> Part:
         ) from None
 
 
-def _product(boxes: Sequence[Box], local: tuple[int, ...]) -> Part | None:
+def _product(boxes: Sequence[Box], local: Shape) -> Part | None:
     """The product of intervals whose boxes in row-major order these are, if it has the local
     shape."""
     if len({box.ndim for box in boxes}) != 1:
@@ -423,9 +423,9 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
         yield words, placed
 
 
-def _joined(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _joined(intervals: Sequence[Range]) -> tuple[Range, ...]:
     """Without empty intervals, and with those that touch made one."""
-    joined: list[tuple[int, int]] = []
+    joined: list[Range] = []
     for start, stop in intervals:
         if start == stop:
             continue
@@ -498,7 +498,7 @@ def _tried(device: torch.device, strict: bool) -> bool:
 # than for few.
 
 
-_Runs = list[tuple[int, int]]
+_Runs = list[Range]
 """Ranks, in rows from a first to one past a last."""
 
 
@@ -527,7 +527,7 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     """Of elements of which all holders have sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
     """Of all others: how many holders there are, and by their sums, which have sent them."""
-    other: tuple[int, str, tuple[int, ...]] | None = None
+    other: tuple[int, str, Shape] | None = None
     """A rank that says another dtype or shape."""
 
     def add(self, more: _SummedTensor) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planners.geometry.box import flat_boxes
-from planners.geometry.layout import Shape
+from planners.geometry.box import Range, Shape, flat_boxes
 from reshard.errors import NormalizationError
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, is_sharded
@@ -82,7 +81,7 @@ class FlatPiece:
         low, high = self.range_of(dist.get_rank(self.group))
         return low < high
 
-    def range_of(self, position: int) -> tuple[int, int]:
+    def range_of(self, position: int) -> Range:
         """The range of the parameter's flattening that the group's member at `position` holds."""
         if not self.sharded:
             return 0, self.numel
@@ -189,7 +188,7 @@ class FlatCut:
     another."""
 
     shape: Shape
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[Range, ...]
     """By position in the group: first element, and the one after the last; equal where there is
     none."""
     group: Any

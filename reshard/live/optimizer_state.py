@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from planners.geometry.layout import Shape
+from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.fsdp1 import remade_like

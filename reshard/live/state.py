@@ -34,7 +34,7 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "same_memory",
+    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at", "same_memory",
     "same_value", "take_apart",
 ]  # fmt: skip
 
@@ -335,7 +335,7 @@ class Targets(State[LiveTensor]):
 
     def writable(self, key: str) -> tuple[torch.Tensor, ...]:
         """Return the local tensors to write into: the live ones, or new ones for meta tensors and
-        changed dtypes. `put_new` stores the new ones in the state.
+        changed dtypes. `assign` stores the new ones in the state.
         """
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
@@ -363,13 +363,6 @@ class Targets(State[LiveTensor]):
                 made[id(tensor)] = like_fresh(tensor, fresh, other)
             self._made[other] = fresh
             self._new[other] = made[id(tensor)]
-
-    def put_new(self) -> None:
-        """Store new tensors in the state. Call it only after they are filled, because their memory
-        starts uninitialized.
-        """
-        self.assign(self._new)
-        self._new.clear()
 
     def is_opaque(self, key: str) -> bool:
         """Return True if a tensor belongs to the extra state of a module. Only the module knows its
@@ -414,9 +407,12 @@ class Targets(State[LiveTensor]):
                     increment_version(one)
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Store values at their keys."""
-        for key, value in values.items():
-            _put(self.root, self.paths[key], value)
+        """Store values at their keys, and new tensors. Call it only after these are filled, because
+        their memory starts uninitialized.
+        """
+        for key, value in (*self._new.items(), *values.items()):
+            put_at(self.root, self.paths[key], value)
+        self._new.clear()
 
 
 def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
@@ -467,7 +463,7 @@ def like_fresh(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
     return fresh[0]
 
 
-def _put(root: Any, path: KeyPath, value: Any) -> None:
+def put_at(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are rebuilt inside their own containers."""
     chain = [root]
     for part in path[:-1]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from planners.geometry.box import Box
-from planners.geometry.layout import BoxesForm, Form, ProductForm, Shape, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.dtypes import dtype_name
@@ -36,8 +36,8 @@ __all__ = [
     "dtensor_of", "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of",
     "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard",
     "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes",
-    "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried", "with_local",
-    "world_size", "wrapped_like", "wrappers",
+    "reach_bytes", "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried",
+    "with_local", "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -301,6 +301,12 @@ def holder(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if is_dtensor(value) else value
 
 
+def reach_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element in memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 OVERWRITTEN_BY = "_reshard_overwritten_by"
 """Attribute of a tensor: the rank whose elements will overwrite those of this rank."""
 
@@ -382,9 +388,7 @@ def _rank() -> int:
 
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
-def _forms_held(
-    forms: tuple[ProductForm, ...], shape: Shape, here: int, local: tuple[int, ...]
-) -> tuple[ProductForm, ...]:
+def _forms_held(forms: tuple[ProductForm, ...], shape: Shape, here: int, local: Shape) -> tuple[ProductForm, ...]:
     """Metadata do not say how a tensor was sharded. What this rank really holds, of shape `local`,
     does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})

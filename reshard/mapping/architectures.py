@@ -372,6 +372,8 @@ class Decoder:
         if isinstance(config, Decoder):
             return config
         if not isinstance(config, Dict):
+            if not isinstance(config, str | os.PathLike):
+                raise NormalizationError(f"config must be a path or a dict, got {config!r:.80}")
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             try:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planners.errors import PlanError
+from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ class Mapping:
     """Stages of rules. Mappings with equal rules are equal."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
-        given = tuple(rules)
+        given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
         if odd := [rule for rule in given if not isinstance(rule, Rule)]:
             raise NormalizationError(
                 f"a Mapping consists of rules, as in Mapping([Rename('a', 'b')]), but contains {odd[0]!r:.60}. A dict "
@@ -152,9 +153,7 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
     return out
 
 
-def _group_views(
-    group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, tuple[int, ...]]
-) -> dict[str, View]:
+def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
         return {name: View.of(sources[0]).rename(name) for name in group.target_names(None)}
     given = [View.of(source) for source in sources]
@@ -231,7 +230,7 @@ class MappingStage:
                 "rename one of them"
             )
         into[new] = make
-        path = self.given.paths.get(old, (old,))
+        path = self.given.path_of(old)
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
     def _add_group(self, group: RuleGroup) -> None:
@@ -271,7 +270,7 @@ class MappingStage:
             )
         return len(self._views(group, [self.tensors[name]()]))
 
-    def _is_carried(self, group: RuleGroup, shapes: Sequence[tuple[int, ...]]) -> bool:
+    def _is_carried(self, group: RuleGroup, shapes: Sequence[Shape]) -> bool:
         names = [site.name for site in group.all_sites]
         known = {n: self.tensors[self._parameters[n]]().spec.shape for n in names if n in self._parameters}
         return group.is_carried(shapes, known)
@@ -331,7 +330,7 @@ class MappingStage:
                 for key in keys:
                     self._put(self.objects, key, key, partial(objects.__getitem__, key))
                 continue
-            stem, path = keys[0].rpartition(".")[0], self.given.paths.get(keys[0], (keys[0],))
+            stem, path = keys[0].rpartition(".")[0], self.given.path_of(keys[0])
             for at, name in enumerate(self._translated([objects[key] for key in keys])):
                 self._put(self.objects, f"{stem}.{at}", f"{stem}.{at}", partial(str, name))
                 self.paths[f"{stem}.{at}"] = (*path[:-1], at)
@@ -483,7 +482,7 @@ class RuleGroup(Application):
         """The keys that are made."""
         return list(_filled(self.rule.targets, self.site, self.words, count))
 
-    def is_carried(self, shapes: Sequence[tuple[int, ...]], parameters: Dict[str, tuple[int, ...]]) -> bool:
+    def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
         """Return True if the members do not have one value for each element of their parameters: then they go
         along."""
         if not self.site.is_state:

@@ -14,11 +14,12 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
+from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View, concat, stack
 from reshard.errors import NormalizationError
@@ -68,7 +69,9 @@ class Rule(ABC):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         for side, names, over in (("sources", sources, sources_over), ("targets", targets, targets_over)):
-            texts = (names,) if isinstance(names, str) else names
+            texts = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else names
+            if odd := [text for text in texts if not isinstance(text, str)]:
+                raise NormalizationError(f"names in rules must be strings, such as Rename('a', 'b'): got {odd[0]!r}")
             object.__setattr__(self, side, tuple(Pattern(text, over) for text in texts))
         self._check_words()
 
@@ -113,7 +116,7 @@ class Rule(ABC):
 
 
 @lru_cache(maxsize=4096)
-def views_of(rule: Rule, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[View, ...]:
+def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, ...]:
     """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the same shapes."""
     return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
 
@@ -292,8 +295,8 @@ class Reshape(Rule):
     One size of each may be -1: in `old` it matches any size; in `new` it is inferred.
     """
 
-    old: tuple[int, ...]
-    new: tuple[int, ...]
+    old: Shape
+    new: Shape
 
     def __init__(self, source: str, target: str, old: Sequence[int], new: Sequence[int]) -> None:
         self._set(source, target, old=tuple(old), new=tuple(new))
@@ -369,7 +372,7 @@ class Rope(Rule):
         return self._swapped(Rope, self.head_size, other)
 
 
-def _reshaped(view: View, new: tuple[int, ...]) -> View:
+def _reshaped(view: View, new: Shape) -> View:
     """Row-major: dims that are equal stay, those between are made one, and that one is split."""
     old = view.shape
     same = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
@@ -493,7 +496,7 @@ class Dequantize(Computing):
     """
 
     optional: ClassVar[bool] = True
-    block: tuple[int, ...]
+    block: Shape
     dtype: str
 
     def __init__(

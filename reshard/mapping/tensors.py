@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from planners.geometry.box import Box, Dims, Window
+from planners.geometry.box import Box, Dims, Shape, Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from reshard.errors import NormalizationError
@@ -33,9 +33,9 @@ class _Strip:
 
     target: Box
     tensor: int
-    start: tuple[int, ...]
-    counts: tuple[int, ...]
-    steps: tuple[int, ...]
+    start: Shape
+    counts: Shape
+    steps: Shape
     dims: Dims
 
 
@@ -272,9 +272,7 @@ def _check_exact(stored: StoredTensor, by: float) -> None:
             )
 
 
-def dequantized(
-    weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: tuple[int, ...], dtype: str
-) -> StoredTensor:
+def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: Shape, dtype: str) -> StoredTensor:
     """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed in float32.
 
     Raises NormalizationError if the scales are not one for each block.

@@ -352,8 +352,8 @@ def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
     """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
     for save_id in save_ids:
         storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
-    storage.retract(HF_INDEX)
-    storage.retract(MANIFEST)
+    storage.delete(HF_INDEX)
+    storage.retract(MANIFEST)  # which makes both durable
 
 
 def remove_dead(storage: Storage) -> list[str]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Range, Shape
 from planners.geometry.layout import TensorSpec
 from planners.plans.save import SavePlan, WriteItem
 from reshard.errors import CorruptCheckpointError, FormatError, StorageError
@@ -47,7 +47,7 @@ class Entry:
     @property
     def key(self) -> str:
         """The name of the entry in the file."""
-        return entry_key(self.spec.fqn, self.box, self.spec.shape)
+        return entry_key(self.spec, self.box)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ def header_of(plan: SavePlan, rank: int) -> bytes:
     """Return the header of a rank's file. It follows from the plan, as do the arrays."""
     specs = plan.layout.specs
     return encode_header(
-        (entry_key(item.fqn, item.box, specs[item.fqn].shape), specs[item.fqn].dtype, item.box.sizes)
+        (entry_key(specs[item.fqn], item.box), specs[item.fqn].dtype, item.box.sizes)
         for item in _in_file_order(plan, rank)
     )
 
@@ -188,7 +188,7 @@ class BlockSums:
 
     def put_all(
         self,
-        runs: Iterable[tuple[int, int]],
+        runs: Iterable[Range],
         pieces: Iterable[memoryview],
         on_bytes: Callable[[int], None] | None,
     ) -> None:
@@ -280,7 +280,7 @@ class _Shape:
     """Those that have arrays in it."""
     header: list[tuple[int, bytes]]
     """This rank's part of the header, by position."""
-    runs: list[tuple[int, int]]
+    runs: list[Range]
     """Where its elements go: first byte and length of each run, in the order in which they come."""
 
 
@@ -456,7 +456,7 @@ def blocks_of(box: Box, itemsize: int) -> list[Box]:
     return [] if box.is_empty else list(_cut(box.offsets, box.sizes, 0, itemsize))
 
 
-def _cut(offsets: tuple[int, ...], sizes: tuple[int, ...], dim: int, itemsize: int) -> Iterator[Box]:
+def _cut(offsets: Shape, sizes: Shape, dim: int, itemsize: int) -> Iterator[Box]:
     """Yield the blocks of a box whose dims before `dim` have one index each."""
     inner = itemsize
     for size in sizes[dim + 1 :]:

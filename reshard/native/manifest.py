@@ -6,15 +6,16 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from planners.geometry.box import Box
+from planners.geometry.layout import TensorSpec
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, NewerVersionError
 from reshard.native.version import __version__
 from reshard.storage.base import Storage
@@ -51,47 +52,56 @@ _MAX_RANKS = 1 << 20
 _MAX_ELEMENTS = 1 << 56
 """Their bytes, and those of some thousand replicas of them, can still be counted in 63 bits."""
 _AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
+GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
+"""Files of a save, see `reshard.native.commit`."""
+_FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w[\w.-]*", re.ASCII)
+"""The first checkpoints of version 2 have a folder for each earlier save."""
+
+SaveId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}-[0-9a-f]{12}\Z")]
+FileName = Annotated[str, Meta(pattern=rf"\A(?a:{_FILE.pattern})\Z")]
+Rank = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+BlockBytes = Annotated[int, Meta(ge=1)]
 
 
 class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest's record of a table of parts: see `reshard.native.reader`."""
 
-    name: str
+    name: FileName
     nbytes: int
     digest: str
     """XXH3-128 of the file, in hex."""
 
 
-def entry_key(fqn: str, box: Box, shape: Sequence[int]) -> str:
+def entry_key(spec: TensorSpec, box: Box) -> str:
     """Return the name of a region of a tensor in a data file: the tensor's own name for a full tensor."""
-    if box.sizes == tuple(shape):
-        return fqn
-    return f"{fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
+    if box.sizes == spec.shape:
+        return spec.fqn
+    return f"{spec.fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All of a checkpoint except the bytes of its tensors. See `docs/format.md` for the meaning of each field."""
 
-    reshard: str = "checkpoint"
+    reshard: Literal["checkpoint"] = "checkpoint"
     version: int = 1
-    save_id: str
+    save_id: SaveId
     created_unix_s: float
     writer: str = f"reshard {__version__}"
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: BlockBytes = BLOCK_BYTES
     divide_above_bytes: int
-    files: dict[str, FileRecord]
-    """By the rank that has arrays in it, as text."""
+    files: dict[Rank, FileRecord]
+    """By the rank that has arrays in it."""
     layout: dict[str, Any]
     paths: dict[str, list[Any]] = {}
     containers: list[tuple[list[Any], str]] = []
     objects: dict[str, Any] = {}
-    per_rank: dict[str, dict[str, dict[str, Any]]] = {}
+    per_rank: dict[str, dict[Rank, dict[str, Any]]] = {}
     """By key and rank: `{"tensor": name}` or `{"object": data}`."""
     aliases: dict[str, str] = {}
     fingerprints: dict[str, str] = {}
     subset: list[str] | None = None
     """The globs that chose what was saved, where that was not everything."""
-    parts: dict[str, PartsRecord] | UnsetType = UNSET
+    parts: dict[Rank, PartsRecord] | UnsetType = UNSET
     """By rank: what it did not write, since an earlier save has it. Of version 2, as is the next."""
     linked: list[LinkedRecord] | UnsetType = UNSET
     """Data files of earlier saves, which are in this folder, too."""
@@ -105,23 +115,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def __post_init__(self) -> None:
         """Raises ValueError, which becomes an error of the parser, for what no save writes."""
-        if self.reshard != "checkpoint":
-            raise ValueError(f"it is a {self.reshard!r}, not a checkpoint")
-        if self.block_bytes < 1:
-            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
-        rows = [(rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()]
-        for rank in (*self.files, *self.tables, *(rank for rank, _ in rows)):
-            if not (rank.isascii() and rank.isdigit() and len(rank) < 10):
-                raise ValueError(f"{rank!r} is not a rank")
-        for rank, row in rows:
+        for rank, row in ((rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()):
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
-        _check_save_id(self.save_id)
-        linked = () if self.linked is UNSET else self.linked
-        table = () if self.table is UNSET else (self.table,)
-        for record in (*self.files.values(), *linked, *self.tables.values(), *table):
-            if not _FILE.fullmatch(record.name):
-                raise ValueError(f"{record.name!r} is not a name of a file of a save: data-<save id>/<file>")
         # what is damaged must not take all memory before it is found out
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
@@ -137,20 +133,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             shape = row[1] if isinstance(row, list) and len(row) > 1 and isinstance(row[1], list) else []
             if math.prod(max(size, 1) for size in shape if isinstance(size, int)) > _MAX_ELEMENTS:
                 raise ValueError(f"a tensor of shape {str(shape)[:80]} has more than {_MAX_ELEMENTS} elements")
-
-
-GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
-"""Files of a save, see `reshard.native.commit`."""
-
-
-_SAVE_ID = re.compile(r"[0-9a-f]{12}-[0-9a-f]{12}")
-_FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w[\w.-]*", re.ASCII)
-"""The first checkpoints of version 2 have a folder for each earlier save."""
-
-
-def _check_save_id(save_id: str) -> None:
-    if not _SAVE_ID.fullmatch(save_id):
-        raise ValueError(f"{save_id!r:.80} is not a save id: 12 hex digits, '-', 12 hex digits")
 
 
 CLAIM = "claim.json"
@@ -173,11 +155,7 @@ class _Version(msgspec.Struct):
 
 
 class _SaveId(msgspec.Struct):
-    save_id: str
-
-    def __post_init__(self) -> None:
-        """Raises ValueError, which becomes an error of the parser."""
-        _check_save_id(self.save_id)
+    save_id: SaveId
 
 
 _DIGEST = b',"digest":"%b"}'
@@ -288,7 +266,7 @@ _HEX = 16
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest's record of a data file."""
 
-    name: str
+    name: FileName
     """Relative to the checkpoint's folder."""
     nbytes: int
     header_bytes: int
@@ -306,13 +284,8 @@ class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
 
     live_bytes: int
     """How many of its bytes are elements of this checkpoint."""
-    block_bytes: int | UnsetType = UNSET
+    block_bytes: BlockBytes | UnsetType = UNSET
     """Where its checksums cover other blocks than those of the files beside it: of version 3."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for blocks without bytes."""
-        if self.block_bytes is not UNSET and self.block_bytes < 1:
-            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
 
     def block_bytes_or(self, others: int) -> int:
         return others if self.block_bytes is UNSET else self.block_bytes
@@ -321,7 +294,7 @@ class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
 class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest's record of a table of data files."""
 
-    name: str
+    name: FileName
     ranks: list[tuple[int, int, int]]
     """By whose number the files are called: runs (first, step, how many), ascending."""
     pages: str

@@ -15,8 +15,8 @@ import xxhash
 from msgspec import UNSET
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Window
-from planners.geometry.layout import state_from_json
+from planners.geometry.box import Box, Range, Shape, Window
+from planners.geometry.layout import TensorSpec, state_from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
@@ -138,13 +138,17 @@ def open(files: Files) -> Contents:
     )
 
 
-def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share = ALL) -> None:
+def look_for_files(
+    native: NativeFacts,
+    names: Mapping[str, int],
+    refuse: Callable[[CorruptCheckpointError], None],
+    share: Share = ALL,
+) -> None:
     """Check that data files and their checksums exist with the lengths in the manifest.
 
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
-
-    Raises CorruptCheckpointError, naming the file.
+        refuse: gets an error that names the file.
     """
     storage = native.storage
     size_of: Callable[[str], int | None] = names.get
@@ -152,7 +156,7 @@ def look_for_files(native: NativeFacts, names: Mapping[str, int], share: Share =
         size_of = storage.list().get if share == ALL else partial(_size, storage)
     for file, nbytes in _lengths(native, share):
         if (found := size_of(file)) != nbytes:
-            raise native.naming_tensors(_of_wrong_length(storage, file, nbytes, found))
+            refuse(native.naming_tensors(_of_wrong_length(storage, file, nbytes, found)))
         check_inside(storage, file)
 
 
@@ -261,9 +265,10 @@ class NativeFacts(Facts):
         made: dict[Box, StoredChunk] = {}
 
         def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
-            for part in self._parts(fqn, rank, box):
+            for part in self._parts(tensor.spec, rank, box):
                 if (chunk := made.get(part.box)) is None:
-                    chunk = made[part.box] = StoredChunk(part.box, partial(self._locate, fqn, rank, part), rank)
+                    place = partial(self._locate, tensor.spec, rank, part)
+                    chunk = made[part.box] = StoredChunk(part.box, place, rank)
                 yield chunk
 
         def every() -> Iterator[StoredChunk]:
@@ -289,14 +294,15 @@ class NativeFacts(Facts):
 
     def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
         """Yield where the elements of a tensor are that share one with a box, each with its file and array."""
+        spec = self.plan.layout[fqn].spec
         for rank, found in self.plan.writers_near(fqn, box):
-            for part in self._parts(fqn, rank, found):
+            for part in self._parts(spec, rank, found):
                 if part.box & box is None:
                     continue
                 if part.file:
                     yield part
                     continue
-                source, start, _ = self._find(rank, self._key(fqn, part.box))
+                source, start, _ = self._find(rank, entry_key(spec, part.box))
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
@@ -308,7 +314,7 @@ class NativeFacts(Facts):
             error.args = (f"{error}. Tensors there: {', '.join(words)}{more}",)
         return error
 
-    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, tuple[int, int]]:
+    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, Range]:
         record, found = self.files.get(file), {}
         if record is not None:
             with suppress(CheckpointError):  # a header that is missing or damaged says nothing
@@ -318,16 +324,13 @@ class NativeFacts(Facts):
                         found[key if key in self.plan.layout else key.rpartition("#")[0]] = start, stop
         return found
 
-    def _key(self, fqn: str, box: Box) -> str:
-        return entry_key(fqn, box, self.plan.layout[fqn].spec.shape)
-
-    def _parts(self, fqn: str, rank: int, box: Box) -> Sequence[ArrayPart]:
+    def _parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
         """Return what makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
-        found = self._tables[rank].get(self._key(fqn, box)) if rank in self._tables else None
+        found = self._tables[rank].get(entry_key(spec, box)) if rank in self._tables else None
         return found or (ArrayPart(box, box),)
 
-    def _locate(self, fqn: str, rank: int, part: ArrayPart) -> Extent:
-        size, box = self.plan.layout[fqn].spec.itemsize, part.box
+    def _locate(self, spec: TensorSpec, rank: int, part: ArrayPart) -> Extent:
+        size, box = spec.itemsize, part.box
         if part.file:  # of an earlier save
             record = self.files.get(part.file)
             if record is None:
@@ -336,7 +339,7 @@ class NativeFacts(Facts):
             _check_within(source, record, str(box), part.start, part.start + part.array.numel * size)
             window = Window.row_major(part.start, part.array.sizes, size)
             return Extent(source, window.crop(box.relative_to(part.array)))
-        key = self._key(fqn, box)
+        key = entry_key(spec, box)
         source, start, stop = self._find(rank, key)
         if stop - start != box.numel * size:
             raise CorruptCheckpointError(
@@ -417,11 +420,11 @@ class ArrayPart(NamedTuple):
 
 
 class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    box: tuple[tuple[int, ...], tuple[int, ...]]
+    box: tuple[Shape, Shape]
     """Offsets and sizes."""
     file: int = -1
     start: int = 0
-    array: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    array: tuple[Shape, Shape] | None = None
     """None if it is the box."""
 
 
@@ -469,7 +472,7 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
 # before.
 
 
-def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[tuple[int, int]]]) -> int:
+def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range]]) -> int:
     """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
 
     Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.

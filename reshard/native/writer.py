@@ -27,6 +27,7 @@ from reshard.stored.streaming import (
     FilePart,
     FilePlan,
     FormatWriter,
+    Publication,
     Target,
     WrittenFile,
     fingerprint_parts,
@@ -101,10 +102,7 @@ class NativeWriter(FormatWriter):
         """Stream one rank's file and its checksums."""
         storage.delete(file.name)
         storage.delete(f"{file.name}.sums")
-        header = encode_header(
-            (entry_key(part.spec.fqn, part.box, part.spec.shape), part.spec.dtype, part.box.sizes)
-            for part in file.parts
-        )
+        header = encode_header((entry_key(part.spec, part.box), part.spec.dtype, part.box.sizes) for part in file.parts)
         regions = [self.region(part) for part in file.parts]
         whole = xxhash.xxh3_128()
         with self.feed(regions) as feed:
@@ -113,7 +111,7 @@ class NativeWriter(FormatWriter):
         facts = {"header_bytes": record.header_bytes, "sums": record.sums}
         return self.done(file.name, record.nbytes, whole.hexdigest(), facts)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Publish the manifest."""
         contents = self.contents
         census = GlobalState(
@@ -122,12 +120,12 @@ class NativeWriter(FormatWriter):
         rank_of = {file.name: file.rank for file in self.files}
         written = {
             rank_of[name]: Written(FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"]))
-            for name, row in done.items()
+            for name, row in out.done.items()
         }
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
-        parts += map(fingerprint_parts, done.values())
-        generation = Generation(storage, self.save_id, commit.begin(), census, self.plan, None, self._replaces)
-        generation.publish(written, parts, check)
+        parts += map(fingerprint_parts, out.done.values())
+        generation = Generation(out.storage, self.save_id, commit.begin(), census, self.plan, None, self._replaces)
+        generation.publish(written, parts, out.check)
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -21,17 +21,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID
 
 __all__ = [
-    "EPOCH_NS",
-    "Event",
-    "Listener",
-    "Phase",
-    "Progress",
-    "current",
-    "format_bytes",
-    "listening",
-    "phase",
-    "rest_of_call",
-]
+    "EPOCH_NS", "Event", "Listener", "Phase", "Progress", "current", "format_bytes", "listening",
+    "phase", "rest_of_call",
+]  # fmt: skip
 
 
 _log = logging.getLogger("reshard")

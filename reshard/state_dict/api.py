@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -123,14 +123,7 @@ def set_model_state_dict(
         KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The
             message lists all of them. Nothing was changed.
     """
-    opts = as_options(options)
-    with setting(opts, alone=not _broadcast(opts)):
-        live = LiveModel(model, opts.dsd_fqn_modifiers)
-        named = _by_name(live, model_state_dict) if _gives(opts) else {}
-    given = _model_given(live, named, opts)
-    with setting(opts, alone=not _shared(live, opts)):
-        writes = plan_model(live, given, opts)
-    return apply_model(writes, opts.strict)
+    return _set("model", model, (), model_state_dict, {}, options)[0]
 
 
 @renamed()
@@ -155,13 +148,7 @@ def set_optimizer_state_dict(
         NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
             unknown form.
     """
-    opts = as_options(options)
-    with setting(opts, alone=not _broadcast(opts)):
-        live = LiveOptimizers(LiveModel(model, opts.dsd_fqn_modifiers), as_optimizers(optimizers))
-    given = _optimizer_given(live, optim_state_dict, opts)
-    with setting(opts, alone=not _shared(live.live, opts)):
-        writes = plan_optimizers(live, given, opts)
-    return apply_optimizers(live, writes)
+    return _set("optimizers", model, optimizers, {}, optim_state_dict, options)[1]
 
 
 @renamed()
@@ -178,20 +165,38 @@ def set_state_dict(
 
     An empty `model_state_dict` leaves the model unchanged.
     """
+    report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
+    return replace(report, optimizer=optimizer)
+
+
+def _set(
+    what: Literal["model", "optimizers", "both"],
+    model: Models,
+    optimizers: Optimizers,
+    of_model: Mapping[Any, Any],
+    of_optimizers: Mapping[str, Any],
+    options: StateDictOptions | None,
+) -> tuple[SetReport, OptimizerReport]:
+    """Check all that is given before anything is written. Where both are set, nothing for the model leaves it as it
+    is."""
     opts = as_options(options)
-    with setting(opts, alone=not _broadcast(opts)):
+    receives = opts.broadcast_from_rank0 and world_size() > 1
+    with setting(opts, alone=not receives):
         live = LiveModel(model, opts.dsd_fqn_modifiers)
-        live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
-        named = _by_name(live, model_state_dict) if _gives(opts) else {}
-    model_given: Mapping[str, Any] = {}
-    if named or opts.broadcast_from_rank0:
-        model_given = _model_given(live, named, opts)
-    optimizer_given = _optimizer_given(live_optimizers, optim_state_dict, opts)
+        live_optimizers = None if what == "model" else LiveOptimizers(live, as_optimizers(optimizers))
+        of_model = {} if receives and this_rank() else _by_name(live, of_model)
+    if receives and what != "optimizers":
+        of_model = receive_model(live, of_model, opts)
+    if receives and live_optimizers is not None:
+        of_optimizers = receive_optimizer(live_optimizers, of_optimizers, opts)
+    has_model = what == "model" or (what == "both" and bool(of_model))
     with setting(opts, alone=not _shared(live, opts)):
-        model_writes = plan_model(live, model_given, opts) if model_given else None
-        optimizer_writes = plan_optimizers(live_optimizers, optimizer_given, opts)
-    report = apply_model(model_writes, opts.strict) if model_writes is not None else SetReport()
-    return replace(report, optimizer=apply_optimizers(live_optimizers, optimizer_writes, model_given))
+        model_writes = plan_model(live, of_model, opts) if has_model else None
+        writes = None if live_optimizers is None else plan_optimizers(live_optimizers, of_optimizers, opts)
+    report = SetReport() if model_writes is None else apply_model(model_writes, opts.strict)
+    if live_optimizers is None or writes is None:
+        return report, OptimizerReport()
+    return report, apply_optimizers(live_optimizers, writes, of_model)
 
 
 def _shared(live: LiveModel, options: StateDictOptions) -> bool:
@@ -202,23 +207,6 @@ def _shared(live: LiveModel, options: StateDictOptions) -> bool:
         and world_size() > 1
         and any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
     )
-
-
-def _broadcast(options: StateDictOptions) -> bool:
-    return options.broadcast_from_rank0 and world_size() > 1
-
-
-def _gives(options: StateDictOptions) -> bool:
-    """Return whether this rank's own dict is what is set."""
-    return not _broadcast(options) or this_rank() == 0
-
-
-def _model_given(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:
-    return receive_model(live, given, options) if _broadcast(options) else given
-
-
-def _optimizer_given(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> Mapping[str, Any]:
-    return receive_optimizer(live, given, options) if _broadcast(options) else given
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.fsdp1 import FlatPiece
 from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharded, raw_bytes
@@ -34,14 +34,14 @@ __all__ = ["receive_model", "receive_optimizer", "setting"]
 DEADLINE_S = 300.0
 """How long ranks wait for each other's verdict."""
 
-Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+Boxes = list[tuple[Shape, Shape]]
 
 
 class Outline(NamedTuple):
     """A tensor in the dict of rank 0, without its elements."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Form, Part, Shape
+from planners.geometry.box import Box, Range, Shape
+from planners.geometry.layout import Form, Part
 from reshard.errors import LayoutError, NormalizationError
 from reshard.live.copy_streams import batches
 from reshard.live.fsdp1 import FlatCut, cut_of, group_of
@@ -187,7 +187,7 @@ MESSAGES_BYTES = 64 << 20
 """Of one tensor after another, until each rank holds about so much of them, what crosses is sent
 together."""
 
-_Ranges = tuple[tuple[int, int], ...]
+_Ranges = tuple[Range, ...]
 _Pair = tuple[LiveTensor, LiveTensor]
 
 
@@ -358,7 +358,7 @@ def _send(moves: list[_Move], group: Any) -> None:
         raw_bytes(place).copy_(piece)
 
 
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+def _overlap(a: Range, b: Range) -> Range:
     """Common elements; the same number twice where there are none."""
     low = max(a[0], b[0])
     return low, max(low, min(a[1], b[1]))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from planners.geometry.box import Shape
 from reshard.errors import KeyMismatchError
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.state import same_memory, same_value
@@ -31,6 +32,7 @@ from reshard.live.tensors import (
     is_dtensor,
     is_sharded,
     mark_overwritten,
+    reach_bytes,
     settled,
     tensor_class,
     with_local,
@@ -434,7 +436,7 @@ def _is_frozen(slot: StateEntry) -> bool:
 # memory is touched; everything else goes through `full`.
 
 
-def problem(value: Any, shape: tuple[int, ...], dtype: torch.dtype, on_meta: bool = False) -> str | None:
+def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False) -> str | None:
     """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) match."""
     if not isinstance(value, torch.Tensor):
         return f"expected a tensor of shape {shape}, found {type(value).__name__}"
@@ -565,7 +567,7 @@ def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
         starts = list(map(torch.Tensor.data_ptr, tensors))
         if all(map(torch.Tensor.is_contiguous, tensors)):
             return Spans(starts, list(map(_NBYTES, tensors[: len(tensors) // runs])) * runs)
-        return Spans(starts, list(map(_reach, tensors)))
+        return Spans(starts, list(map(reach_bytes, tensors)))
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -658,10 +660,4 @@ def _span(tensor: Any) -> tuple[int, int]:
         starts = [local.data_ptr() for local in held]
     except (RuntimeError, NotImplementedError):  # sparse tensors have several storages
         return 0, 0
-    return min(starts), max(map(int.__add__, starts, map(_reach, held))) - min(starts)
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return min(starts), max(map(int.__add__, starts, map(reach_bytes, held))) - min(starts)

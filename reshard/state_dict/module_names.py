@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import NormalizationError, option_error
 from reshard.live.deepspeed import is_partitioned, whole_shape
@@ -85,7 +86,7 @@ class StateEntry(NamedTuple):
         return id(self.value) if self.piece is None else self.piece.identity
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Global shape. () for extra state, and for lazy parameters without a shape."""
         if self.piece is not None:
             return self.piece.shape

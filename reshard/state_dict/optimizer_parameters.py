@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece, join_state
@@ -47,7 +48,7 @@ class OptimizedParameter(NamedTuple):
         return self.names[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Global shape of the parameter."""
         return self.parameter.shape if self.piece is None else self.piece.shape
 

@@ -23,17 +23,9 @@ from reshard.state_dict.module_names import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = [
-    "EXTRA",
-    "GroupWrite",
-    "Misfit",
-    "SavedOptimizer",
-    "StateKind",
-    "extra_of",
-    "is_zero_redundancy",
-    "plan_groups",
-    "read_saved",
-    "saved_by",
-]
+    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "extra_of",
+    "is_zero_redundancy", "plan_groups", "read_saved", "saved_by",
+]  # fmt: skip
 
 
 EXTRA = "extra_state"

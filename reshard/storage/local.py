@@ -234,8 +234,9 @@ class LocalStorage(Storage):
     def retract(self, name: str) -> None:
         path = self._path(name)
         with self._errors("delete", name), suppress(FileNotFoundError):
-            path.unlink()
-            sync_folder(path.parent)
+            with suppress(FileNotFoundError):
+                path.unlink()
+            sync_folder(path.parent)  # also of one who was killed before
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name, self.url)

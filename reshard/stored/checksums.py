@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.box import ByteRuns, Window
+from planners.geometry.arrays import Flags, Ints
+from planners.geometry.box import ByteRuns, Range, Shape, Window
+from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
     "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "CheckTime", "Checking", "Checksums", "Numbers", "Range", "add_touched", "may_check",
-    "most_to_check", "touched_ranges",
+    "BlockChecksums", "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check",
+    "touched_ranges",
 ]  # fmt: skip
 
 
@@ -45,9 +47,6 @@ nothing of the file."""
 
 CheckTime = Literal["before", "during"]
 """Whether bytes are compared with checksums before targets are written, or while they are."""
-Range = tuple[int, int]
-"""First byte, and one past the last."""
-Numbers = npt.NDArray[np.int64]
 
 _DONE, _COMPARE, _NO_LIMIT_NS = 0, 1, 1 << 60
 """What `reshard.execute.work_list` calls these."""
@@ -58,11 +57,6 @@ _NEAR_BYTES = 64 << 10
 def most_to_check(wanted_bytes: int) -> float:
     """Return how many bytes may be read in order to check `wanted_bytes`."""
     return max(MAX_CHECK_MULTIPLE * wanted_bytes, FREE_CHECK_BYTES)
-
-
-def may_check(cost_bytes: int, wanted_bytes: int) -> bool:
-    """Return True if `cost_bytes` may be read in order to check `wanted_bytes`."""
-    return cost_bytes <= most_to_check(wanted_bytes)
 
 
 @dataclass
@@ -79,6 +73,8 @@ class Checking:
     """Bytes of elements that were asked for and are not."""
     leaves_open: str = EVERY_BLOCK
     """What the checksums of the format do not say."""
+    lost: list[CorruptCheckpointError] | None = None
+    """Files that are missing or damaged. None: the first is raised."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -98,6 +94,12 @@ class Checking:
         finally:
             self.enabled = was
 
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        """Raise an error, or list it, so that the rest of the checkpoint can be read."""
+        if self.lost is None:
+            raise error
+        self.lost.append(error)
+
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""
         self._unfinished[id(source)] = source
@@ -108,7 +110,7 @@ class Checking:
         CorruptCheckpointError."""
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
-            if wanted_bytes is None or may_check(source.owed_bytes, wanted_bytes):
+            if wanted_bytes is None or source.owed_bytes <= most_to_check(wanted_bytes):
                 source.finish_comparing()
             else:
                 self._unfinished[key] = source
@@ -139,7 +141,7 @@ class Checksums(ABC):
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
 
-    def are_pending(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
+    def are_pending(self, blocks: Ints) -> Flags:
         """Return whether each of some blocks, (n, 2), was not compared yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
 
@@ -152,7 +154,7 @@ class Checksums(ABC):
         """Compare a block, whose bytes are given in pieces; it is not pending any more if it is right."""
 
     @abstractmethod
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
         """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many are in no block.
 
         Args:
@@ -212,10 +214,10 @@ class BlockChecksums(Checksums):
             self._digests = np.frombuffer(self._load(), dtype="<u8")
         return self._digests
 
-    def are_pending(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
+    def are_pending(self, blocks: Ints) -> Flags:
         return np.asarray(np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] == 0)
 
-    def compare(self, view: memoryview, blocks: Numbers) -> list[Range]:
+    def compare(self, view: memoryview, blocks: Ints) -> list[Range]:
         """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
         those that are wrong."""
         numbers = blocks[:, 0] // self.block_bytes
@@ -227,7 +229,7 @@ class BlockChecksums(Checksums):
         np.frombuffer(self._seen, np.uint8)[numbers[right]] = 1
         return list(map(tuple, blocks[~right].tolist()))
 
-    def _are_right(self, view: memoryview, blocks: Numbers, numbers: Numbers) -> bool:
+    def _are_right(self, view: memoryview, blocks: Ints, numbers: Ints) -> bool:
         """Return whether the compiled loop is there and finds all of these blocks right. It runs without the
         interpreter's lock, so that threads hash at the same time."""
         loop = kernel()
@@ -243,19 +245,19 @@ class BlockChecksums(Checksums):
         lists = region, entries.reshape(-1).view(loop.ENTRY), np.zeros(0, loop.COPY)
         return loop.run(*lists, self.digests, np.zeros(0, np.int64), 0, _NO_LIMIT_NS)[1] == _DONE
 
-    def any_pending(self, starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
+    def any_pending(self, starts: Ints, stops: Ints) -> Flags:
         """For each range [start, stop), return whether a block that shares bytes with it was not
         compared yet."""
         return ~self.are_among(np.frombuffer(self._seen, np.bool_), starts, stops)
 
-    def are_among(self, chosen: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers) -> npt.NDArray[np.bool_]:
+    def are_among(self, chosen: Flags, starts: Ints, stops: Ints) -> Flags:
         """For each range [start, stop), return whether all blocks that share bytes with it are `chosen`."""
         first, last = starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
         base = int(first.min(initial=len(chosen)))
         before = np.concatenate(([0], np.cumsum(chosen[base : int(last.max(initial=base))], dtype=np.int64)))
         return np.asarray(before[last - base] - before[first - base] == last - first)
 
-    def within(self, ranges: Numbers) -> npt.NDArray[np.bool_]:
+    def within(self, ranges: Ints) -> Flags:
         """For each block, return whether one of the ranges, (n, 2), contains it completely."""
         size, count = self.block_bytes, len(self._seen)
         first = -(-ranges[:, 0] // size)
@@ -265,12 +267,12 @@ class BlockChecksums(Checksums):
         np.add.at(steps, np.maximum(first, last), -1)
         return np.asarray(np.cumsum(steps[:-1]) > 0)
 
-    def bounds(self, chosen: npt.NDArray[np.bool_]) -> Numbers:
+    def bounds(self, chosen: Flags) -> Ints:
         """The chosen ones of all blocks, (n, 2)."""
         starts = np.flatnonzero(chosen) * self.block_bytes
         return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
 
-    def mark_right(self, ranges: Numbers) -> int:
+    def mark_right(self, ranges: Ints) -> int:
         """All blocks within some ranges, (n, 2), were found to be right. Returns the bytes of those that were
         pending."""
         seen = np.frombuffer(self._seen, np.bool_)
@@ -304,7 +306,7 @@ class BlockChecksums(Checksums):
         first = -(-start // size) * size
         return first, max(first, stop if stop >= self.nbytes else stop // size * size)
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
         size, count = self.block_bytes, len(self._seen)
         wanted = np.zeros(count + 1, np.int64)
         if ranges:
@@ -328,12 +330,12 @@ def touched_ranges(window: Window) -> list[Range]:
     return [(start, start + size) for start, size in near]
 
 
-def add_touched(counts: Numbers, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
+def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
     """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
 
     Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
     """
-    alike: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]] = {}
+    alike: dict[tuple[Shape, Shape, int, int], list[int]] = {}
     for window in windows:
         key = window.sizes, window.strides, window.itemsize, window.offset % grain_bytes
         alike.setdefault(key, []).append(window.offset - key[3])
@@ -366,7 +368,7 @@ def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int,
 
 
 def _add_alike(
-    counts: Numbers, size: int, start: Numbers, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
+    counts: Ints, size: int, start: Ints, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
 ) -> None:
     """Add what windows touch that differ only in where they start."""
     start = start[:, None]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -101,8 +101,21 @@ class Contents(State[StoredTensor]):
 
     def refuse_incomplete(self) -> None:
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
-        if problems := self.facts.problems():
+        if problems := self.problems():
             raise CorruptCheckpointError("; ".join(problems))
+
+    def only(self, keys: Container[str]) -> Contents:
+        """Return the same without other tensors and objects."""
+
+        def chosen(values: Mapping[str, V]) -> Mapping[str, V]:
+            return LazyMapping({key: partial(values.__getitem__, key) for key in values if key in keys})
+
+        aliases = {key: target for key, target in self.aliases.items() if key in keys}
+        return replace(self, tensors=chosen(self.tensors), objects=chosen(self.objects), aliases=aliases)
+
+    def problems(self) -> list[str]:
+        """In a sentence each, files that are missing or damaged."""
+        return [*self.facts.problems(), *map(str, self.checking.lost or ())]
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""
@@ -164,14 +177,14 @@ def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None 
         front = (section,) if section else ()
         dotted = section + "." if section else ""
         for key in (*part.tensors, *part.objects):
-            full = found.claim((*front, *part.paths.get(key, (key,))), dotted + key)
+            full = found.claim((*front, *part.path_of(key)), dotted + key)
             if key in part.tensors:
                 found.add_tensor(full, partial(_tensor, part, key, full))
             else:
                 found.add_object(full, partial(part.objects.__getitem__, key))
         for key, target in part.aliases.items():
             found.aliases[dotted + key] = dotted + target
-            found.paths[dotted + key] = (*front, *part.paths.get(key, (key,)))
+            found.paths[dotted + key] = (*front, *part.path_of(key))
         found.containers.update({(*front, *path): kind for path, kind in part.containers.items()})
         warnings += part.warnings
     return found.build(name, facts, warnings=tuple(warnings))

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from planners.geometry.box import Window
-from reshard.stored.checksums import Checksums, Numbers, Range
+from planners.geometry.arrays import Ints
+from planners.geometry.box import Range, Window
+from reshard.stored.checksums import Checksums
 
 try:  # many times as fast where processors multiply without carry: the extra `crc32`
     from isal.isal_zlib import crc32
@@ -80,7 +81,7 @@ class RecordChecksums(Checksums):
         record.is_right = crc == record.crc()
         return record.is_right
 
-    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Numbers, Numbers, int]:
+    def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
         counts: dict[Range, int] = {}
         outside = 0
         runs = [(start, stop, stop - start) for start, stop in ranges]

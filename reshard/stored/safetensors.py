@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Window
+from planners.geometry.box import Range, Window
 from planners.geometry.layout import itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.live.garbage_collection import gc_paused
@@ -106,13 +106,21 @@ def find_header(source: Source) -> Header | None:
 
 
 def read_header(source: Source) -> Header:
-    """Read and check the header of a whole file.
+    """Read and check the header of a whole file. Of a damaged file that is only listed, it is empty.
 
     Raises:
         CorruptCheckpointError: the file is truncated, the header is not JSON, or tensors overlap, leave gaps, or do not
             have the bytes that their shape needs.
         FormatError: a dtype that is not known.
     """
+    try:
+        return _read_header(source)
+    except CorruptCheckpointError as error:
+        source.refuse(error)
+        return Header(source, {}, {})
+
+
+def _read_header(source: Source) -> Header:
     if source.nbytes < 8:
         raise CorruptCheckpointError(
             f"{source.label}: a safetensors file has at least 8 bytes, this has {source.nbytes}"
@@ -197,7 +205,7 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
 class Offsets(msgspec.Struct):
     """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
 
-    data_offsets: tuple[int, int] | None = None
+    data_offsets: Range | None = None
 
 
 def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:

@@ -12,12 +12,12 @@ from contextlib import suppress
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
-from planners.geometry.box import Window
+from planners.geometry.arrays import Ints
+from planners.geometry.box import Range, Window
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.base import Storage
-from reshard.stored.checksums import BlockChecksums, Checking, Checksums, may_check, touched_ranges
+from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
 __all__ = [
     "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
@@ -79,6 +79,10 @@ class Source(ABC):
                 "what points into it is wrong"
             )
 
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        """See `Checking.refuse`."""
+        raise error
+
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
         """Fill the writable `buffer` with the bytes from `start`, compared with their checksums where there are any.
 
@@ -122,7 +126,7 @@ class FileSource(Source):
     """An object of a storage. Mapped into memory at first use where the storage can.
 
     Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that have the
-    checksums that were saved, or an error; what has none, or would cost more than `may_check` allows, counts as
+    checksums that were saved, or an error; what has none, or would cost more than `most_to_check`, counts as
     unchecked in `checking`.
 
     `listed` is its size, if that is known already, where the storage has no view of it: a request less.
@@ -163,6 +167,10 @@ class FileSource(Source):
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
         return self._view
 
+    def refuse(self, error: CorruptCheckpointError) -> None:
+        error.places = error.places or ((self.name, 0, self.nbytes),)
+        self.checking.refuse(error)
+
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
 
@@ -174,7 +182,7 @@ class FileSource(Source):
             self.checking.add(unchecked=wanted)
             return
         blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
-        if blocks and not may_check(sum(stop - start for start, stop in blocks), wanted):
+        if sum(stop - start for start, stop in blocks) > most_to_check(wanted):
             self._owe(sums, ranges, wanted)
             return
         if blocks:
@@ -182,7 +190,7 @@ class FileSource(Source):
         has_all = all(sums.has(start, stop) for start, stop in ranges)
         self.checking.add(**{"checked" if has_all else "unchecked": wanted})
 
-    def compare_blocks(self, blocks: Sequence[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
+    def compare_blocks(self, blocks: Sequence[Range] | Ints) -> None:
         """Read blocks and compare them with their checksums. Raises CorruptCheckpointError."""
         rows, view = np.asarray(blocks, np.int64).reshape(-1, 2), self.view()
         if view is None or not isinstance(self.checksums, BlockChecksums):
@@ -193,7 +201,7 @@ class FileSource(Source):
         self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
         self._refuse(bad)
 
-    def _judge(self, blocks: Iterable[tuple[tuple[int, int], Iterable[bytes | memoryview]]]) -> None:
+    def _judge(self, blocks: Iterable[tuple[Range, Iterable[bytes | memoryview]]]) -> None:
         """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is right."""
         assert self.checksums is not None
         bad, compared = [], 0
@@ -204,7 +212,7 @@ class FileSource(Source):
         self.checking.add(compared=compared)
         self._refuse(bad)
 
-    def _refuse(self, bad: Sequence[tuple[int, int]]) -> None:
+    def _refuse(self, bad: Sequence[Range]) -> None:
         """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
         if bad:
             more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
@@ -253,14 +261,14 @@ class FileSource(Source):
         self._compare_read(first, whole, blocks, wanted)
         return whole[start - first : stop - first]
 
-    def _blocks_to_compare(self, start: int, stop: int) -> list[tuple[int, int]] | None:
+    def _blocks_to_compare(self, start: int, stop: int) -> list[Range] | None:
         """The blocks to compare where bytes [start, stop) are read; None if they are to go unchecked."""
         if self.checksums is None or not self.checking.enabled:
             return None
         blocks = self.checksums.pending(start, stop)
-        return blocks if may_check(sum(b - a for a, b in blocks), stop - start) else None
+        return blocks if sum(b - a for a, b in blocks) <= most_to_check(stop - start) else None
 
-    def _compare_read(self, start: int, data: memoryview, blocks: list[tuple[int, int]] | None, wanted: int) -> None:
+    def _compare_read(self, start: int, data: memoryview, blocks: list[Range] | None, wanted: int) -> None:
         """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of each is read.
 
         `wanted`: how many bytes of elements were asked for.
@@ -287,7 +295,7 @@ class FileSource(Source):
         self._judge(rows)
         self.checking.add(**{"checked" if sums.has(start, stop) else "unchecked": wanted})
 
-    def _owe(self, sums: Checksums, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
+    def _owe(self, sums: Checksums, ranges: Iterable[Range], nbytes: int) -> None:
         """Bytes of elements that are passed on unchecked; `Checking.finish` may make up for it."""
         self.checking.add(unchecked=nbytes)
         sums.owe(ranges, nbytes)

@@ -31,7 +31,7 @@ from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 __all__ = [
-    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Region", "Target", "WrittenFile",
+    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Publication", "Region", "Target", "WrittenFile",
     "fingerprint_parts", "grouped", "spread", "windows",
 ]  # fmt: skip
 
@@ -315,12 +315,40 @@ class Target:
     """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
 
 
+@dataclass(frozen=True)
+class Publication:
+    """What a writer changes for readers when all files are written."""
+
+    storage: Storage
+    done: Mapping[str, WrittenFile]
+    """By the file's name in the plan."""
+    check: Callable[[], None]
+    """Raises where another process has taken the work over. Called before each step, since this process may be paused
+    between any two."""
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Store a small object, over an older one."""
+        self.storage.publish_while(name, data, self.check)
+
+    def retract(self, name: str) -> None:
+        """Remove an object so that no crash brings it back."""
+        self.check()
+        self.storage.retract(name)
+
+    def name_files(self) -> None:
+        """Give the files the names that they have in the plan."""
+        for name, written in self.done.items():
+            if written.name != name:
+                self.check()
+                self.storage.commit(written.name, name)
+
+
 class FormatWriter(ABC):
     """Writes one state in one format: a plan of files, each of which can be written independently of the others.
 
     writer = SafetensorsWriter(contents, Target(name, job_id))
     done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
-    writer.finish(storage, done, check)    # publishes: before that, there is no checkpoint
+    writer.finish(Publication(storage, done, check))    # before that, there is no checkpoint
     """
 
     files: tuple[FilePlan, ...]
@@ -348,21 +376,8 @@ class FormatWriter(ABC):
         """Write one file, durably, from a stream of bounded memory."""
 
     @abstractmethod
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
-        """Publish: from now on the target is a checkpoint.
-
-        Args:
-            done: by the file's name in the plan.
-            check: raises where another process has taken the work over. Called before each step that changes what
-                readers find, since this process may be paused between any two.
-        """
-
-    def name_files(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
-        """A part of `finish`: give the files the names that they have in the plan."""
-        for name, written in done.items():
-            if written.name != name:
-                check()
-                storage.commit(written.name, name)
+    def finish(self, out: Publication) -> None:
+        """From now on the target is a checkpoint."""
 
     @abstractmethod
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -278,7 +278,7 @@ def _name(chunk: StoredChunk) -> str:
 # A stored tensor that is indexed like a torch tensor: what is asked for is read, and nothing else.
 
 
-Range = tuple[int, int, int]
+SteppedRange = tuple[int, int, int]
 """Start, step and count of the indexes wanted of a dim."""
 
 
@@ -397,7 +397,7 @@ def read_value(value: Any) -> Any:
     return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
-def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], list[bool]]:
+def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[SteppedRange], list[bool]]:
     """A range for each dim, and whether the dim stays (an int takes it away)."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
@@ -407,7 +407,7 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[Range], l
         raise IndexError(f"tensor {name!r} has {len(shape)} dims, but {len(items) - len(dots)} were indexed")
     at = dots[0] if dots else len(items)
     items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + len(dots))
-    ranges: list[Range] = []
+    ranges: list[SteppedRange] = []
     kept: list[bool] = []
     for d, (item, size) in enumerate(zip(items, shape)):
         if isinstance(item, slice):
@@ -456,7 +456,7 @@ def _holder(stored: StoredTensor, box: Box) -> StoredChunk | None:
     return met[0][0] if len(met) == 1 and met[0][1] == box else None
 
 
-def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
+def _read_ranges(stored: StoredTensor, ranges: list[SteppedRange]) -> torch.Tensor:
     """The elements at the cross product of `ranges`."""
     counts = [n for _, _, n in ranges]
     if 0 in counts:
@@ -488,7 +488,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[Range]) -> torch.Tensor:
     return result
 
 
-def _inside(wanted: Range, offset: int, size: int) -> tuple[int, int]:
+def _inside(wanted: SteppedRange, offset: int, size: int) -> tuple[int, int]:
     """Return which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
     start, step, n = wanted
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)

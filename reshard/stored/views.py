@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box, Shape, Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
-    "Piece", "assemble", "concat", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
-    "unstack",
+    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten",
+    "ungrid", "unstack",
 ]  # fmt: skip
 
 
@@ -25,7 +25,6 @@ __all__ = [
 #     halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
 
 
-Shape = tuple[int, ...]
 Piece = tuple[Box, StoredTensor]
 """A region of a tensor, and the stored tensor of the region's sizes that fills it."""
 
@@ -96,7 +95,7 @@ def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredT
 
 def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
     """The parts one after the other along `dim`. Raises CorruptCheckpointError if their other dims differ."""
-    first = parts[0].spec.shape
+    first = parts[0].spec.shape if parts else (0,)
     at, pieces = 0, []
     for part in parts:
         shape = part.spec.shape
@@ -136,6 +135,11 @@ def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTen
     for chunk in tensor.chunks:
         chunks += flat_piece(chunk, shape, chunk.box.offsets[0])
     return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+
+
+def cut(flat: StoredTensor, start: int, shape: Sequence[int], fqn: str) -> StoredTensor:
+    """The elements from `start` of a 1-D tensor, which holds several in one row, as a tensor of `shape`."""
+    return unflatten(narrow(flat, 0, start, start + math.prod(shape)), shape, fqn)
 
 
 def flat_piece(chunk: StoredChunk, shape: Shape, start: int) -> list[StoredChunk]:

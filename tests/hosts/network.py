@@ -1,4 +1,5 @@
-"""Hosts on one machine: network namespaces with addresses, host names and process numbers of their own, on a bridge.
+"""Hosts on one machine: network namespaces with addresses, host names and process numbers of their own, on a bridge,
+which has a namespace, too: so names of interfaces are nobody else's.
 
     with Hosts(2) as hosts:
         job = hosts.start(0, ["python", ...])
@@ -31,8 +32,8 @@ from types import TracebackType
 __all__ = ["Hosts", "why_not"]
 
 
-_ETC = Path("/etc/netns")
-_numbers = itertools.count()
+_ETC, _NAMESPACES, _TAKEN = Path("/etc/netns"), Path("/run/netns"), Path("/run/reshard-hosts")
+_NAME = "reshard"
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEW_NET, _NEW_PID, _NEW_UTS, _NEW_MOUNTS = 0x40000000, 0x20000000, 0x04000000, 0x00020000
 _SET_IFF, _TAP_WITHOUT_INFO = 0x400454CA, 0x1002
@@ -47,42 +48,107 @@ def why_not() -> str:
         return f"needs the programs {', '.join(missing)}"
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    probe = f"probe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
-    if made.returncode == 0:
-        link = ["ip", "link", "add", f"{probe[:9]}a", "type", "veth", "peer", "name", f"{probe[:9]}b"]
-        made = subprocess.run(link, capture_output=True, text=True, check=False)
-        subprocess.run(["ip", "link", "del", f"{probe[:9]}a"], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return "" if made.returncode == 0 else f"network namespaces cannot be made: {made.stderr.strip()}"
+    try:
+        with Hosts(1):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made: {error.stderr.strip()}"
+    except OSError as error:
+        return f"network namespaces cannot be made: {error}"
 
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+class _Number:
+    """A number that no other process of this machine has while this one lives. A lock on a file says so, which also
+    lists the disks to unmount: the next one to look removes what a killed process has left."""
+
+    def __init__(self) -> None:
+        _TAKEN.mkdir(exist_ok=True)
+        self.number, self.file = 0, -1
+        for number in itertools.count():
+            path = _TAKEN / str(number)
+            if self.file >= 0 and not path.exists():
+                return
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clear(number, file)
+            except BlockingIOError:  # it is taken
+                os.close(file)
+                continue
+            if self.file < 0:
+                self.number, self.file = number, file
+            else:
+                os.close(file)
+
+    def release(self) -> None:
+        """Nothing that is named by it stays."""
+        _clear(self.number, self.file)
+        os.close(self.file)
+
+
+def _clear(number: int, file: int) -> None:
+    """End what runs on hosts of that number, and remove them with their disks."""
+    named = {path.name for folder in (_ETC, _NAMESPACES) if folder.exists() for path in folder.iterdir()}
+    for name in sorted(name for name in named if re.fullmatch(rf"{_NAME}{number}-[0-9a-z]+", name)):
+        _signal(name, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        shutil.rmtree(_ETC / name, ignore_errors=True)
+    for disk in os.pread(file, 1 << 20, 0).decode().splitlines():
+        subprocess.run(["umount", "--lazy", disk], capture_output=True, check=False)
+    os.ftruncate(file, 0)
+
+
+def _signal(name: str, what: int, only: int | None = None) -> None:
+    """All processes in a namespace get a signal, or `only` the one that has this number there."""
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in map(int, found.stdout.split()):
+        try:
+            if only is None or only == _number_inside(pid):
+                os.kill(pid, what)
+        except (ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+            continue
+
+
 class Hosts:
     """So many hosts, each with one interface, `eth0`."""
 
     def __init__(self, count: int) -> None:
-        self.count, self._tag, self._net = count, f"r{os.getpid() % 100_000}n{next(_numbers)}", os.getpid() % 250
-        self._bridge, self._jobs = f"{self._tag}br", list[subprocess.Popen[str]]()
+        self.count, self._jobs = count, list[subprocess.Popen[str]]()
         self._forked: dict[int, int] = {}
         self._forwarders: list[int] = []
         self._fillers: list[Path] = []
-        self._disks: list[Path] = []
 
     def name(self, host: int) -> str:
         """The namespace, and the name of the host."""
-        return f"{self._tag}h{host}"
+        return f"{_NAME}{self._taken.number}-{host}"
+
+    @property
+    def _switch(self) -> str:
+        """The namespace of the bridge, `bridge0`, and of a port for each host, `h0`."""
+        return f"{_NAME}{self._taken.number}-switch"
 
     def address(self, host: int) -> str:
         """Of its interface."""
-        return f"10.77.{self._net}.{host + 1}"
+        return f"10.77.{self._taken.number % 250}.{host + 1}"
 
     def __enter__(self) -> Hosts:
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("link", "set", self._bridge, "up")
+        self._taken = _Number()
+        try:
+            self._make()
+        except BaseException:
+            self._taken.release()
+            raise
+        return self
+
+    def _make(self) -> None:
+        switch = self._switch
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
         names = "".join(f"{self.address(host)} {self.name(host)}\n" for host in range(self.count))
         for host in range(self.count):
             name = self.name(host)
@@ -91,12 +157,11 @@ class Hosts:
             etc.mkdir(parents=True)
             (etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             (etc / "resolv.conf").write_text("")
-            _ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"{name}v", "master", self._bridge, "up")
+            _ip("-n", switch, "link", "add", f"h{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", switch, "link", "set", f"h{host}", "master", "bridge0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,13 +174,7 @@ class Hosts:
             os.kill(forwarder, signal.SIGKILL)
         for pid in (*self._forked.values(), *self._forwarders):
             os.waitpid(pid, 0)
-        for disk in self._disks:
-            subprocess.run(["umount", "--lazy", str(disk)], capture_output=True, check=False)
-        for host in range(self.count):
-            subprocess.run(["ip", "link", "del", f"{self.name(host)}v"], capture_output=True, check=False)
-            subprocess.run(["ip", "netns", "del", self.name(host)], capture_output=True, check=False)
-            shutil.rmtree(_ETC / self.name(host), ignore_errors=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+        self._taken.release()
 
     def start(self, host: int, command: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[str]:
         """A program on a host, which sees no process of another one."""
@@ -142,6 +201,7 @@ class Hosts:
             self._forked[host] = pid
             return
         with _ends():
+            os.close(self._taken.file)  # it is this process's alone
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(out, 1)
@@ -165,8 +225,8 @@ class Hosts:
     def disk(self, path: Path, kib: int) -> None:
         """A file system in memory, of that size."""
         path.mkdir(parents=True)
+        os.write(self._taken.file, f"{path}\n".encode())
         _run("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path))
-        self._disks.append(path)
 
     def fill(self, disk: Path) -> None:
         """It has no room left."""
@@ -192,23 +252,25 @@ class Hosts:
 
     def delay(self, host: int, seconds: float) -> None:
         """What goes from it to others, and from them to it, arrives so much later: a process passes it on."""
-        name, other = self.name(host), f"{self._tag}d{len(self._forwarders)}"
+        name, other = self.name(host), f"slow{len(self._forwarders)}"
         pid = os.fork()
         if pid == 0:
             with _ends():
+                os.close(self._taken.file)
+                _enter(self._switch)
                 outer = _tap(other)
                 _enter(name)
                 _forward(_tap("slow0"), outer, seconds)
         self._forwarders.append(pid)
         until = time.monotonic() + _BUSY_S
-        while not os.path.exists(f"/sys/class/net/{other}"):
-            if time.monotonic() > until:
-                raise TimeoutError("the forwarder does not begin")
-        _ip("link", "set", other, "master", self._bridge, "up")
-        while subprocess.run(
-            ["ip", "-n", name, "link", "set", "slow0", "up"], capture_output=True, check=False
-        ).returncode:
-            time.sleep(0.001)
+        for where in (
+            ["-n", self._switch, "link", "set", other, "master", "bridge0"],
+            ["-n", name, "link", "set", "slow0"],
+        ):
+            while subprocess.run(["ip", *where, "up"], capture_output=True, check=False).returncode:
+                if time.monotonic() > until:
+                    raise TimeoutError("the forwarder does not begin")
+                time.sleep(0.001)
         for at in range(self.count):
             if at != host:
                 route = ["replace", f"{self.address(at)}/32", "dev", "slow0", "src", self.address(host)]
@@ -224,21 +286,15 @@ class Hosts:
 
     def signal(self, host: int, what: int, only: int | None = None) -> None:
         """All its processes get a signal, or `only` the one that has this number there."""
-        found = subprocess.run(["ip", "netns", "pids", self.name(host)], capture_output=True, text=True, check=False)
-        for pid in map(int, found.stdout.split()):
-            try:
-                if only is None or only == _number_inside(pid):
-                    os.kill(pid, what)
-            except (ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
-                continue
+        _signal(self.name(host), what, only)
 
     def cut(self, host: int) -> None:
         """Nothing comes or goes any more."""
-        _ip("link", "set", f"{self.name(host)}v", "down")
+        _ip("-n", self._switch, "link", "set", f"h{host}", "down")
 
     def heal(self, host: int) -> None:
         """It is back."""
-        _ip("link", "set", f"{self.name(host)}v", "up")
+        _ip("-n", self._switch, "link", "set", f"h{host}", "up")
 
     def mute(self, host: int) -> None:
         """What others send arrives, and what it sends does not."""
@@ -310,7 +366,7 @@ def _checked(result: int) -> None:
 
 
 def _enter(name: str) -> None:
-    file = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    file = os.open(_NAMESPACES / name, os.O_RDONLY)
     _checked(_libc.setns(file, _NEW_NET))
     os.close(file)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import re
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -401,8 +402,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="with a shorter deadline")
     parser.add_argument("--every", default=(0, 1), type=lambda text: tuple(map(int, text.split("/"))), metavar="K/N")
     parser.add_argument("--only", nargs="+", type=int, help="these numbers")
+    parser.add_argument("--jobs", type=int, default=1, help="so many trials at a time: they mostly wait")
     parser.add_argument("-v", action="store_true", help="say how each went")
     return parser.parse_args()
+
+
+def _tried_at(options: argparse.Namespace, n: int) -> tuple[int, str, str, Seen]:
+    """The trial of that number, in a folder of its own: its call, its fault, and how it went."""
+    rng = random.Random(f"{options.seed}.{n}")
+    verbs = [verb for verb in VERBS if verb in options.chosen] or VERBS
+    faults = [fault for fault in FAULTS if fault in options.chosen] or (LOST if options.torchrun else FAULTS)
+    verb, fault, delay_s = verbs[n % len(verbs)], faults[n // len(verbs) % len(faults)], rng.random() * 0.4
+    deadline_s = QUICK_DEADLINE_S if options.quick else DEADLINE_S
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        one = tried(
+            verb, fault, delay_s, Path(folder), rng, count=options.hosts, deadline_s=deadline_s,
+            torchrun=options.torchrun,
+        )  # fmt: skip
+    return n, verb, fault, replace(one, wrong=one.wrong and f"after {delay_s:.2f} s: {one.wrong}")
 
 
 def main() -> int:
@@ -412,28 +429,22 @@ def main() -> int:
         return 0
     options = _options()
     seed, (first, step) = options.seed, options.every
-    verbs = [verb for verb in VERBS if verb in options.chosen] or VERBS
-    faults = [fault for fault in FAULTS if fault in options.chosen] or (LOST if options.torchrun else FAULTS)
     if options.quick:
         store_module.GRACE_S = rounds_module.GRACE_S = QUICK_GRACE_S
-    deadline_s = QUICK_DEADLINE_S if options.quick else DEADLINE_S
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go, too
     seen: dict[tuple[str, str], list[Seen]] = defaultdict(list)
-    for n in options.only or range(first, options.count, step):
-        rng = random.Random(f"{seed}.{n}")
-        verb, fault, delay_s = verbs[n % len(verbs)], faults[n // len(verbs) % len(faults)], rng.random() * 0.4
-        with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
-            more = {"count": options.hosts, "deadline_s": deadline_s, "torchrun": options.torchrun}
-            one = tried(verb, fault, delay_s, Path(folder), rng, **more)
-        seen[fault, verb].append(one)
-        if options.v:
-            print(
-                f"{time.strftime('%T')} {seed}.{n}: {verb}, {fault}: {one.end}, {one.took_s:.1f}, {one.others_s}",
-                flush=True,
-            )
-        if one.wrong:
-            print(f"{seed}.{n}: {verb}, {fault} after {delay_s:.2f} s: {one.wrong}", flush=True)
+    numbers = options.only or range(first, options.count, step)
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        for n, verb, fault, one in pool.imap_unordered(partial(_tried_at, options), numbers):
+            seen[fault, verb].append(one)
+            if options.v:
+                print(
+                    f"{time.strftime('%T')} {seed}.{n}: {verb}, {fault}: {one.end}, {one.took_s:.1f}, {one.others_s}",
+                    flush=True,
+                )
+            if one.wrong:
+                print(f"{seed}.{n}: {verb}, {fault} {one.wrong}", flush=True)
     for (fault, verb), ones in sorted(seen.items()):
         ends = sorted({one.end for one in ones if not one.wrong})
         worst = max(one.took_s for one in ones)

@@ -21,6 +21,7 @@ Writes through mapped memory are noticed when the file is synced.
 from __future__ import annotations
 
 import itertools
+import linecache
 import math
 import os
 import random
@@ -84,6 +85,8 @@ class Sync:
 
     node: Node
     site: str
+    call: str
+    """The first line outside of storages that led there: `commit.unpublish: storage.retract(MANIFEST)`."""
 
 
 Change = Names | Write | Length
@@ -231,7 +234,7 @@ class Disk:
             node = self._file[file]
             if node in self._now:
                 self._notice_mapped(node, file)
-            self.ops.append(Sync(node, _site()))
+            self.ops.append(Sync(node, *_site()))
 
     def _notice_mapped(self, node: Node, file: int) -> None:
         """What was written by way of memory since."""
@@ -289,15 +292,15 @@ class Disk:
     # --- what may be found again ---
 
     def sites(self) -> set[str]:
-        """The functions that sync something."""
-        return {op.site for op in self.ops if isinstance(op, Sync)}
+        """The functions that sync something, and the lines that call them."""
+        return {name for op in self.ops if isinstance(op, Sync) for name in (op.site, op.call)}
 
     def crashes(self, without: frozenset[str] = frozenset()) -> Iterator[Crash]:
         """Moments at which most may be lost: at the end, and before each sync. What may be found after any other is
         found after one of these, too, with more of it lost."""
         yield Crash(self, len(self.ops), without)
         for at, op in enumerate(self.ops):
-            if isinstance(op, Sync) and op.site not in without:
+            if isinstance(op, Sync) and without.isdisjoint((op.site, op.call)):
                 yield Crash(self, at, without)
 
 
@@ -307,14 +310,19 @@ _CALLS = (
 )  # fmt: skip
 
 
-def _site() -> str:
-    """The function of the library that syncs; of a helper that any may call, who called that."""
+def _site() -> tuple[str, str]:
+    """The function of the library that syncs; of a helper that any may call, who called that. And the line that calls
+    a storage to do so."""
     frame, what = sys._getframe(3), ""
     while frame.f_code.co_name in ("sync_folder", "call"):
         what = " of a folder" if frame.f_code.co_name == "sync_folder" else what
         assert frame.f_back is not None
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}{what}"
+    site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}{what}"
+    while "/reshard/storage/" in frame.f_code.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("  # ")[0].strip()
+    return site, f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}: {line}"
 
 
 def _put(data: bytearray, at: int, piece: bytes) -> None:
@@ -341,7 +349,7 @@ class Crash:
         ops = self.disk.ops[: self.at]
         synced: dict[Node, int] = {}
         for i, op in enumerate(ops):
-            if isinstance(op, Sync) and op.site not in self.without:
+            if isinstance(op, Sync) and self.without.isdisjoint((op.site, op.call)):
                 synced[op.node] = i
         self.pending: list[Change] = []
         self._durable: list[Change] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -195,39 +196,70 @@ def pruned() -> Scenario:
     return Scenario(begin, lambda folder: reshard.prune(folder, keep_last=1), check)
 
 
-def converted(format: str, target: str, old: int | None, *, is_atomic: bool = True) -> Scenario:
+def plain(step: int) -> Any:
+    """Some of what every save has."""
+    return {name: value for name, value in state_of(step).items() if name in ("w", "v", "b")}
+
+
+def in_sections(step: int) -> Any:
+    """The same in two sections."""
+    return {"one": {"w": state_of(step)["w"], "b": state_of(step)["b"]}, "two": {"v": state_of(step)["v"]}}
+
+
+def with_optimizer(step: int) -> Any:
+    """A model, its masters, and the states of its optimizer, all of one step; the count of steps is the same of all."""
+    model = {f"decoder.layers.{n}.mlp.linear_fc{n + 1}.weight": torch.full((6, 8), float(step)) for n in range(2)}
+    states = {
+        name: {"step": torch.tensor(7.0), "exp_avg": value * 0.5, "exp_avg_sq": value * 2}
+        for name, value in model.items()
+    }
+    return {"model": model, "optim": {"state": states, "param_groups": [{"lr": 0.1, "params": [*model]}]}, "epoch": 3}
+
+
+def converted(
+    format: str,
+    target: str,
+    old: int | None,
+    *,
+    is_atomic: bool = True,
+    state: Callable[[int], Any] = plain,
+) -> Scenario:
     """A conversion into another format, over an older one, or nothing. Of several files whose names the format decides
     there is no moment at which all become new: these are refused meanwhile, and the same call goes on."""
+    wanted: dict[int, dict[str, Any]] = {}
 
-    def convert(folder: Path, source: int) -> None:
+    def convert(folder: Path, source: int, target: str = target) -> None:
         reshard.convert(
-            folder / f"source-{source}", folder / target, format=format, overwrite=True, select="[wvb]",
-            max_shard_bytes=1000,
-        )  # fmt: skip
+            folder / f"source-{source}", folder / target, format=format, overwrite=True, max_shard_bytes=1000
+        )
 
     def begin(folder: Path) -> None:
         for step in (1, 2, NEXT):
-            reshard.save(state_of(step), folder / f"source-{step}")
+            reshard.save(state(step), folder / f"source-{step}")
+            convert(folder, step, f"wanted/{target}")
+            wanted[step] = read(folder / "wanted" / target)
+        shutil.rmtree(folder / "wanted")
         if old is not None:
             convert(folder, old)
 
+    def read(path: Path) -> dict[str, Any]:
+        opened = reshard.open(path)
+        return {name.removeprefix("model."): opened[name][...] for name in opened}
+
     def found_in(folder: Path) -> int | None:
         try:
-            opened = reshard.open(folder / target)
-            values = {name: opened[name][...] for name in opened}
+            values = read(folder / target)
         except CheckpointNotFoundError:
             return None
         except ReshardError as error:
             if old is None or not is_atomic:
                 return None
             raise Violation(f"open: {type(error).__name__}: {error}") from error
-        values = {name.removeprefix("model."): value for name, value in values.items()}
-        same(sorted(values), ["b", "v", "w"])
-        step = int(values["w"][0, 0])
-        for name, value in values.items():
-            same((name, bool((value == state_of(step)[name]).all())), (name, True))
-        _verified(folder / target)
-        return step
+        for step, those in wanted.items():
+            if values.keys() == those.keys() and all(equal(values[name], those[name]) for name in those):
+                _verified(folder / target)
+                return step
+        raise Violation(f"what is found is of no conversion: {values}")
 
     def check(folder: Path, done: bool, days_later: bool) -> str:
         found = found_in(folder)
@@ -241,6 +273,11 @@ def converted(format: str, target: str, old: int | None, *, is_atomic: bool = Tr
         return str(found)
 
     return Scenario(begin, lambda folder: convert(folder, 2), check)
+
+
+def equal(value: Any, other: Any) -> bool:
+    """Tensors by their elements."""
+    return bool((value == other).all()) if isinstance(value, torch.Tensor) else bool(value == other)
 
 
 HOSTS = ["a", "a", "b"]
@@ -347,6 +384,8 @@ def stored() -> Scenario:
         storage = open_storage(folder)
         storage.link("old/a", "new/b")
         storage.retract("old/c")
+        os.unlink(folder / "other" / "d")  # by another process
+        storage.retract("other/d")
 
     def check(folder: Path, done: bool, days_later: bool) -> str:
         found = open_storage(folder).list()
@@ -355,7 +394,7 @@ def stored() -> Scenario:
         return str(sorted(found))
 
     def begin(folder: Path) -> None:
-        for name in ("new/a", "old/a", "old/c"):
+        for name in ("new/a", "old/a", "old/c", "other/d"):
             open_storage(folder).publish(name, b"x")
 
     return Scenario(begin, run, check)
@@ -376,5 +415,8 @@ SCENARIOS: dict[str, Scenario] = {
     "convert to dcp": converted("dcp", "out", 1),
     "convert to torch_save": converted("torch_save", "out.pt", 1),
     "convert to torch_checkpointing": converted("torch_checkpointing", "out", 1, is_atomic=False),
+    "convert sections": converted("torch_checkpointing", "out", 1, is_atomic=False, state=in_sections),
+    "convert to deepspeed": converted("deepspeed", "out", 1, is_atomic=False, state=with_optimizer),
+    "convert to megatron": converted("megatron", "iter_0000007", 1, is_atomic=False, state=with_optimizer),
     "keep": kept(),
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import random
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import reshard
 from reshard.api.elastic import generation
 from reshard.storage import local
 from tests.power.disk import Disk
@@ -27,6 +29,16 @@ NEEDED = {
     "generation._sync of a folder": "keep",
 }
 """Where something is synced, and the calls that would leave neither the old nor the new without that."""
+
+RETRACTED = {
+    "commit.remove: storage.retract(last)": "prune",
+    "commit.unpublish: storage.retract(MANIFEST)": "prune",
+    "safetensors.SafetensorsWriter.finish: storage.retract(name)": "convert over safetensors",
+    "writer.DeepSpeedWriter.finish: storage.retract(_LATEST)": "convert to deepspeed",
+    'writer.MegatronWriter.finish: storage.retract(f"{self.folder}.metadata")': "convert to megatron",
+    "writer.TorchCheckpointingWriter.finish: storage.retract(METADATA)": "convert sections",
+}
+"""The same of each line that removes something before others go on: these calls do nothing else but to order."""
 
 
 def syncs_in(module: ModuleType) -> set[str]:
@@ -70,9 +82,17 @@ def test_every_sync_is_tried():
     assert syncs_in(local) | syncs_in(generation) == NEEDED.keys()
 
 
-@pytest.mark.parametrize("site", sorted(NEEDED))
-def test_without_any_one_sync_something_is_lost(site):
-    scenario = SCENARIOS[NEEDED[site]]
+def test_every_line_that_retracts_is_tried():
+    files = [file for file in Path(reshard.__file__).parent.rglob("*.py") if file.parent.name != "storage"]
+    lines = [line.partition("  # ")[0].strip() for file in files for line in file.read_text().splitlines()]
+    assert sorted(line for line in lines if ".retract(" in line) == sorted(
+        site.partition(": ")[2] for site in RETRACTED
+    )
+
+
+@pytest.mark.parametrize(("site", "name"), sorted((NEEDED | RETRACTED).items()))
+def test_without_any_one_sync_something_is_lost(site, name):
+    scenario = SCENARIOS[name]
     with scratch() as folder:
         disk = recorded(scenario, folder / "recorded")
         assert site in disk.sites()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from planners.geometry.box import Box, Window, merge_ranges
+from planners.geometry.box import Box, Range, Window, merge_ranges
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
@@ -64,7 +64,7 @@ __all__ = [
 #             data-0192f3c1a8ab-5d2e.../00004.safetensors        a copy of what rank 4 wrote, on another host
 
 
-Ranges = list[tuple[int, int]]
+Ranges = list[Range]
 """Bytes [start, stop) of a file, in order."""
 Held = dict[str, Ranges]
 """By the number of a rank before, as text: the bytes of its file that are there, with the right checksums."""
@@ -184,7 +184,7 @@ def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads:
         return []
     sums, step = np.frombuffer(digests, dtype="<u8").tolist(), _PIECE_BLOCKS * block_bytes
 
-    def check(start: int) -> list[tuple[int, int]]:
+    def check(start: int) -> list[Range]:
         buffer = memoryview(bytearray(min(step, record.nbytes - start)))
         try:
             storage.read_into(record.name, start, buffer)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planners.geometry.box import Box, merge_ranges
+from planners.geometry.box import Box, Range, merge_ranges
 from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,
@@ -35,9 +35,10 @@ from reshard.api.elastic.generation import (
 )
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.load import LoadReport, ReadPlan, load_with
-from reshard.api.options import LoadOptions, check_flags
+from reshard.api.options import LoadOptions
 from reshard.api.task_shares import absolute
 from reshard.api.tasks import check_executor, run_tasks
+from reshard.arguments import check_options
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among
 from reshard.errors import (
     CheckpointError,
@@ -361,7 +362,7 @@ class _JudgedGeneration:
     def _moves(self, rows: list[Held]) -> Moves:
         """Return which rank receives what for its host, and which ranks could send it."""
         moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
-        needs: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        needs: dict[str, dict[str, list[Range]]] = {}
         for host, row in zip(self.hosts.names, rows):
             for rank, ranges in row.items():
                 needs.setdefault(rank, {}).setdefault(host, []).extend(ranges)
@@ -375,9 +376,9 @@ class _JudgedGeneration:
         return moves
 
 
-def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[tuple[int, int]]]:
+def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Range]]:
     """The blocks of each file that a plan reads."""
-    found: dict[FileSource, list[tuple[int, int]]] = {}
+    found: dict[FileSource, list[Range]] = {}
     for copy in plan.copies:
         if isinstance(source := copy.place.source, FileSource):
             found.setdefault(source, []).extend(blocks_of(copy.place.window, block_bytes, source.nbytes))
@@ -436,7 +437,7 @@ def gather(
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
-    check_flags(overwrite=overwrite)
+    check_options(overwrite=overwrite)
     if isinstance(folders, str | os.PathLike):
         raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]

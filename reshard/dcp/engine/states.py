@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Form, Shape
+from planners.geometry.box import Box, Shape
+from planners.geometry.layout import Form
 from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.copy_streams import has_copy_streams, to_host

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
 from reshard.formats.format import Format, Writing
@@ -50,7 +50,7 @@ class DcpIndex:
 
     tensors: dict[str, list[Record]] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
-    items: dict[str, dict[tuple[int, ...] | None, Item]] = field(default_factory=dict)
+    items: dict[str, dict[Shape | None, Item]] = field(default_factory=dict)
     """By key and the offsets of its chunk, None for an object: where it is stored."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
     save_id: str | None = None
@@ -89,7 +89,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     for file in found or by_rank:
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
-    needed = _check_files(index, storage, names, folder)
+    needed = _check_files(index, files, folder)
     items = Items(files, folder, undo)
     tensors: dict[str, Callable[[], StoredTensor]] = {
         key: lambda key=key, metas=metas: _tensor(key, metas, index.items.get(key, {}), items)  # type: ignore[misc]
@@ -166,7 +166,7 @@ def _said(record: Record) -> Mapping[str, Any]:
     return record.state if type(record.state) is dict else record.fields
 
 
-def _ints(values: Iterable[Any]) -> tuple[int, ...]:
+def _ints(values: Iterable[Any]) -> Shape:
     result = tuple(values)
     for v in result:
         if type(v) is not int or v < 0:
@@ -174,8 +174,9 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     return result
 
 
-def _check_files(index: DcpIndex, storage: Storage, names: Mapping[str, int], folder: str) -> list[str]:
-    """The files that are named. Raises CorruptCheckpointError if one is missing or ends before an item does."""
+def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
+    """The files that are named, and there. Refuses those that are missing, or end before an item does."""
+    names, where = files.listed, f"{files.storage.url}/{folder}"
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():
         for item in items.values():
@@ -184,20 +185,21 @@ def _check_files(index: DcpIndex, storage: Storage, names: Mapping[str, int], fo
     missing = sorted(file for file in needed if folder + file not in names)
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise CorruptCheckpointError(
-            f"{storage.url}/{folder}: {len(missing)} of {len(needed)} files that .metadata names are missing: {some}; "
+        files.checking.refuse(CorruptCheckpointError(
+            f"{where}: {len(missing)} of {len(needed)} files that .metadata names are missing: {some}; "
             f"{missing[0]} should hold {needed[missing[0]][1]!r}"
-        )
-    for file, (stop, key) in needed.items():
-        if names[folder + file] < stop:
-            raise CorruptCheckpointError(
-                f"{storage.url}/{folder}{file}: truncated: {key!r} should end at byte {stop}, but the file has "
-                f"{names[folder + file]} bytes"
-            )
-    return sorted(folder + file for file in needed)
+        ))  # fmt: skip
+    found = {file: names[folder + file] for file in needed if folder + file in names}
+    for file, nbytes in found.items():
+        stop, key = needed[file]
+        if nbytes < stop:
+            files[folder + file].refuse(CorruptCheckpointError(
+                f"{where}{file}: truncated: {key!r} should end at byte {stop}, but the file has {nbytes} bytes"
+            ))  # fmt: skip
+    return sorted(folder + file for file in found)
 
 
-def _tensor(key: str, metas: list[Record], stored: Mapping[tuple[int, ...] | None, Item], items: Items) -> StoredTensor:
+def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], items: Items) -> StoredTensor:
     """A tensor from its metadata: one record, or one of each rank where ranks wrote their own."""
     try:
         spec = _spec(key, metas[0])

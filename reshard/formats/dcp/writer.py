@@ -38,7 +38,16 @@ from reshard.live.tree import builtin_kinds, unflatten
 from reshard.state import IntKey, KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, HashingWriter, Target, WrittenFile, spread
+from reshard.stored.streaming import (
+    FilePart,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    Publication,
+    Target,
+    WrittenFile,
+    spread,
+)
 
 __all__ = ["WRITING", "DcpWriter", "chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
 
@@ -87,25 +96,18 @@ class DcpWriter(FormatWriter):
             done = out.nbytes, out.digest()
         return self.done(file.name, *done, {"items": items})
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""
-        self.publish(storage, done, check, self.contents.paths)
+        self.publish(out, self.contents.paths)
 
-    def publish(
-        self,
-        storage: Storage,
-        done: Mapping[str, WrittenFile],
-        check: Callable[[], None],
-        paths: Mapping[str, KeyPath] | None,
-        folder: str = "",
-    ) -> None:
+    def publish(self, out: Publication, paths: Mapping[str, KeyPath] | None, folder: str = "") -> None:
         """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         names: dict[str, list[str]] = {}
         for alias, kept in self.contents.aliases.items():
             names.setdefault(kept, []).append(alias)
-        for name, written in done.items():
+        for name, written in out.done.items():
             for key, offsets, sizes, start, length in written.facts["items"]:
                 info = _StorageInfo(name.removeprefix(folder), start, length)
                 for fqn in (key, *names.get(key, ())):  # tied tensors are several names of the same items
@@ -117,11 +119,11 @@ class DcpWriter(FormatWriter):
                     places[MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))] = info
         planner_data = None if paths is None else paths_of(table, paths)
         metadata = Metadata(table, planner_data, places, StorageMeta(save_id=self.job_id), **versioned())
-        beside = (name for name in storage.list(folder) if name.endswith(".distcp"))
-        old = [name for name in beside if name not in done and "/" not in name.removeprefix(folder)]
-        storage.publish_while(folder + _METADATA, pickle.dumps(metadata, protocol=4), check)
+        beside = (name for name in out.storage.list(folder) if name.endswith(".distcp"))
+        old = [name for name in beside if name not in out.done and "/" not in name.removeprefix(folder)]
+        out.publish(folder + _METADATA, pickle.dumps(metadata, protocol=4))
         for name in old:
-            storage.delete(name)
+            out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planners.geometry.box import Box
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -22,6 +22,7 @@ from reshard.formats.canonical import (
     Value,
     check_names,
     name_ids,
+    settings_of,
     take_optimizer,
 )
 from reshard.formats.deepspeed.files import DeepSpeedFacts
@@ -37,10 +38,10 @@ from reshard.formats.deepspeed.zero import (
 )
 from reshard.formats.megatron.names import is_gated, join_shards, tp_dim
 from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, stored_or_plain, stored_tensor
+from reshard.formats.torch_save.reader import TorchFile, saved_groups, stored_or_plain, stored_tensor, stored_values
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, narrow, unflatten
+from reshard.stored.views import concat, cut, narrow, unflatten
 
 __all__ = ["normalize_deepspeed"]
 
@@ -169,11 +170,8 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
     optimizer = head.get("optimizer")
     if isinstance(optimizer, dict) and "state" in optimizer:
         file = stage.models[min(stage.models)]
-        state = {
-            str(i): {k: stored_or_plain(f"{i}.{k}", v, file) for k, v in of.items()}
-            for i, of in optimizer["state"].items()
-        }
-        parts.by_id = StoredOptimizer(state, [dict(file.plain(g)) for g in optimizer.get("param_groups", ())])
+        state = {str(i): stored_values(i, of, file) for i, of in optimizer["state"].items()}
+        parts.by_id = StoredOptimizer(state, saved_groups(optimizer, file))
     elif isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict):
         # of a 16-bit model
         file = stage.models[min(stage.models)]
@@ -223,8 +221,8 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
     for g, group in enumerate(shapes):
         names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
         settings = rank.groups[g] if g < len(rank.groups) else {}
-        bare = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
-        if g < before and bare == {k: v for k, v in parts.groups[g].items() if k != "params"}:
+        bare = settings_of(settings)
+        if g < before and bare == settings_of(parts.groups[g]):
             parts.groups[g]["params"] += [name for name in names if name not in parts.groups[g]["params"]]
         else:
             parts.groups.append({**bare, "params": list(names)})
@@ -253,23 +251,21 @@ def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]
             parts.model[fqn] = stored_tensor(str(fqn), file, ref)
 
 
-def _frozen(stage: _ModelParallelRank, fqn: str, shape: tuple[int, ...]) -> StoredTensor:
+def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from the slices of all ranks."""
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
             name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
             raise CorruptCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
-    pieces, at, numel = [], 0, math.prod(shape)
+    pieces, left = [], math.prod(shape)
     for rank, file in sorted(stage.models.items()):
         ref = (file.value.get("frozen_param_fragments") or {}).get(fqn)
         if not isinstance(ref, TensorRef):
             raise CorruptCheckpointError(f"{file.source.label}: it has no part of the frozen parameter {fqn!r}")
-        length = min(math.prod(ref.size), numel - at)
-        if length > 0:
-            flat = stored_tensor(f"{fqn} of rank {rank}", file, ref, rank)
-            pieces.append((Box((at,), (length,)), narrow(flat, 0, 0, length)))
-            at += length
-    return unflatten(assemble(fqn, (at,), pieces), shape, fqn)
+        length = min(math.prod(ref.size), left)
+        pieces.append(narrow(stored_tensor(f"{fqn} of rank {rank}", file, ref, rank), 0, 0, length))
+        left -= length
+    return unflatten(concat(pieces, 0, fqn), shape, fqn)
 
 
 def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
@@ -316,7 +312,7 @@ def _add_universal(
     if found and common is not None:
         _add_common_step(parts, common)
     if found and common is not None and isinstance(common.value, dict) and not parts.groups:
-        rank = Rank(common.source.label, groups=[dict(common.plain(g)) for g in common.value.get("param_groups", ())])
+        rank = Rank(common.source.label, groups=saved_groups(common.value, common))
         for stage in stages.values():
             _add_groups(parts, [rank], stage.shapes())
 
@@ -341,7 +337,7 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
 # a row, of each group]}
 
 
-NamedShapes = Mapping[str, tuple[int, ...]]
+NamedShapes = Mapping[str, Shape]
 
 
 def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShapes, hints: Hints) -> StoredOptimizer:
@@ -355,16 +351,12 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
         CorruptCheckpointError: masters and groups do not fit together.
     """
     inner = optimizer["optimizer_state_dict"]
-    groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
-    state: dict[int, dict[str, Value]] = {
-        int(i): {str(k): stored_or_plain(f"{i}.{k}", v, file) for k, v in of.items()}
-        for i, of in (inner.get("state") or {}).items()
-    }
+    groups = saved_groups(inner, file)
+    state = {int(i): stored_values(i, of, file) for i, of in (inner.get("state") or {}).items()}
     flats = optimizer.get("fp32_groups_flat")
     if flats is not None:
-        return _cut(
-            groups, state, [stored_or_plain(f"group {g}", flat, file) for g, flat in enumerate(flats)], shapes, hints
-        )
+        rows = [*stored_values("group", dict(enumerate(flats)), file).values()]
+        return _cut(groups, state, rows, shapes, hints)
     masters = optimizer.get("fp32_groups") or ()
     for group, of in zip(groups, masters):
         if len(group.get("params", ())) != len(of):
@@ -401,7 +393,7 @@ def _cut(
         values: dict[str, Value] = {MASTER: flat, **(state.get(ids[0], {}) if ids else {})}
         for name, states in _pieces(g, names, values, shapes).items():
             out.state[name] = states
-        out.groups.append({**{k: v for k, v in settings.items() if k != "params"}, "params": list(names)})
+        out.groups.append({**settings_of(settings), "params": list(names)})
     return out
 
 
@@ -418,7 +410,7 @@ def _pieces(
         for key, value in values.items():
             whole = isinstance(value, StoredTensor) and len(value.spec.shape) == 1
             if whole and stop <= value.spec.numel:
-                value = unflatten(narrow(value, 0, at, stop), shapes[name], f"{name}.{key}")
+                value = cut(value, at, shapes[name], f"{name}.{key}")
             out[name][key] = value
         at = stop
     master = values[MASTER]

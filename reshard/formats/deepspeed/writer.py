@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.canonical import Canonical, Hints, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
-from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePlan, Target, WrittenFile
+from reshard.stored.streaming import FilePlan, Publication, Target
 from reshard.stored.tensor import StoredTensor, read_value
 
 __all__ = ["WRITING"]
@@ -105,32 +104,30 @@ class DeepSpeedWriter(ArchivesWriter):
     def _optimizer_state(self) -> dict[str, Any]:
         """Settings by group; stages 1 and 2 have them at the top, stage 3 within."""
         facts = self.facts
-        settings = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [number]}
-            for number, group in enumerate(facts.groups)
-        ]
+        settings = [{**settings_of(group), "params": [number]} for number, group in enumerate(facts.groups)]
         firsts = [next((facts.steps[fqn] for fqn in group["params"]), None) for group in facts.groups]
         state = {n: {} if step is None else {"step": torch.tensor(step, device="cpu")} for n, step in enumerate(firsts)}
         inner = {"state": state, "param_groups": settings}
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Give all files their names, write the small ones, then the one that names their folder."""
-        if not storage.list(f"{self.tag}/").keys().isdisjoint(done):  # old and new files in one folder are neither
-            check()
-            storage.retract(_LATEST)
-        self.name_files(storage, done, check)
+        if (
+            not out.storage.list(f"{self.tag}/").keys().isdisjoint(out.done)
+        ):  # old and new files in one folder are neither
+            out.retract(_LATEST)
+        out.name_files()
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
         small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
         for fqn, step in self.facts.steps.items():
             if step is not None:
                 small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
         for name, value in small.items():
-            storage.publish_while(name, object_to_bytes(value), check)
-        storage.publish_while(_LATEST, self.tag.encode(), check)
-        for name in storage.list(f"{self.tag}/"):  # of what was there before
-            if name not in done and name not in small:
-                storage.delete(name)
+            out.publish(name, object_to_bytes(value))
+        out.publish(_LATEST, self.tag.encode())
+        for name in out.storage.list(f"{self.tag}/"):  # of what was there before
+            if name not in out.done and name not in small:
+                out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The files that name a folder."""
@@ -159,7 +156,7 @@ def deepspeed_form(
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
     _check(found, trained, groups, what)
-    ties = _ties(found.model, trained)
+    tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
     lost: list[str] = []
     for fqn in trained:
@@ -171,7 +168,7 @@ def deepspeed_form(
                 tensors[f"{fqn}/{name}"] = value.renamed(f"{fqn}/{name}")
             elif name not in _NOT_STATES:
                 lost.append(f"optim.state.{fqn}.{name}")
-    still = [fqn for fqn in found.model if fqn not in trained and fqn not in ties]
+    still = [fqn for fqn in found.model if fqn not in trained and fqn not in tied]
     tensors.update((fqn, found.model[fqn]) for fqn in still)
     client, unplaced = _client(contents)
     listed = {p for group in found.groups for p in group.get("params", ())}
@@ -181,7 +178,7 @@ def deepspeed_form(
         steps={fqn: _step(found, fqn) for fqn in trained},
         shapes={fqn: found.model[fqn].spec.shape for fqn in trained},
         cut_dims={fqn: _cut_dim(fqn, Hints(hints)) for fqn in trained},
-        tied=ties,
+        tied=tied,
         client=client,
     )
     return Contents(
@@ -235,16 +232,6 @@ def _step(found: Canonical, fqn: str) -> float | None:
     return float(read_value(value))
 
 
-def _ties(model: Mapping[str, StoredTensor], trained: list[str]) -> dict[str, str]:
-    """Names of tensors that are the same chunks as another's: that which has states, or the first."""
-    first: dict[int, str] = {}
-    for fqn in (*trained, *model):
-        if model[fqn].chunks != ():
-            first.setdefault(id(model[fqn].chunks), fqn)
-    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
-    return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in trained}
-
-
 def _cut_dim(fqn: str, hints: Hints) -> int:
     """The dim that tensor parallelism shards, as the hint says: DeepSpeed takes a part of it if ranks have less."""
     for pattern, dim in hints.mapping("tp_dims").items():
@@ -258,7 +245,7 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     found: dict[tuple[Any, ...], Any] = {}
     lost: list[str] = []
     for key, value in contents.objects.items():
-        path = contents.paths.get(key, (key,))
+        path = contents.path_of(key)
         if path[0] in ("optim", "model"):
             continue
         inner = path[1:] if str(path[0]).endswith("mp_rank_00_model_states") else path

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
 from reshard.formats.canonical import Value
-from reshard.formats.torch_save.reader import TorchFile, stored_or_plain
+from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
@@ -25,7 +25,7 @@ from reshard.stored.views import assemble, narrow, unflatten
 __all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 """Shapes of the parameters of a group, in order."""
 MASTER = "fp32"
 """Name under which the fp32 masters go among the states."""
@@ -67,8 +67,7 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     states = _states(base)
     out.groups = [dict(group) for group in base.get("param_groups", ())] if isinstance(base, dict) else []
     for g, master in enumerate(masters):
-        named: dict[str, Any] = {MASTER: master, **states.get(g, {})}
-        out.flats.append({k: stored_or_plain(f"{stem}.{g}.{k}", v, file, rank) for k, v in named.items()})
+        out.flats.append(stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank))
     counts = value.get("partition_count", ())
     out.partition_counts = (
         [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
@@ -221,7 +220,7 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
     return parts
 
 
-def _gather(fqn: str, shape: tuple[int, ...], parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
+def _gather(fqn: str, shape: Shape, parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
     """A parameter from parts of flat tensors, each (start in the parameter, flat tensor, start in it, length)."""
     numel = math.prod(shape)
     pieces, dtype = [], "float32"

@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.contents import Contents, Facts, LazyMapping, has_dcp, merge
+from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
@@ -62,11 +61,12 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a `.metadata` with Megatron's `metadata.json` or `common.pt` beside it."""
+    """Return True if two of these are there: files of DCP, `metadata.json`, and `common.pt`. `.metadata` is written
+    last."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
-    if not has_dcp(names) or not {"metadata.json", "common.pt"} & set(names):
+    if has_dcp(names) + ("metadata.json" in names) + ("common.pt" in names) < 2:
         return False
     return "metadata.json" not in names or "sharded_backend" in _description(storage, "")
 
@@ -174,10 +174,7 @@ def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
                 f"{where}: {key!r} differs from 'common.{key}' in the files beside it, so they are of two checkpoints: "
                 "move common.pt elsewhere, or put the right one in its place"
             )
-    tensors = {key: partial(common.tensors.__getitem__, key) for key in common.tensors if key not in twins}
-    objects = {key: partial(common.objects.__getitem__, key) for key in common.objects if key not in twins}
-    aliases = {key: target for key, target in common.aliases.items() if key not in twins}
-    return replace(common, tensors=LazyMapping(tensors), objects=LazyMapping(objects), aliases=aliases)
+    return common.only({*common.tensors, *common.objects, *common.aliases} - twins)
 
 
 def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
@@ -260,8 +257,8 @@ def open_legacy(files: Files) -> Contents:
         path = file.removeprefix(folder).partition("/")[0]
         opened[(path,) if kind == "model" else (path, match["file"])] = read
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
-    _check_grid(grid, storage.url)
-    _check_optimizers(grid, storage.url)
+    _check_grid(grid, files)
+    _check_optimizers(grid, files)
     return contents_of("megatron_legacy", opened, LegacyFacts(grid))
 
 
@@ -291,7 +288,7 @@ def arguments(file: TorchFile) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
-def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
+def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
 
     Of further expert ranks, only those with experts have one.
@@ -301,10 +298,9 @@ def _check_optimizers(ranks: list[RankFiles], url: str) -> None:
         return
     for rank in ranks:
         if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
-            raise CorruptCheckpointError(
-                f"{url}: {rank.folder} has no file of the distributed optimizer (distrib_optim.pt), but "
-                f"{having.folder} has one"
-            )
+            words = f"{rank.folder} has no file of the distributed optimizer (distrib_optim.pt)"
+            error = CorruptCheckpointError(f"{files.storage.url}: {words}, but {having.folder} has one")
+            files.checking.refuse(error)
 
 
 def _has_experts(value: Any) -> bool:
@@ -312,7 +308,7 @@ def _has_experts(value: Any) -> bool:
     return any(".experts." in str(name) for model in models for name in model)
 
 
-def _check_grid(ranks: list[RankFiles], url: str) -> None:
+def _check_grid(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
     sizes = {
@@ -325,7 +321,7 @@ def _check_grid(ranks: list[RankFiles], url: str) -> None:
         for pp in range(sizes["pp"]):
             for ep in range(sizes["ep"]):
                 if (tp, pp, ep) not in held:
-                    raise CorruptCheckpointError(
-                        f"{url}: the folder of tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep} is "
-                        f"missing; there are {', '.join(r.folder for r in ranks[:6])}"
-                    )
+                    place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
+                    there = ", ".join(r.folder for r in ranks[:6])
+                    words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
+                    files.checking.refuse(CorruptCheckpointError(words))

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope
+from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope, settings_of
 from reshard.formats.megatron.canonical import finish
 from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
 from reshard.formats.megatron.names import (
+    EXPERT,
+    LAYER,
     canonical_key,
     is_buffer,
     is_expert,
@@ -28,17 +31,15 @@ from reshard.formats.megatron.names import (
 )
 from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
 from reshard.formats.torch_save.pickles import TensorRef
-from reshard.formats.torch_save.reader import TorchFile, stored_or_plain, stored_tensor
+from reshard.formats.torch_save.reader import TorchFile, saved_groups, stored_or_plain, stored_tensor, stored_values
 from reshard.live.dtypes import dtype_name
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import narrow, unflatten
+from reshard.stored.views import cut
 
 __all__ = ["normalize_megatron_legacy"]
 
 
-_LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
-_EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _CHUNK = re.compile(r"model(\d*)")
 
 
@@ -64,7 +65,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
             for name, tensor in tensors.items():
                 fqn = naming(rank, chunk, name)
                 at = rank.files.pp, chunk
-                if "layer_offsets" in hints and _LAYER.fullmatch(fqn) and places.setdefault(fqn, at) != at:
+                if "layer_offsets" in hints and LAYER.fullmatch(fqn) and places.setdefault(fqn, at) != at:
                     raise NormalizationError(
                         f"{fqn!r} is in two stages or chunks of {what}: "
                         "the hint 'layer_offsets' must give each stage layers of its own, "
@@ -125,16 +126,16 @@ class _Naming:
 
     @staticmethod
     def _count_experts(rank: RankModel) -> int:
-        found = [int(m["expert"]) for c in rank.chunks for n in c if (m := _EXPERT.fullmatch(canonical_key(n)))]
+        found = [int(m["expert"]) for c in rank.chunks for n in c if (m := EXPERT.fullmatch(canonical_key(n)))]
         return max(found, default=-1) + 1
 
     def __call__(self, rank: RankModel, chunk: int, name: str) -> str:
         name = canonical_key(name)
-        match = _LAYER.fullmatch(name)
+        match = LAYER.fullmatch(name)
         if match is not None:
             layer = int(match["layer"]) + self._offset(rank, chunk, match["head"])
             name = f"{match['head']}.{layer}.{match['tail']}"
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None and ".experts." in name and self._spread:
             raise FormatError(
                 f"{rank.files.model.source.label}: {name!r} holds all experts of an expert parallel rank in one, which "
@@ -157,7 +158,7 @@ class _Naming:
 def _count_layers(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in tensors:
-        match = _LAYER.fullmatch(canonical_key(name))
+        match = LAYER.fullmatch(canonical_key(name))
         if match is not None and not match["head"].startswith("mtp"):
             counts[match["head"]] = max(counts.get(match["head"], 0), int(match["layer"]) + 1)
     return counts
@@ -176,7 +177,7 @@ def _take(
         fqn = naming(rank, chunk, name)
         states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
     for settings, members in groups_of:
-        same = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == settings), None)
+        same = next((g for g in groups if settings_of(g) == settings), None)
         if same is None:
             same = {**settings, "params": []}
             groups.append(same)
@@ -184,15 +185,13 @@ def _take(
         same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
 
 
-def _join(
-    name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, tuple[int, ...]], hints: Hints
-) -> StoredTensor:
+def _join(name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, Shape], hints: Hints) -> StoredTensor:
     shards = [by_tp[tp] for tp in sorted(by_tp)]
     return join_shards(name, shards, tp_dim(name, hints, len(shards)), is_gated(name, shapes))
 
 
 def _join_states(
-    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, Shape], hints: Hints
 ) -> dict[str, Value]:
     first = by_tp[min(by_tp)]
     out: dict[str, Value] = {}
@@ -266,7 +265,7 @@ def _is_optimizer(value: Any) -> bool:
 def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], hints: Hints) -> Found:
     file = rank.files.model
     inner = saved["optimizer"] if isinstance(saved.get("optimizer"), dict) else saved
-    groups = [dict(file.plain(group)) for group in inner.get("param_groups", ())]
+    groups = saved_groups(inner, file)
     named: list[tuple[dict[str, Any], list[Param]]] = []
     names: dict[int, Param] = {}
     given = hints.ids(rank.files.folder)
@@ -280,10 +279,10 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
             names.update(zip(ids, members))
         elif ids:
             members = []
-        named.append(({k: v for k, v in group.items() if k not in ("params", "step")}, members))
+        named.append(({k: v for k, v in settings_of(group).items() if k != "step"}, members))
     states: dict[Param, dict[str, Value]] = {}
     for i, values in (inner.get("state") or {}).items():
-        found = {str(k): stored_or_plain(f"{i}.{k}", v, file, rank.files.tp) for k, v in values.items()}
+        found = stored_values(i, values, file, rank.files.tp)
         if i not in names or not _fits(rank, names[i], found):
             _ask(rank, i, hints)
         states[names[i]] = found
@@ -382,6 +381,6 @@ def _from_flat(
                 shape = tensors[slot.name].spec.shape
                 values: dict[str, Value] = {}
                 for key, ref in refs.items():
-                    flat = narrow(stored_tensor(f"{chunk}.{key}", file, ref, rank.files.tp), 0, slot.start, slot.stop)
-                    values["fp32_param" if key == "param" else key] = unflatten(flat, shape, f"{slot.name}.{key}")
+                    flat = stored_tensor(f"{chunk}.{key}", file, ref, rank.files.tp)
+                    values["fp32_param" if key == "param" else key] = cut(flat, slot.start, shape, f"{slot.name}.{key}")
                 yield (chunk, slot.name), values

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planners.geometry.box import Box
-from planners.geometry.layout import Shape
+from planners.geometry.box import Box, Shape
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import Hints, find_scope
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, narrow, unstack
 
 __all__ = [
-    "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
+    "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
     "is_gated", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim",
     "vocab_size", "whole_key",
 ]  # fmt: skip
@@ -143,8 +142,8 @@ def is_vocabulary(name: str) -> bool:
 # has.
 
 
-_LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
-_EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
+LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
+EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _MTP = re.compile(r"(?:.*\.)?mtp\.layers\.(?P<layer>\d+)\.(?:(?P<front>\w*norm|eh_proj|\w*layer)\.)?(?P<tail>.+)")
 """A layer that predicts a further token; the last stage has them all, and a copy of the embeddings for them."""
 _MTP_PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
@@ -256,19 +255,19 @@ def chunk_names(
     keys: Sequence[str], model: Mapping[str, StoredTensor], grid: Grid, stage: int, chunk: int, chunks: int, ep: int
 ) -> list[str]:
     """The parameters of one chunk of the model on one rank, in the order in which they were saved."""
-    decoder = {name: m for name in keys if (m := _LAYER.fullmatch(name)) and not _MTP.fullmatch(name)}
+    decoder = {name: m for name in keys if (m := LAYER.fullmatch(name)) and not _MTP.fullmatch(name)}
     numbers = [int(m["layer"]) for m in decoder.values()]
     held = grid.layers(stage, chunk, chunks, max(numbers) + 1) if numbers else range(0)
-    experts = [int(m["expert"]) for name in keys if (m := _EXPERT.fullmatch(name))]
+    experts = [int(m["expert"]) for name in keys if (m := EXPERT.fullmatch(name))]
     share = (max(experts) + 1) // grid.ep if experts else 0
     first, last = stage == chunk == 0, stage == grid.pp - 1 and chunk == chunks - 1
     tied = not any("output_layer.weight" in name for name in keys)
-    layered = sum(_LAYER.fullmatch(name) is not None for name in keys)
+    layered = sum(LAYER.fullmatch(name) is not None for name in keys)
     begin, layers, end = [], [], []
     for name in keys:
         if grid.experts is not None and is_expert(name) != grid.experts:
             continue
-        match, expert = decoder.get(name), _EXPERT.fullmatch(name)
+        match, expert = decoder.get(name), EXPERT.fullmatch(name)
         if expert is not None and not ep * share <= int(expert["expert"]) < (ep + 1) * share:
             continue
         if match is not None:
@@ -324,7 +323,7 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
 
     Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
     """
-    match, further = _LAYER.fullmatch(name), _MTP.fullmatch(name)
+    match, further = LAYER.fullmatch(name), _MTP.fullmatch(name)
     if match is None and _is_embedding(name):
         return (6,) if copy_last else (0,)
     if match is None:
@@ -339,7 +338,7 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
         tail = re.sub(r"^input_layernorm\.", "self_attention.linear_qkv.0", tail)
         tail = re.sub(r"^pre_mlp_layernorm\.", "mlp.linear_fc1.0", tail) if ".mlp.router" not in name else tail
     module = next((i for i, start in enumerate(_LOCAL) if tail.startswith(start)), len(_LOCAL))
-    expert = _EXPERT.fullmatch(name)
+    expert = EXPERT.fullmatch(name)
     number = int(expert["expert"]) if expert else 0
     second = "linear_fc2" in tail
     inner = (number, second) if by_expert else (second, number)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, Value
+from reshard.formats.canonical import Canonical, Hints, Value, settings_of
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.megatron.names import (
     Grid,
@@ -27,7 +28,7 @@ from reshard.formats.torch_save.reader import TorchFile, stored_tensor
 from reshard.live.dtypes import dtype_name
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import narrow, unflatten
+from reshard.stored.views import cut
 
 __all__ = [
     "assign_groups", "bucket_limit", "cut_buckets", "decays", "find_groups", "groups_to_save",
@@ -202,8 +203,7 @@ def _cut_part(
                 for slot in _find_slots(buffer, typed, shapes, grid, hints):
                     local = local_shape(shapes[slot.name], _dim(slot.name, hints, grid), grid.tp, slot.name)
                     for state, bucket in buffer.buckets[slot.bucket].items():
-                        flat = narrow(bucket, 0, slot.start, slot.stop)
-                        part = unflatten(flat, local, f"{slot.name}.{state}")
+                        part = cut(bucket, slot.start, local, f"{slot.name}.{state}")
                         out.setdefault(slot.name, {}).setdefault((tp, ep), {})[state] = part
 
 
@@ -212,7 +212,7 @@ def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
 
 
 def _find_slots(
-    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], grid: Grid, hints: Hints
+    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, Shape], grid: Grid, hints: Hints
 ) -> list[BufferSlot]:
     """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
@@ -389,7 +389,7 @@ def find_groups(contents: Contents, common: Mapping[str, Any]) -> list[dict[str,
         if ".optimizer/shard_" in key and "optimizer.distributed." in key:
             found += _search(contents.objects[key])
     for group in found:
-        bare = {k: v for k, v in group.items() if k != "params"}
+        bare = settings_of(group)
         if bare not in groups:
             groups.append(bare)
     return groups
@@ -478,7 +478,7 @@ def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, 
     made: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
     notes: list[str] = []
     for number, group in enumerate(found.groups):
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = settings_of(group)
         for kind in dict.fromkeys(_kinds(found, group, own_experts)):
             if not kind[0] and settings.get("weight_decay") and "wd_mult" not in settings:
                 notes.append(

@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.canonical import Canonical, Hints, ties
 from reshard.formats.dcp.writer import DcpWriter, object_to_bytes
 from reshard.formats.format import Widen, Writing
 from reshard.formats.megatron.files import LATEST
 from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
-from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Target, WrittenFile, grouped
-from reshard.stored.tensor import LazyTensor, StoredTensor
+from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publication, Target, grouped
+from reshard.stored.tensor import StoredTensor, read_value
 from reshard.stored.views import stack
 
 __all__ = ["WRITING"]
@@ -77,15 +76,14 @@ class MegatronWriter(DcpWriter):
             for number, group in enumerate(groups)
         )
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Publish what describes the files, then the file that names their folder."""
-        check()
-        storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
-        storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
-        storage.publish_while(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode(), check)
-        self.publish(storage, done, check, None, self.folder)
+        out.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
+        out.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
+        out.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
+        self.publish(out, None, self.folder)
         if self.folder:
-            storage.publish_while(LATEST, str(int(self.common["iteration"])).encode(), check)
+            out.publish(LATEST, str(int(self.common["iteration"])).encode())
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that is published last."""
@@ -135,9 +133,9 @@ def megatron_form(
             f"{what}: it contains no model: Megatron's format stores an optimizer only together with its model"
         )
     stacks = Stacks.of({fqn: tensor.spec for fqn, tensor in found.model.items()})
-    ties = _ties(found.model)
-    tensors, aliases = stacks.put({fqn: t for fqn, t in found.model.items() if fqn not in ties})
-    aliases.update((stacks.keys(fqn)[0], stacks.keys(kept)[0]) for fqn, kept in ties.items())
+    tied = ties(found.model)
+    tensors, aliases = stacks.put({fqn: t for fqn, t in found.model.items() if fqn not in tied})
+    aliases.update((stacks.keys(fqn)[0], stacks.keys(kept)[0]) for fqn, kept in tied.items())
     beside = {path[1:]: key for key, path in contents.paths.items() if path[:1] == ("common",) and len(path) > 1}
     common = unflatten(
         {path: contents.objects[key] for path, key in beside.items() if key in contents.objects},
@@ -149,7 +147,7 @@ def megatron_form(
         step = _step(found)
         groups, notes = groups_to_save(found, own_experts)
         _check_groups(found, groups, what)
-        more, further = _states(found, stacks, ties, widen)
+        more, further = _states(found, stacks, tied, widen)
         tensors.update(more)
         aliases.update(further)
         scaler = common.get("optimizer", {}).get("grad_scaler")
@@ -177,13 +175,6 @@ def megatron_form(
     )
 
 
-def _ties(model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Names of tensors that are the same chunks as an earlier one, with the name of that."""
-    first: dict[int, str] = {}
-    ties = {fqn: first.setdefault(id(t.chunks), fqn) for fqn, t in model.items() if t.chunks != ()}
-    return {fqn: kept for fqn, kept in ties.items() if fqn != kept}
-
-
 def _own_experts(found: Canonical, hints: Hints) -> bool:
     """Return True if experts have an optimizer of their own, as under expert parallelism."""
     wanted = hints.get("expert_optimizer")
@@ -195,7 +186,7 @@ def _own_experts(found: Canonical, hints: Hints) -> bool:
 
 def _step(found: Canonical) -> float | None:
     """The one number of steps that all parameters have taken; None if none has any."""
-    steps = {fqn: _number(states["step"]) for fqn, states in found.state.items() if "step" in states}
+    steps = {fqn: float(read_value(states["step"])) for fqn, states in found.state.items() if "step" in states}
     if not steps:
         return None
     first, step = next(iter(steps.items()))
@@ -208,12 +199,6 @@ def _step(found: Canonical) -> float | None:
     return step
 
 
-def _number(value: Any) -> float:
-    if not isinstance(value, StoredTensor):
-        return float(value)
-    return float(LazyTensor(value)[...])
-
-
 def _check_groups(found: Canonical, groups: list[dict[str, Any]], what: str) -> None:
     if not groups:
         raise FormatError(
@@ -223,12 +208,12 @@ def _check_groups(found: Canonical, groups: list[dict[str, Any]], what: str) -> 
 
 
 def _states(
-    found: Canonical, stacks: Stacks, ties: Mapping[str, str], widen: Widen
+    found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Widen
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """States by key, under all names that some optimizer asks for, and masters of all parameters that have states."""
     tensors: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
-    trained = {ties.get(fqn, fqn): states for fqn, states in found.state.items() if states}
+    trained = {tied.get(fqn, fqn): states for fqn, states in found.state.items() if states}
     named: dict[str, dict[str, StoredTensor]] = {}
     for fqn, states in trained.items():
         for name, value in states.items():
@@ -335,13 +320,13 @@ class Stacks:
     """Layers of each block that is a stack."""
     experts: dict[str, int] = field(default_factory=dict)
     """How many experts there are, by what stands before them."""
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Mapping[str, TensorSpec]) -> Stacks:
         """Raises FormatError for layers or experts that are not all there."""
         made = cls(shapes={name: spec.shape for name, spec in model.items()})
-        blocks: dict[str, dict[int, dict[str, tuple[tuple[int, ...], str]]]] = {}
+        blocks: dict[str, dict[int, dict[str, tuple[Shape, str]]]] = {}
         experts: dict[str, set[int]] = {}
         for name, spec in model.items():
             site = _ParameterSite.of(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planners.geometry.box import Window
@@ -18,9 +18,8 @@ from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
 from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
 from reshard.state import KeyPath, plain_key
-from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.streaming import FilePlan, Target, WrittenFile
+from reshard.stored.streaming import FilePlan, Publication, Target
 
 __all__ = ["WRITING"]
 
@@ -56,22 +55,21 @@ class TorchCheckpointingWriter(NestsWriter):
         kinds = {path[1:]: kind for path, kind in self._kinds.items() if path[:1] == (item,)}
         return nest_of(self.contents, self.items[item], places, kinds)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""
-        check()
-        storage.retract(METADATA)
-        self.name_files(storage, done, check)
-        for name in filter(ITEM.fullmatch, storage.list()):
-            if name not in done:
-                check()
-                storage.delete(name)
+        out.retract(METADATA)
+        out.name_files()
+        for name in filter(ITEM.fullmatch, out.storage.list()):
+            if name not in out.done:
+                out.check()
+                out.storage.delete(name)
         items = {}
         for item, keys in self.items.items():
             rows = {_path_text(keys[key]): [_replicated(self.stored(key).spec)] for key in self._held(keys)}
             if rows:
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
         text = pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION})
-        storage.publish_while(METADATA, text, check)
+        out.publish(METADATA, text)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The list of items, or a file that would be taken for one of them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
+from planners.geometry.box import Range
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
 from reshard.stored.record_checksums import RecordChecksums, crc32
@@ -334,9 +335,9 @@ def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int
                 yield str(error), 0, 0
 
 
-def archives(source: FileSource) -> list[tuple[int, int]]:
+def archives(source: FileSource) -> list[Range]:
     """(start, length) of the archives at the end of a file, the first one first."""
-    found: list[tuple[int, int]] = []
+    found: list[Range] = []
     stop = source.nbytes
     while (start := _start(source, stop)) is not None:
         found.append((start, stop - start))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from planners.errors import PlanError
-from planners.geometry.box import Window
+from planners.geometry.box import Shape, Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
@@ -70,8 +70,8 @@ class TensorRef:
     storage: StorageRef
     offset: int
     """In elements."""
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    size: Shape
+    stride: Shape
     """In elements."""
     dtype: str
     conjugate: bool = False

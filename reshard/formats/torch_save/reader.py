@@ -28,7 +28,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 __all__ = [
     "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
     "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
-    "sharded_ranks", "stored_or_plain", "stored_tensor",
+    "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
 ]  # fmt: skip
 
 
@@ -75,13 +75,21 @@ def looks_like_torch_file(head: bytes) -> bool:
 
 
 def read_torch_file(source: Source) -> TorchFile:
-    """Read what a file holds, without its tensors.
+    """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
         FormatError: it is no file of `torch.save`.
         UnsafeDataError: its pickle asks for something that could run code.
     """
+    try:
+        return _read_torch_file(source)
+    except CorruptCheckpointError as error:
+        source.refuse(error)
+        return TorchFile(source, {}, partial(_nowhere, source))
+
+
+def _read_torch_file(source: Source) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
@@ -272,14 +280,24 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         part = contents_of("torch_save", {(): read_torch_file(files[file])})
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
-            held[key if key in weight_map else str((part.paths.get(key) or (key,))[0])] = file
-    check_index(label, weight_map, held)
+            held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
+    check_index(files, label, weight_map, held)
     return merge("torch_save", parts)
 
 
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:
     """A part of what a rank's file holds: the stored tensor, or plain data."""
     return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
+
+
+def stored_values(key: str, values: Mapping[Any, Any], file: TorchFile, rank: int = 0) -> dict[str, Any]:
+    """`stored_or_plain` of each value, such as the states of a parameter."""
+    return {str(name): stored_or_plain(f"{key}.{name}", value, file, rank) for name, value in values.items()}
+
+
+def saved_groups(saved: Mapping[str, Any], file: TorchFile) -> list[dict[str, Any]]:
+    """The param groups of an optimizer's own state dict, as plain data."""
+    return [dict(file.plain(group)) for group in saved.get("param_groups", ())]
 
 
 # ShardedTensors in pickles: each rank's file has its shards and says where they are; all together

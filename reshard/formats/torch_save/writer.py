@@ -24,7 +24,16 @@ from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Record
 from reshard.stored.record_checksums import combined, crc32
-from reshard.stored.streaming import Feed, FilePlan, FormatWriter, HashingWriter, Region, Target, WrittenFile
+from reshard.stored.streaming import (
+    Feed,
+    FilePlan,
+    FormatWriter,
+    HashingWriter,
+    Publication,
+    Region,
+    Target,
+    WrittenFile,
+)
 from reshard.stored.tensor import Extent
 
 __all__ = [
@@ -84,9 +93,9 @@ class TorchSaveWriter(NestsWriter):
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
         return nest_of(contents, paths_in_order(contents), places, self._kinds)
 
-    def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
+    def finish(self, out: Publication) -> None:
         """Put the file in its place, over an older one."""
-        self.name_files(storage, done, check)
+        out.name_files()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file itself; others beside it do not matter."""
@@ -100,7 +109,7 @@ def paths_in_order(contents: Contents) -> dict[str, KeyPath]:
     """Return where in the nest each key is, in the order in which the state was saved."""
     keys = dict.fromkeys((*contents.tensors, *contents.aliases, *contents.objects))
     ordered = [*(key for key in contents.paths if key in keys), *(key for key in keys if key not in contents.paths)]
-    return {key: contents.paths.get(key, (key,)) for key in ordered}
+    return {key: contents.path_of(key) for key in ordered}
 
 
 def nest_of(

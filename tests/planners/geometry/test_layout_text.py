@@ -93,7 +93,7 @@ def test_what_has_no_mesh() -> None:
     def told(*boxes: Box) -> str:
         return in_words(TensorLayout.from_boxes(spec, {rank: [box] for rank, box in enumerate(boxes)}))
 
-    assert told(Box((0, 0), (6, 4))) == "in one chunk"
+    assert told(Box((0, 0), (6, 4))) == "unsharded"
     assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 4))) == "dim 0 in 2 chunks"
     assert told(Box((0, 0), (1, 4)), Box((1, 0), (5, 4))) == "dim 0 in 2 chunks of different sizes"
     assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 2))) == "2 chunks of any shape"

@@ -145,9 +145,12 @@ def test_views_of_what_is_not_wanted_are_not_used():
 @pytest.mark.parametrize(
     ("view", "message"),
     [
-        (View.of(TensorSpec("gone", (4, 6), "float32")).rename("w"), "'gone' is not saved"),
+        (View.of(TensorSpec("gone", (4, 6), "float32")).rename("w"), "'w' takes from 'gone', which is not saved"),
         (View.of(W)[:2], r"'w' is made by a view with shape \(2, 6\), but wanted with \(4, 6\)"),
-        (View.of(TensorSpec("w", (8, 6), "float32"))[:4], r"is saved with shape \(4, 6\), but a view takes it for 'w'"),
+        (
+            View.of(TensorSpec("w", (8, 6), "float32"))[:4],
+            r"'w' takes from 'w', which is saved with shape \(4, 6\), but",
+        ),
         (View.of(TensorSpec("w", (4, 6), "int32")), "is made by a view as int32, but wanted as float32"),
     ],
 )

@@ -83,13 +83,13 @@ def test_load_plans_whose_sides_do_not_fit():
     gone = TensorLayout(TensorSpec("gone", (1,), "float32"), "dp=2", "R")
 
     assert said(verify(LoadPlan(state_of(ROWS), state_of(other, gone)))) == [
-        "'w': 'w' is saved with shape (4, 6), but wanted with (6, 4)",
-        "'gone': is wanted, but not saved",
+        "'w': is saved with shape (4, 6), but wanted with (6, 4)",
+        "'gone': is not saved",
     ]
     view = View.of(gone.spec).rename("new")
     new = TensorLayout(view.spec, "dp=1", "R")
     assert said(verify(LoadPlan(state_of(ROWS), state_of(new), views={"new": view}))) == [
-        "'new': takes from 'gone', not saved"
+        "'new': takes from 'gone', which is not saved"
     ]
 
 

@@ -509,7 +509,7 @@ def test_a_source_that_was_replaced_begins_anew(
 def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The records and temporary files of the first attempt go."""
 
-    def failing(self: Any, storage: Any, done: Any, check: Any) -> None:
+    def failing(self: Any, out: Any) -> None:
         raise OSError("no")
 
     real = SafetensorsWriter.finish
@@ -530,7 +530,7 @@ def test_another_mapping_of_an_open_checkpoint_begins_anew(tmp_path: Path, monke
     safetensors.torch.save_file({"w": values}, tmp_path / "model.safetensors")
     source, target = reshard.open(tmp_path / "model.safetensors"), tmp_path / "c"
 
-    def failing(self: Any, storage: Any, done: Any, check: Any) -> None:
+    def failing(self: Any, out: Any) -> None:
         raise OSError("no")
 
     with monkeypatch.context() as patched:

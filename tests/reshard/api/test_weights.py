@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from reshard.api.weights import WeightBucket, WeightPlace
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.mapping import Concat, Mapping
 from tests import gloo
+from tests.reshard.integrations import sglang_interface, verl_interface, vllm_interface
 from tests.same import same
 
 STATE = {
@@ -143,6 +145,25 @@ def test_a_rank_without_a_part_by_its_layout_gets_an_empty_tensor() -> None:
 
     source = reshard.WeightSource({"w": torch.ones(4), "scale": torch.tensor(2.0)}, layouts=layouts)
     assert {name: tensor.tolist() for name, tensor in source.iter_full()} == {"w": [], "scale": 2.0}
+    refused_by_engines(source)
+
+
+def refused_by_engines(source: reshard.WeightSource) -> None:
+    """An engine would take the shard of the first rank for the tensor."""
+    for interface in (verl_interface, vllm_interface, sglang_interface):
+        interface.install()
+    from reshard.integrations.sglang import update_from_distributed, update_from_tensor
+    from reshard.integrations.verl import ReshardCheckpointEngine
+    from reshard.integrations.vllm import StateSource
+
+    engine = ReshardCheckpointEngine(64, True, transport="gloo", host="127.0.0.1")
+    with pytest.raises(OptionError, match="has layouts="):
+        asyncio.run(engine.send_weights(source))
+    for update in (update_from_tensor, update_from_distributed):
+        with pytest.raises(OptionError, match="has layouts="):
+            update(sglang_interface.Engine(), source, *((None,) if update is update_from_distributed else ()))
+    with pytest.raises(OptionError, match="has layouts="):
+        StateSource({"w": torch.ones(2)}, layouts=lambda spec: TensorLayout.from_boxes(spec, {}, 1))
 
 
 def fused_from_two_trainers() -> dict[str, Any]:

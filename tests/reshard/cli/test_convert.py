@@ -36,7 +36,7 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "omitted, since safetensors or canonical names have no place for it" in said.out
+    assert "omitted, since safetensors files or canonical names cannot hold it" in said.out
     assert "step" in said.out
 
 
@@ -168,6 +168,12 @@ def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[
     assert said.code == 3
     assert told in said.err
     assert len(said.err.strip().splitlines()) == 1
+
+
+def test_a_value_that_an_option_cannot_have_is_wrong_usage(say, checkpoint: Path, tmp_path: Path) -> None:
+    said = say("convert", checkpoint, tmp_path / "c", "--dtype", "int8")
+    assert said.code == 2
+    assert said.err.startswith("error: dtype must be a floating-point type, got 'int8'")
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", "bfloat16"), ("FP16", "float16"), ("fp8", "float8_e4m3fn")])

@@ -197,7 +197,7 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
     said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
 
     assert "layers.0-2.w × 3  float32 [6, 4]  96 B  dim 0 in 2 chunks; dim 1 in 2 chunks" in said.out
-    assert "norm  bfloat16 [4]  8 B  in one chunk" in said.out
+    assert "norm  bfloat16 [4]  8 B  unsharded" in said.out
     shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
     assert told["tensors"]["model.layers.0.w"]["layout"] == {
         "words": "dim 0 in 2 chunks; dim 1 in 2 chunks",
@@ -441,6 +441,7 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
     said = say("explain", "S(0) on dp=65").out
     assert "┌" not in said
     assert "not drawn, since it has 65 ranks: draw it with --shape, such as --shape 4096,1024" in said
+    assert say("explain", "S(0) dp=4").out == say("explain", "S(0) on dp=4").out  # "on" may be missing
     assert say("explain", "tp,dp: S(0),S(0) on dp=2,tp=2").out.startswith("dim 0 sharded over tp, then dp\n")
 
 

@@ -146,7 +146,24 @@ def test_diff_says_that_names_differ_by_a_prefix_alone(here, there, say, tmp_pat
     assert said.code == 1
     text = " ".join(said.out.split())
     assert f"same except for a prefix: {here!r} in {tmp_path / 'a'}, {there!r} in {tmp_path / 'b'}." in text
+    assert said.out.startswith("different: 6 names only on one side\n")  # the note is no difference
     assert "same except for" not in say("diff", tmp_path / "a", tmp_path / "a").out
+
+
+def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
+    state = {f"layers.{i}.w": torch.ones(2) for i in range(5)}
+    reshard.save(state, tmp_path / "a")
+    reshard.save({name: value.bfloat16() for name, value in state.items()}, tmp_path / "b")
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
+    assert say("diff", a, b).out.splitlines()[2:] == [
+        f"note  {all_of}. To compare the values, too, pass --rtol",
+        f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
+    ]
+    assert reshard.compare(a, b).hint.endswith("pass rtol=")
+    reshard.save({**state, "layers.0.w": torch.ones(3)}, tmp_path / "c")
+    assert reshard.compare(tmp_path / "c", b).hint == ""
 
 
 def test_diff_says_so_where_one_side_has_an_optimizer_as_well(say, tmp_path) -> None:
@@ -173,7 +190,7 @@ def test_many_names_of_one_side_are_one_line(say, tmp_path) -> None:
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
 
     lines = say("diff", a, b, "--html", tmp_path / "page.html").out.splitlines()
-    grouped = f"optim.state.*: 4 only in {a}, such as 'optim.state.layers.0.w.exp_avg'"
+    grouped = f"optim.state.*: 4 names, such as 'optim.state.layers.0.w.exp_avg': only in {a}"
     assert lines[1:] == [
         "different: 6 names only on one side",
         f"{a} and {b}: 2 tensors in common",
@@ -189,7 +206,7 @@ def test_many_names_of_one_side_are_one_line(say, tmp_path) -> None:
     assert lines[:3] == [
         "different: 9 names only on one side",
         f"{c} and {b}: 0 tensors in common",
-        f"·  *: 5 only in {c}, such as '0.w'",
+        f"·  *: 5 names, such as '0.w': only in {c}",
     ]
 
 

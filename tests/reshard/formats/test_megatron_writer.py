@@ -150,6 +150,18 @@ def test_experts_are_a_second_dim_and_layers_that_differ_keep_their_numbers(tmp_
     assert "param_groups" in torch.load(folder / "common.pt", weights_only=True)["optimizer"]
 
 
+@pytest.mark.parametrize("inside", ["", "iter_0000007"])
+def test_what_is_there_while_a_conversion_publishes_is_refused(inside: str, tmp_path: Path) -> None:
+    """Not taken for a checkpoint of the common state alone."""
+    reshard.save(trained(model()), tmp_path / "saved")
+    folder = tmp_path / "theirs" / inside
+    reshard.convert(tmp_path / "saved", folder, format="megatron")
+    for unpublished in (".metadata", "common.pt", "metadata.json"):
+        (tmp_path / "theirs" / "iter_0000007" / unpublished).unlink()
+        with pytest.raises(ReshardError):
+            reshard.open(folder)
+
+
 def test_tied_names_and_the_model_alone(tmp_path: Path) -> None:
     params = model()
     params["output_layer.weight"] = params["embedding.word_embeddings.weight"]

@@ -42,7 +42,7 @@ BAD_NAMES = ("../../x", "../step-2/data", "/etc/passwd", "manifest.json", "data-
 @pytest.mark.parametrize("name", [*BAD_NAMES, "0" * 12, "0" * 12 + "-" + "G" * 12, "0" * 12 + "-" + "0" * 12 + "/x"])
 def test_save_ids_are_of_one_form(name: str, saved: Path) -> None:
     edit(saved, {"save_id": name})
-    with pytest.raises(CorruptCheckpointError, match="is not a save id"):
+    with pytest.raises(CorruptCheckpointError, match=r"`\$\.save_id`"):
         reshard.open(saved)
     assert reshard.latest_complete(saved.parent) is None
 
@@ -57,7 +57,7 @@ def test_names_of_files_are_of_one_form(field: str, name: str, saved: Path) -> N
     assert rows
     rows[0]["name"] = name
     edit(saved, {field: found})
-    with pytest.raises(CorruptCheckpointError, match="is not a name of a file of a save"):
+    with pytest.raises(CorruptCheckpointError, match=r"regex .*data-.*\.name`"):
         reshard.open(saved)
 
 

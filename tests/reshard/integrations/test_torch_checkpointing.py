@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ pytestmark = [
         importlib.util.find_spec("torch_checkpointing") is None, reason="torch_checkpointing is not installed"
     ),
 ]
+
+
+class Where(NamedTuple):
+    """What is neither a tuple nor a list."""
+
+    x: float
+    past: deque[int]
+
+
 W, B = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)
 
 
@@ -35,7 +45,14 @@ def items(how: Any, factor: float = 1.0) -> dict[str, Any]:
             "b": distribute_tensor(B * factor, mesh, [Replicate()]),
         },
         "step": int(10 * factor),
-        "rng": {"seed": int(rank * factor), "name": "x", "state": torch.full((3,), rank * factor)},
+        "rng": {
+            "seed": int(rank * factor),
+            "name": "x",
+            "state": torch.full((3,), rank * factor),
+            "python": (3, (int(rank * factor), int(factor)), None),  # as `random.getstate` returns it
+            "inside": [(torch.full((2,), rank * factor), {"n": rank * factor})],
+            "few": [rank] if not factor else [rank, rank + 1],  # as many as were saved
+        },
     }
 
 
@@ -83,7 +100,14 @@ def right(found: Any, rank: int) -> bool:
     wanted = {
         "model": {"w": W, "b": B},
         "step": 10,
-        "rng": {"seed": rank, "name": "x", "state": torch.full((3,), float(rank))},
+        "rng": {
+            "seed": rank,
+            "name": "x",
+            "state": torch.full((3,), float(rank)),
+            "python": (3, (rank, 1), None),
+            "inside": [(torch.full((2,), float(rank)), {"n": float(rank)})],
+            "few": [rank, rank + 1],
+        },
     }
     return same(plain(dict(found)), plain({key: wanted[key] for key in found}))
 
@@ -103,6 +127,11 @@ def saved(root: str) -> None:
             state["model"]["w"].zero_()
         manager.close()
         dist.barrier()
+    for value, live in ((Where(1.0, deque([rank])), Where(0.0, deque([-1]))), ({rank: "x"}, {})):
+        ours(per_rank=["rng"]).save(f"{root}/kinds", {"model": B, "rng": value})
+        found = ours().load(f"{root}/kinds", into={"model": B, "rng": live}, strict=True)
+        assert found["rng"] == value
+        assert type(found["rng"]) is type(value)
     writes = ours(format="torch_checkpointing", is_sync=False)
     common = {key: value for key, value in items(Shard(0)).items() if key != "rng"}
     assert writes.save(f"{root}/converted", common).result() is None
@@ -131,6 +160,9 @@ def resumed_by_three(root: str) -> None:
     for name in ("theirs", "native", "converted"):
         into = {key: value for key, value in items(Shard(1), factor=0.0).items() if key != "rng"}
         assert right(ours().load(f"{root}/{name}", into=into, strict=True), rank)
+    assert right(
+        ours().load(f"{root}/native", into={"model": None, "step": None}), rank
+    )  # the values of ranks left out
     with pytest.raises(reshard.ReshardError, match="there was no rank 2" if rank == 2 else "rank 2 failed"):
         ours().load(f"{root}/theirs", into=items(Shard(1)))
 
