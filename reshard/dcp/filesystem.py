@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from planners.geometry.box import Box
 from reshard.api.load_keys import needs_code
+from reshard.api.task_shares import absolute
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import (
@@ -111,7 +112,8 @@ class FileSystemWriter(StorageWriter):
                 f"{serialization_format} would write files that no DCP reader can read. For safetensors, use "
                 "reshard.save, or reshard.convert afterwards"
             )
-        self.path, self.single_file_per_rank = path, single_file_per_rank
+        self.single_file_per_rank = single_file_per_rank
+        self._go_to(path)
         self.thread_count, self.overwrite = thread_count, overwrite
         self.extensions = tuple(_extensions or ())
         self.save_id = uuid.uuid4().hex
@@ -119,8 +121,12 @@ class FileSystemWriter(StorageWriter):
 
     @property
     def storage(self) -> Storage:
-        """The storage that it writes to."""
-        return open_storage(self.path)
+        """The storage that it writes to: by its path in the working directory that was."""
+        path, place = self._place
+        return open_storage(place if path is self.path else self.path)
+
+    def _go_to(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._place = path, (path, absolute(path))
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -130,7 +136,7 @@ class FileSystemWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save, at `checkpoint_id` if given."""
         if checkpoint_id:
-            self.path = checkpoint_id
+            self._go_to(checkpoint_id)
         self.save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

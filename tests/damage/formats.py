@@ -118,6 +118,30 @@ def _legacy(folder: Path, generation: int) -> Path:
     return _torch_save(folder, generation, _use_new_zipfile_serialization=False)
 
 
+def _bin_files(folder: Path, generation: int) -> Path:
+    """Several of torch.save, with the index of Hugging Face."""
+    (folder / "bin").mkdir()
+    made = tensors(generation)
+    files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    home = {name: files[name != "long"] for name in made}
+    for file in files:
+        torch.save({name: tensor for name, tensor in made.items() if home[name] == file}, folder / "bin" / file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in made.values())}, "weight_map": home}
+    (folder / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder / "bin"
+
+
+def _adapter(folder: Path, generation: int) -> Path:
+    """Of PEFT."""
+    from safetensors.torch import save_file
+
+    (folder / "adapter").mkdir()
+    made = {f"base_model.model.{name}.lora_A.weight": tensor for name, tensor in tensors(generation).items()}
+    save_file(made, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": generation + 1}))
+    return folder / "adapter"
+
+
 def _safetensors(folder: Path, generation: int) -> Path:
     from safetensors.torch import save_file
 
@@ -188,9 +212,12 @@ FORMATS: Mapping[str, Format] = {
         Format("hugging face", _hugging_face),
         Format("hugging face of ranks", _sample("hf_dcp_writer_2x2/ckpt/sharded_1file"), generations=False),
         Format("gguf", _gguf),
+        Format("bin files", _bin_files, ARCHIVES),
+        Format("adapter", _adapter),
         Format("files of ranks", _sample("pt_dtensor_2x2/ckpt"), ARCHIVES, generations=False),
         Format("deepspeed", _sample("ds_z3_w2/ckpt"), ARCHIVES, generations=False),
         Format("deepspeed stage 1", _sample("ds_z1_w2/ckpt"), ARCHIVES, generations=False),
+        Format("deepspeed tensor parallel", _sample("ds_tp2_dp2/ckpt"), ARCHIVES, generations=False),
         Format("deepspeed pipeline", _sample("ds_pipe2_w2/ckpt"), ARCHIVES, generations=False),
         Format("megatron", _sample("mcore_tp2_pp2/ckpt"), ARCHIVES, generations=False),
         Format("megatron legacy", _sample("mcore_legacy_tp2_pp2/ckpt"), ARCHIVES, generations=False),

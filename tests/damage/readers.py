@@ -477,7 +477,7 @@ def _logged() -> Iterator[list[str]]:
 
 
 _KEPT = "kept"  # no checkpoint, but what a job recovers from
-_UNKNOWN_CLASSES = ("deepspeed", "deepspeed stage 1", "deepspeed pipeline")
+_UNKNOWN_CLASSES = ("deepspeed", "deepspeed stage 1", "deepspeed pipeline", "deepspeed tensor parallel")
 # raw, they have objects of their own classes: these cannot be written, loaded or compared
 _UNWRITABLE = (*_UNKNOWN_CLASSES, "megatron")  # whose random states are tensors within objects
 _SINGLE_FILES = ("torch_save", "torch_save legacy", "safetensors", "gguf", "lightning")
@@ -490,7 +490,7 @@ _BY_NUMBER = (
 _NO_SETTINGS = ("torch_checkpointing", "orbax zarr", "orbax ocdbt")  # of an optimizer
 _MODELS = (
     "native v1", "native v2", "dcp zstd", "dcp sharded tensors", "safetensors", "hugging face", "hugging face of ranks",
-    "gguf",
+    "gguf", "bin files", "adapter",
 )  # fmt: skip
 _NOT_FOR_DEEPSPEED = (*_BY_NUMBER, *_NO_SETTINGS, *_MODELS)
 _NATIVE = ("native", "native chain", "native many files", "native v1", "native v2", "native on a base")

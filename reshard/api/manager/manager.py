@@ -23,6 +23,7 @@ from reshard.api.manager.policies import Due, Every, Preemption, Signals, Vote, 
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
+from reshard.api.task_shares import absolute
 from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError
 from reshard.mapping import Mapping as StateMapping
@@ -157,7 +158,7 @@ class CheckpointManager:
         **options: Unpack[SaveKeywords],
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
-        self.root, self.every, self.keep, self.preemption = path_text(root), every, keep, preemption
+        self.root, self.every, self.keep, self.preemption = absolute(path_text(root)), every, keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._ask_every = full_every, background, ask_every
         self._bytes_per_s = bytes_per_s
@@ -166,7 +167,7 @@ class CheckpointManager:
         with group.together("CheckpointManager"):
             self._check_options(options)
             shared = {
-                "root": self.root,
+                "root": path_text(root),
                 "every": every,
                 "keep": keep,
                 "memory_every": memory_every,

@@ -84,6 +84,8 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     facts = contents.facts
     assert isinstance(facts, DeepSpeedFacts)
     files = facts.files
+    if lost := [problem for problem in facts.missing if "zero/" in problem]:
+        raise CorruptCheckpointError(lost[0])
     stages = _stages(files)
     parts = Parts()
     _add_universal(parts, files, stages, hints)
@@ -277,27 +279,12 @@ def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
             parts.model[front + str(fqn)] = stored_tensor(front + str(fqn), file, ref)
 
 
-def _check_universal(files: Mapping[str, TorchFile], trained: set[str]) -> None:
-    """Raises CorruptCheckpointError if a trained parameter lacks a file that the others of its optimizer have."""
-    held: dict[str, set[str]] = {}
-    for match in filter(None, map(_UNIVERSAL.fullmatch, files)):
-        held.setdefault(match["fqn"], set()).add(match["state"])
-    kinds = [states for fqn, states in held.items() if fqn in trained]
-    for fqn in sorted(trained) if kinds else ():
-        mine = held.get(fqn, set())
-        fuller = next((kind for kind in kinds if mine < kind), None)
-        if fuller is not None:
-            lost = min(fuller - mine)
-            raise CorruptCheckpointError(f"zero/{fqn}/{lost}.pt is missing: other parameters have their {lost}")
-
-
 def _add_universal(
     parts: Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank], hints: Hints
 ) -> None:
     """Parameters and states that have a file each."""
     shapes = {fqn: shape for stage in stages.values() for group in stage.shapes() for fqn, shape in group.items()}
     found = False
-    _check_universal(files, set(shapes))
     for stem, file in files.items():
         match = _UNIVERSAL.fullmatch(stem)
         if match is None:

@@ -93,7 +93,13 @@ def open(files: Files) -> Contents:
     there = {file.removeprefix(folder) for file in names if file.startswith(folder)}
     missing = tuple(
         f"{folder}{file} is missing: other files of this checkpoint show that it was saved"
-        for file in sorted({*_lost_of_ranks(there, _Counts.of(opened.values())), *_lost_layers(there, opened.values())})
+        for file in sorted(
+            {
+                *_lost_of_ranks(there, _Counts.of(opened.values())),
+                *_lost_layers(there, opened.values()),
+                *_lost_states(there, opened.values()),
+            }
+        )
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
     contents = contents_of("deepspeed", opened, facts)
@@ -163,6 +169,20 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
             named = {str(name).partition(".")[0] for group in shapes if isinstance(group, Mapping) for name in group}
             for layer in {int(number) for number in named if number.isdecimal()} - found:
                 yield f"layer_{layer:02}-model_states.pt"
+
+
+def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
+    """Files of a universal checkpoint that are missing: a trained parameter has those of others."""
+    held: dict[str, set[str]] = {}
+    for match in filter(None, map(_UNIVERSAL.fullmatch, there)):
+        held.setdefault(match[1], set()).add(match[2])
+    given = [file.value.get("param_shapes") for file in files if isinstance(file.value, dict)] if held else []
+    groups = [group for one in given for group in (one if isinstance(one, list | tuple) else [one])]
+    trained = {str(name) for group in groups if isinstance(group, Mapping) for name in group}
+    kinds = [held[name] for name in trained & held.keys()]
+    for name in trained if kinds else ():
+        mine = held.get(name, set())
+        yield from (f"zero/{name}/{state}.pt" for kind in kinds if mine < kind for state in kind - mine)
 
 
 def _folder(storage: Storage, names: Mapping[str, int]) -> str:

@@ -481,6 +481,24 @@ def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     assert based == [False, True, True, False, True, True, False, True]
 
 
+def test_the_root_stays_where_it_was_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later steps were saved in another folder of that name."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with reshard.CheckpointManager("run", every=Every(steps=1), keep=Keep(last=2)) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(2, {"w": torch.ones(3)})
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+        report = manager.restore({"w": torch.zeros(3)})
+    assert report is not None
+    assert report.path == str(tmp_path / "run" / "step-2")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_the_newest_is_taken_of_memory_and_storage(background: bool, tmp_path: Path) -> None:
     def manager() -> reshard.CheckpointManager:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
@@ -10,7 +12,7 @@ from torch import nn
 
 import reshard
 import reshard.dcp as ours
-from reshard.dcp import state_dict_loader, state_dict_saver
+from reshard.dcp import filesystem, state_dict_loader, state_dict_saver
 from reshard.errors import KeyMismatchError, LayoutError, UnsafeDataError
 from reshard.formats.dcp.writer import versioned
 from tests.torch_releases import load_alone
@@ -201,3 +203,26 @@ def test_a_tensor_for_a_plain_value_is_refused(tmp_path, value):
     ours.save({"a": torch.ones(3)}, checkpoint_id=tmp_path, planner=SAVERS[0](flatten_state_dict=False))
     with pytest.raises(KeyMismatchError, match="a: saved as a tensor, wanted as"):
         ours.load({"a": value}, checkpoint_id=tmp_path, planner=Own(flatten_state_dict=False))
+
+
+@pytest.mark.parametrize("given", ["path", "writer"])
+def test_a_save_in_the_background_stays_where_it_began(tmp_path, monkeypatch, given):
+    """Its data and its metadata were in different folders if the working directory changed meanwhile."""
+    write, goes_on = filesystem.write_items, threading.Event()
+
+    def late(*args):
+        goes_on.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(filesystem, "write_items", late)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    to = {"checkpoint_id": "c"} if given == "path" else {"storage_writer": ours.FileSystemWriter("c")}
+    saving = ours.async_save({"w": torch.arange(3.0)}, **to)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    goes_on.set()
+    saving.result()
+
+    assert not list((tmp_path / "elsewhere").iterdir())
+    ours.load(target := {"w": torch.zeros(3)}, checkpoint_id=tmp_path / "c")
+    assert target["w"].tolist() == [0, 1, 2]

@@ -302,6 +302,8 @@ def test_a_universal_checkpoint_without_one_state_of_one_parameter(tmp_path: Pat
     assert set(found["model"]) == {"a", "b", "frozen"}
     assert set(found["optim"]["state"]) == {"a", "b"}
     (folder / "zero" / "b" / f"{state}.pt").unlink()
+    assert f"zero/b/{state}.pt is missing" in str(verify(tmp_path))
+    assert f"zero/b/{state}.pt is missing" in checkpoint.open(tmp_path).warnings[0]
     with pytest.raises(CorruptCheckpointError, match=f"zero/b/{state}.pt is missing"):
         checkpoint.open(tmp_path).normalized()
 
