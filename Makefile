@@ -71,8 +71,8 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.interleaved 100000 $(SEED)
 	$(BIN)/python -m tests.interleaved every
 	$(BIN)/python -m tests.hosts.frozen 20 $(SEED)
-	$(BIN)/python -m tests.hosts.trials 528 $(SEED)
-	$(BIN)/python -m tests.hosts.trials 88 $(SEED) --hosts 3
+	$(BIN)/python -m tests.hosts.trials 528 $(SEED) --jobs 3
+	$(BIN)/python -m tests.hosts.trials 88 $(SEED) --hosts 3 --jobs 3
 
 clean:
 	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

@@ -343,6 +343,28 @@ def test_pruning_removes_only_what_a_save_has_written(tmp_path):
     assert not [path for path in tmp_path.glob("step-[012]/*") if commit.is_generation(path.name)]
 
 
+def test_who_prunes_what_others_remove_at_every_try_fails_not(tmp_path, monkeypatch):
+    """Another prune removes the folder each time before its claim is renamed: then that one has unpublished it."""
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4)}, tmp_path / f"step-{step}")
+    monkeypatch.setattr(commit, "CLAIMING_S", 0.0)
+    real, others = os.replace, []
+
+    def replace(source, target):
+        if Path(target).name == "claim.json" and Path(target).parent.parent == tmp_path / "step-1" and not busy:
+            busy.append(1)
+            others.append(reshard.prune(tmp_path, keep_last=1))
+            busy.clear()
+        real(source, target)
+
+    busy = []
+    monkeypatch.setattr(os, "replace", replace)
+    assert reshard.prune(tmp_path, keep_last=1) == [str(tmp_path / "step-1")]
+    assert others == [[str(tmp_path / "step-1")], [], []]
+    assert reshard.verify(tmp_path / "step-2").ok
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_removal_cut_short_is_taken_up_by_the_next_one(at, tmp_path):
     for step in range(2):
