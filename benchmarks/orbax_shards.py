@@ -34,6 +34,7 @@ from benchmarks.page import Row, arguments, report
 
 DEVICES = 8
 ROUNDS = 4
+ARRAYS = 400
 SHAPES = {1: (1 << 22,), 2: (2048, 2048), 3: (128, 128, 256)}
 """16 MiB of float32 each."""
 
@@ -85,6 +86,30 @@ def rows(folder: str, quick: bool) -> Iterator[Row]:
             name = f"16 MiB cut {' by '.join(map(str, mesh))}"
             yield Row("orbax_shards", f"{name}, whole", "s", whole, {"Orbax": theirs})
             yield Row("orbax_shards", f"{name}, half of the last dim", "s", part, {"Orbax, whole": theirs})
+    yield many_arrays(jax, checkpointer, Path(folder, "many"), 32 if quick else ARRAYS)
+
+
+def many_arrays(jax: Any, checkpointer: Any, path: Path, count: int) -> Row:
+    """CPU seconds of a load of many arrays in small chunks, beside Orbax's restore."""
+    sharding = cut(jax, (2, 4))
+    values = {f"a{n}": np.random.default_rng(n).random((256, 256), dtype=np.float32) for n in range(count)}
+    checkpointer.save(path, {name: jax.device_put(array, sharding) for name, array in values.items()})
+    checkpointer.wait_until_finished()
+    like = {name: jax.ShapeDtypeStruct((256, 256), np.float32, sharding=sharding) for name in values}
+    into = {name: torch.empty(256, 256) for name in values}
+    theirs, ours = [], []
+    for _ in range(ROUNDS + 1):
+        began = time.process_time()
+        restored = checkpointer.restore(path, like)
+        middle = time.process_time()
+        reshard.load(into, path)
+        theirs.append(middle - began)
+        ours.append(time.process_time() - middle)
+    for name, array in values.items():
+        assert np.array_equal(np.asarray(restored[name]), array)
+        assert torch.equal(into[name], torch.from_numpy(array))
+    case = f"{count} arrays of 256 KiB cut 2 by 4, whole"
+    return Row("orbax_shards", case, "CPU s", tuple(ours[1:]), {"Orbax": tuple(theirs[1:])})
 
 
 def main() -> int:

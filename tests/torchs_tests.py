@@ -1,6 +1,7 @@
 """Run torch's own tests of its checkpoint package against our names, on the CPU.
 
     python -m tests.torchs_tests FOLDER            # FOLDER: test/distributed/checkpoint of torch's sources
+    python -m tests.torchs_tests FOLDER --write    # and put the sums and what differs into tests/torchs_tests.md
 
 None of torch's tests is kept here. Each file is translated into a folder of its own, twice: once with torch's names
 and once with ours in the place of `torch.distributed.checkpoint`, and both with the CPU in the place of accelerators,
@@ -20,10 +21,13 @@ import tempfile
 import tokenize
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).with_suffix(".md")
+_BLOCK = re.compile(r"(?<=<!-- run -->\n).*?(?=<!-- end of run -->)", re.DOTALL)
+_ROW = re.compile(r"^\| (`[^|]*) \| \w+ \| \w+ \| ([^|]*) \|$", re.MULTILINE)
 RANKS = 4
 """How many accelerators tests believe that there are, which is how many processes most of them start."""
 
@@ -140,17 +144,51 @@ def outcomes(folder: Path, name: str, ours: bool, timeout_s: float) -> Iterator[
             yield test, kind, "" if child is None else f"{child.get('message', '')}\n{child.text or ''}"
 
 
+def lines(every: Mapping[str, tuple[str, ...]], reasons: Mapping[str, str]) -> Iterator[str]:
+    """What the page says of a run: the sums, and a table of the tests that do not pass with both."""
+    import torch
+
+    by_torch = {test for test, (theirs, _) in every.items() if theirs == "passed"}
+    by_us = {test for test, (_, ours) in every.items() if ours == "passed"}
+    lost = len(by_torch - by_us)
+    which = f"all but {lost} of those that torch passes" if lost else "all that torch passes"
+    yield (
+        f"Of {len(every)} tests, run with torch {torch.__version__.partition('+')[0]}, torch passes {len(by_torch)} "
+        f"and `reshard.dcp` {len(by_us)}, including {which}. These do not pass with both:"
+    )
+    yield ""
+    yield "| Test | torch | `reshard.dcp` | Reason |"
+    yield "|---|---|---|---|"
+    for test in sorted(every.keys() - (by_torch & by_us)):
+        name = "`{0}`: `{2}`".format(*test.split("::"))
+        yield f"| {name} | {' | '.join(every[test])} | {reasons.get(name, 'unknown')} |"
+
+
+def put_on_page(every: Mapping[str, tuple[str, ...]], page: Path = PAGE) -> None:
+    """Replace what stands between the marks of the page. The reasons of tests that are still there stay."""
+    text = page.read_text(encoding="utf-8")
+    reasons = {row[1]: row[2] for row in _ROW.finditer(text)}
+    block = "\n".join(lines(every, reasons))
+    text, replaced = _BLOCK.subn(lambda _: f"\n{block}\n\n", text)
+    if replaced != 1:
+        raise SystemExit(f"{page} needs the lines <!-- run --> and <!-- end of run -->, once each")
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("-k", default="", help="only files whose path has this")
     parser.add_argument("--names", choices=["both", "torch", "ours"], default="both")
     parser.add_argument("--logs", type=Path, help="a folder for what each failed test says")
+    parser.add_argument("--write", action="store_true", help="put the result into tests/torchs_tests.md")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a test")
     given = parser.parse_args()
+    if given.write and (given.names != "both" or given.k):
+        parser.error("--write needs all tests, with both names")
     files = sorted(str(p.relative_to(given.folder)) for p in given.folder.rglob("test_*.py") if given.k in str(p))
     sides = {"both": [False, True], "torch": [False], "ours": [True]}[given.names]
-    counts: Counter[tuple[str, ...]] = Counter()
+    every: dict[str, tuple[str, ...]] = {}
     for name in files:
         found: dict[str, dict[bool, str]] = {}
         for ours in sides:
@@ -162,9 +200,12 @@ def main() -> int:
                     log.write_text(text)
         for test, ends in found.items():
             kinds = tuple(ends.get(side, "absent") for side in sides)
-            counts[kinds] += 1
+            every[test] = kinds
             if set(kinds) != {"passed"}:
                 print(f"{' / '.join(kinds):24} {test}", flush=True)
+    if given.write:
+        put_on_page(every)
+    counts = Counter(every.values())
     print(" ".join(["torch", "ours"][i] for i in map(int, sides)))
     for kinds, count in sorted(counts.items()):
         print(f"{count:5}  {' / '.join(kinds)}")

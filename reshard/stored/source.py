@@ -447,7 +447,7 @@ class DecodedSource(Source):
 
         def __init__(self) -> None:
             self._lock = threading.Lock()
-            self._most_bytes = 0
+            self._bytes = self._most_bytes = 0
             self._items: dict[DecodedSource, Future[memoryview]] = {}
 
         def allow(self, nbytes: int) -> None:
@@ -460,25 +460,31 @@ class DecodedSource(Source):
             """Return what it has decoded, or decodes now; others who ask wait for that."""
             with self._lock:
                 found = self._items.pop(source, None)
-                is_new = found is None or (found.done() and found.exception() is not None)
-                item = self._items[source] = Future() if found is None or is_new else found  # the latest at the end
-            if is_new:
+                item = self._items[source] = found or Future()  # the latest at the end
+            if found is None:
                 try:
-                    item.set_result(memoryview(source.decode()))
+                    view = memoryview(source.decode())
                 except BaseException as error:
+                    with self._lock:
+                        del self._items[source]
                     item.set_exception(error)
-                with self._lock:
-                    self._shrink()
+                else:
+                    with self._lock:
+                        item.set_result(view)
+                        self._bytes += view.nbytes
+                        self._shrink()
             return item.result()
 
         def _shrink(self) -> None:
-            done = [source for source, item in self._items.items() if item.done()]
-            sizes = [0 if (item := self._items[source]).exception() else item.result().nbytes for source in done]
-            total = sum(sizes)
-            for source, size in zip(done[:-1], sizes):
-                if total > self._most_bytes:
-                    del self._items[source]
-                    total -= size
+            dropped: list[DecodedSource] = []
+            for source, item in self._items.items():
+                if self._bytes <= self._most_bytes:
+                    break
+                if item.done() and len(dropped) < len(self._items) - 1:
+                    dropped.append(source)
+                    self._bytes -= item.result().nbytes
+            for source in dropped:
+                del self._items[source]
 
     def __init__(self, label: str, decode: Callable[[], bytes | memoryview], kept: Kept, key: Hashable) -> None:
         """`key`: equal for what is decoded of the same bytes in the same way."""

@@ -70,6 +70,27 @@ def test_what_is_kept_is_bounded_and_errors_are_not_kept():
     assert decoded.count(3) <= 2
 
 
+class Counted:
+    """A key that counts how often it is looked at."""
+
+    asked = 0
+
+    def __hash__(self):
+        Counted.asked += 1
+        return id(self)
+
+
+def test_what_a_chunk_costs_does_not_grow_with_what_is_kept():
+    kept = DecodedSource.Kept()
+    kept.allow(1500)
+    sources = [DecodedSource("x", lambda: b"x", kept, Counted()) for _ in range(2000)]
+
+    for source in sources:
+        source.view()
+
+    assert Counted.asked <= 10 * len(sources)
+
+
 @pytest.mark.parametrize("shape", [(2,) * 18, (1, *(4,) * 8), (3,) * 11])
 def test_pieces_of_tensors_with_many_short_dims(shape):
     """A first dim of one element divides nothing, though no other is much longer."""
