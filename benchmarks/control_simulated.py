@@ -24,7 +24,7 @@ from planners.geometry.layout import Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
 from reshard.api import load_keys, save as repeated, save_job
 from reshard.api.options import LoadOptions, SaveOptions
-from reshard.execute.machine import MachineReading, OwnMemory
+from reshard.execute.machine_reading import MachineReading, OwnMemory
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally
 from reshard.native.manifest import FileRecord
 from reshard.ranks import global_state

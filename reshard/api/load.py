@@ -18,8 +18,8 @@ from planners.plans.plan import verify
 from planners.units import format_bytes, format_count
 from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
+from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport
-from reshard.api.shared_memory import filled_once, refuse_overlaps
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open_among, stored_layout
 from reshard.errors import (

@@ -21,16 +21,9 @@ from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
 from planners.units import format_bytes, format_count, format_some
 from reshard.api.options import DEFAULTS, TransferOptions, complete, digest_of
+from reshard.api.overlapping_targets import refuse_overlaps
 from reshard.api.reports import FilledReport
-from reshard.api.shared_memory import refuse_overlaps
-from reshard.api.transfer_matching import (
-    Agreed,
-    TensorMatches,
-    TransferSide,
-    Values,
-    agree,
-    check_replicas,
-)
+from reshard.api.transfer_matching import Agreed, TensorMatches, TransferSide, Values, agree, check_replicas
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed
 from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError

@@ -50,14 +50,7 @@ from reshard.native.data_file import Entry
 from reshard.native.reader import Share
 from reshard.native.reuse import Base
 from reshard.ranks.global_layout import resolve_layouts
-from reshard.ranks.global_state import (
-    DigestTable,
-    GlobalState,
-    LocalState,
-    ValueDigests,
-    check_globs,
-    joined_objects,
-)
+from reshard.ranks.global_state import DigestTable, GlobalState, LocalState, ValueDigests, check_globs, joined_objects
 from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.liveness import release_lease
 from reshard.ranks.progress import current, phase, rest_of_call

@@ -16,7 +16,7 @@ from reshard.stored.source import FileSource, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
     from reshard.execute.in_place import InPlace
-    from reshard.execute.machine import MachineReading, OwnMemory
+    from reshard.execute.machine_reading import MachineReading, OwnMemory
 
 __all__ = ["Fetch"]
 
@@ -60,7 +60,7 @@ class Fetch(AbstractContextManager["Fetch"]):
         Raises CorruptCheckpointError.
         """
         if self.together:
-            from reshard.execute.machine import MachineReading, OwnMemory, slots_for
+            from reshard.execute.machine_reading import MachineReading, OwnMemory, slots_for
 
             slots, slot_bytes = slots_for(self.copies, self.room_bytes)
             # who does not check may not read for who does, nor who checks late for who does so first

@@ -338,8 +338,8 @@ class ComparePlan:
 
 
 def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSource, Elsewhere]) -> ComparePlan:
-    """All blocks that are touched, if `most_to_check` allows that; otherwise, those with the fewest extra bytes, up to
-    its limit."""
+    """The blocks that are touched, up to the bytes that `most_to_check` allows, in the order of the extra bytes that
+    they need."""
     plan = ComparePlan()
     chosen: list[tuple[FileSource, Ints, Ints]] = []
     total = 0

@@ -19,7 +19,7 @@ import reshard
 from planners.geometry.box import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
 from reshard.execute import machine as machine_memory, machine as machine_reading, shared_reads, work_list
-from reshard.execute.machine import common_bytes
+from reshard.execute.machine_reading import common_bytes
 from reshard.execute.reading import subtract_ranges
 from reshard.execute.shared_reads import (
     LOCAL_SEGMENT_BYTES as SIZE,
