@@ -94,7 +94,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.format = contents.format
         """Name of the format, such as "dcp"."""
         self.objects = contents.objects
-        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of `formats.pickles`."""
+        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of
+        `formats.pickles`."""
         self.aliases = contents.aliases
         """Further names of stored tensors: tied weights that are stored once."""
         self.fingerprints = contents.fingerprints
@@ -102,9 +103,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.warnings = contents.warnings
         """What was ignored or could not be represented."""
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
-        """The folder of the run in which it was found; empty where it was opened by its own path."""
+        """The folder of the run in which it was found; empty where it was opened by its own
+        path."""
         self.made = ""
-        """How it was made from what is at `url`: by which mappings and hints; empty if it is that itself."""
+        """How it was made from what is at `url`: by which mappings and hints; empty if it is that
+        itself."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
@@ -175,7 +178,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
-        """Return the checkpoint under other names and in other shapes, lazily: see `reshard.mapping`."""
+        """Return the checkpoint under other names and in other shapes, lazily: see
+        `reshard.mapping`."""
         if isinstance(mapping, Mapping):
             raise OptionError("pass a reshard.mapping.Mapping, such as Mapping([Rename('old', 'new')]), not a dict")
         return mapping.apply(self)
@@ -321,7 +325,8 @@ CheckpointSource: TypeAlias = StoragePath | Checkpoint
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:
-    """Log what was read and not compared with a checksum, for readers that have no report of their own."""
+    """Log what was read and not compared with a checksum, for readers that have no report of their
+    own."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
@@ -332,7 +337,8 @@ def _geometry(stored: StoredTensor) -> Hashable:
 
 
 def stored_layout(stored: StoredTensor) -> TensorLayout:
-    """The saved mesh and placements where known, else the boxes of the chunks under the rank that wrote them."""
+    """The saved mesh and placements where known, else the boxes of the chunks under the rank that
+    wrote them."""
     if stored.layout is not None:
         return stored.layout
     numbers: dict[int | str, int] = {}
@@ -393,7 +399,8 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """`open` on one of several ranks that open it together: each sees whether its share of the files is there."""
+    """`open` on one of several ranks that open it together: each sees whether its share of the
+    files is there."""
     check_options(step=step, check=check)
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -373,9 +373,10 @@ def _remove_together(group: Group, generation: Generation) -> None:
 
 
 def _clear(job: SaveJob, cause: BaseException) -> None:
-    """Remove what a failed save has written, unless it failed after publishing: the first rank all. Where folders are
-    only a part of names, the others remove what they wrote after it did so. In folders that is not possible, and must
-    not be tried: a network file system may still show them that nothing was published."""
+    """Remove what a failed save has written, unless it failed after publishing: the first rank all.
+    Where folders are only a part of names, the others remove what they wrote after it did so. In
+    folders that is not possible, and must not be tried: a network file system may still show them
+    that nothing was published."""
     save_id, has_folders = job.generation.save_id, job.storage is not job.generation.storage
     try:
         if job.group.rank and (has_folders or commit.has_claim(job.storage, save_id)):

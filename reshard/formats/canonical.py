@@ -271,9 +271,10 @@ _HOLDERS = frozenset(
 
 
 def common_attribute(names: Iterable[str]) -> str:
-    """The first segment, with its dot, that all names share, such as the attribute of a training module that holds the
-    model; "" if there is none. A container of numbered layers counts only if it is called as models are: `layers.0.w`
-    is a name of the module itself, `net.0.w` one of the `Sequential` in it."""
+    """The first segment, with its dot, that all names share, such as the attribute of a training
+    module that holds the model; "" if there is none. A container of numbered layers counts only if
+    it is called as models are: `layers.0.w` is a name of the module itself, `net.0.w` one of the
+    `Sequential` in it."""
     given = list(names)
     heads = {name.partition(".")[0] for name in given}
     if len(heads) != 1 or any("." not in name for name in given):

@@ -1,4 +1,5 @@
-"""Canonical state dicts: names without wrappers, optimizer state by name, sharded or whole, out of any live model."""
+"""Canonical state dicts: names without wrappers, optimizer state by name, sharded or whole, out of
+any live model."""
 
 from __future__ import annotations
 

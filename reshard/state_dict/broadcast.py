@@ -294,6 +294,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wire() -> torch.device:
-    """Return where tensors must be to be sent: the CPU, if the default group has a backend for it."""
+    """Return where tensors must be to be sent: the CPU, if the default group has a backend for
+    it."""
     kinds = sending_kinds(None)
     return device_of_kind("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -275,7 +275,8 @@ def _nest_to_cpu(nest: dict[str, Any]) -> Any:
 
 
 def _tensors_in(nest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors inside containers by their paths, as text: the parent's name and the key."""
+    """Return the tensors inside containers by their paths, as text: the parent's name and the
+    key."""
     return {_text(path): leaf for path, leaf in leaves_of(nest).items() if isinstance(leaf, torch.Tensor)}
 
 

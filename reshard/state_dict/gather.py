@@ -1,4 +1,5 @@
-"""Full tensors from sharded ones and back, one at a time; and chunks of rows of tensors sharded across rows."""
+"""Full tensors from sharded ones and back, one at a time; and chunks of rows of tensors sharded
+across rows."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ __all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "
 
 
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
-    """Return what this rank holds of `tensor`: each part of its layout with the local tensor that holds it."""
+    """Return what this rank holds of `tensor`: each part of its layout with the local tensor that
+    holds it."""
     here = this_rank()
     parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):

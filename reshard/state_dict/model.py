@@ -183,7 +183,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
 
 
 def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str]) -> str:
-    """Return a line about the first module that saves something under a name that it does not load."""
+    """Return a line about the first module that saves something under a name that it does not
+    load."""
     for region in regions:
         own = {region.canonical(key) for key in region.module.state_dict()}
         if name := next(filter(own.__contains__, unexpected), None):
@@ -422,7 +423,8 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
 
 
 def part_of(name: str, parameters: Collection[str]) -> str:
-    """Return which of these parameters a module saves this beside, such as `weight.absmax`, or as a part of; ""."""
+    """Return which of these parameters a module saves this beside, such as `weight.absmax`, or as a
+    part of; ""."""
     return next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in parameters), "")
 
 
@@ -437,7 +439,8 @@ def _is_frozen(slot: StateEntry) -> bool:
 
 
 def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False) -> str | None:
-    """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and (1,) match."""
+    """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and
+    (1,) match."""
     if not isinstance(value, torch.Tensor):
         return f"expected a tensor of shape {shape}, found {type(value).__name__}"
     found = global_shape(value)
@@ -584,7 +587,8 @@ def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
 
 
 def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
-    """Return the positions of tensors whose memory overlaps, as one list for each connected group."""
+    """Return the positions of tensors whose memory overlaps, as one list for each connected
+    group."""
     spans = Spans() if _have_own_storages(tensors) else _spans_of_any(tensors)
     found: list[list[int]] = []
     together: list[int] = []

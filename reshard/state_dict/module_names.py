@@ -119,7 +119,8 @@ class SelfLoadingModule:
     """Those of its stage."""
 
     def canonical(self, key: str) -> str:
-        """Return the canonical name of a key of `module.state_dict()`. Unknown segments are kept."""
+        """Return the canonical name of a key of `module.state_dict()`. Unknown segments are
+        kept."""
         current: nn.Module | None = self.module
         out = self.prefix.split(".")[:-1]
         for part in key.split("."):
@@ -164,7 +165,8 @@ class LiveModel:
         """All entries, including those inside self-loading modules."""
         self.reader = ModuleReader(modifiers)
         self.overwritten: dict[int, int] = {}
-        """Maps the id of a buffer that a wrapper will overwrite with that of another rank to that rank."""
+        """Maps the id of a buffer that a wrapper will overwrite with that of another rank to that
+        rank."""
         for index, stage in enumerate(self.stages):
             walk = _ModuleWalk(self.reader, index, stage.offsets, self.slots)
             walk.visit(stage.module, "", "", (), self.items)

@@ -77,7 +77,8 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
 
 
 def initial_state(live: LiveOptimizers) -> dict[str, Any]:
-    """Return, by name, the initial state of optimizers that have none. The optimizers stay without state."""
+    """Return, by name, the initial state of optimizers that have none. The optimizers stay without
+    state."""
     out: dict[str, Any] = {}
     for k, optimizer in enumerate(live.optimizers):
         kind = StateKind(optimizer)
@@ -469,7 +470,8 @@ class _Copies:
         state[one.parameter] = new
 
     def made(self, one: OptimizedParameter, values: Mapping[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
-        """A dict that will have new `values`, once all is known, sharded as those that are `held`."""
+        """A dict that will have new `values`, once all is known, sharded as those that are
+        `held`."""
         new: dict[Any, Any] = dict.fromkeys(values)
         self.later += [(one, new, key, value, held.get(key), None) for key, value in values.items()]
         return new
@@ -636,7 +638,8 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Return True if all are plain tensors, and each value has the dtype and the shape of its target."""
+    """Return True if all are plain tensors, and each value has the dtype and the shape of its
+    target."""
     return (
         all_plain(targets)
         and all_plain(values)
@@ -675,7 +678,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class GivenTies:
-    """The tensors of the given state that share memory with each other, or with what the model is or was set to."""
+    """The tensors of the given state that share memory with each other, or with what the model is
+    or was set to."""
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}

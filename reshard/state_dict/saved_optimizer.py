@@ -1,4 +1,5 @@
-"""One form of an optimizer state dict, however it was given; its groups; and the state that optimizers keep."""
+"""One form of an optimizer state dict, however it was given; its groups; and the state that
+optimizers keep."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of some parameters."""
+    """Whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of
+    some parameters."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer) and hasattr(optimizer, "optim")
 
@@ -144,7 +146,8 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 class _FlatReader:
-    """Reads the flat form key by key. A parameter with the same keys as the previous one is read at once."""
+    """Reads the flat form key by key. A parameter with the same keys as the previous one is read at
+    once."""
 
     def __init__(self, live: LiveOptimizers) -> None:
         self.state: dict[str, dict[Any, Any]] = {}
@@ -175,7 +178,8 @@ class _FlatReader:
             at, last = at + (count or 1), front
 
     def _row(self, front: str, keys: Sequence[str], values: Sequence[Any], at: int) -> int:
-        """Read all keys of a parameter if they are those of an earlier one. Return their number, or 0."""
+        """Read all keys of a parameter if they are those of an earlier one. Return their number, or
+        0."""
         section, _, name = front.partition(".")
         goal, tails = self._goal(section), self._tails.get(section)
         if not tails or name in goal or name not in self._known:
@@ -489,7 +493,8 @@ class StateKind:
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
     def initial(self, one: OptimizedParameter) -> dict[str, Any]:
-        """The state with which the optimizer would begin to step a parameter; {} where that is not known."""
+        """The state with which the optimizer would begin to step a parameter; {} where that is not
+        known."""
         parameter, group = one.parameter.detach(), self._optimizer.param_groups[one.group]
         unknown = self._schema is None or not self.keeps_state or self._base == "Adafactor" or tensor_class(parameter)
         if self._schema is None or unknown or not one.parameter.requires_grad:
