@@ -716,6 +716,10 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
     ):
         with pytest.raises(AttributeError, match=rf"^'Checkpoint' object has no attribute '{name}': {told}"):
             getattr(checkpoint, name)
+    with pytest.raises(
+        AttributeError, match=r"^'LazyTensor' object has no attribute 'read': read it with \[...\] first"
+    ):
+        checkpoint["model.w"].read  # noqa: B018
 
 
 def test_a_folder_that_is_called_as_a_file_is_told(tmp_path, caplog) -> None:
