@@ -69,7 +69,7 @@ def inspect(
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
     if drawn is not None and (as_json or html is not None or select):
-        raise UsageError("--map prints a drawing of all tensors: leave out --json, --html, and --select")
+        raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
     is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected

@@ -118,17 +118,17 @@ def test_version(say) -> None:
         (
             ["inspect", ".", "--map", "model.norm", "--json"],
             2,
-            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+            "--map prints a drawing of one tensor: leave out --json, --html, and --select",
         ),
         (
             ["inspect", ".", "--map", "model.norm", "--select", "*"],
             2,
-            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+            "--map prints a drawing of one tensor: leave out --json, --html, and --select",
         ),
         (
             ["inspect", ".", "--map", "model.norm", "--html", "p.html"],
             2,
-            "--map prints a drawing of all tensors: leave out --json, --html, and --select",
+            "--map prints a drawing of one tensor: leave out --json, --html, and --select",
         ),
         (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for the layout of --onto: add --onto"),
         (["plan", ".", "fsdp=2", "--read-rate", "9" * 400 + "GB"], 2, "is not a size: write it like 5GB"),
