@@ -154,7 +154,8 @@ def open_folder(files: Files, folder: str) -> Contents:
     known = sharded.details(dcp.DcpFacts)
     assert known is not None
     facts = MegatronFacts(**vars(known), backend=backend, common=shared)
-    merged = merge("megatron", parts, facts)
+    beside = (files[name] for name in names if not name.endswith((".distcp", ".metadata", "/")))
+    merged = replace(merge("megatron", parts, facts), files=(*sharded.files, *beside))
     if folder + "metadata.json" in names:
         return merged
     lost = f"{folder}metadata.json is missing: assuming the backend {backend}"
