@@ -62,8 +62,8 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if two of these are there: files of DCP, `metadata.json`, and `common.pt`. `.metadata` is written
-    last."""
+    """Return True if two of these are there: files of DCP, `metadata.json`,
+    and `common.pt`."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
