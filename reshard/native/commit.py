@@ -351,7 +351,7 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
 def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
     """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
     for save_id in save_ids:
-        with suppress(CheckpointNotFoundError):  # another process removes it, and has unpublished it
+        with suppress(CheckpointNotFoundError):  # another process has removed it
             storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
     storage.delete(HF_INDEX)
     storage.retract(MANIFEST)  # which makes both durable

@@ -61,8 +61,8 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if two of these are there: files of DCP, `metadata.json`, and `common.pt`. `.metadata` is written
-    last."""
+    """Return True if two of these are there: files of DCP, `metadata.json`,
+    and `common.pt`."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
         return folder + "metadata.json" in names or folder + ".metadata" in names
@@ -153,7 +153,8 @@ def open_folder(files: Files, folder: str) -> Contents:
     known = sharded.details(dcp.DcpFacts)
     assert known is not None
     facts = MegatronFacts(**vars(known), backend=backend, common=shared)
-    merged = merge("megatron", parts, facts)
+    beside = (files[name] for name in names if not name.endswith((".distcp", ".metadata", "/")))
+    merged = replace(merge("megatron", parts, facts), files=(*sharded.files, *beside))
     if folder + "metadata.json" in names:
         return merged
     lost = f"{folder}metadata.json is missing: assuming the backend {backend}"

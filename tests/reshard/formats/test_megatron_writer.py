@@ -162,6 +162,16 @@ def test_what_is_there_while_a_conversion_publishes_is_refused(inside: str, tmp_
             reshard.open(folder)
 
 
+def test_files_of_a_conversion_that_has_not_ended_are_not_damage(tmp_path: Path) -> None:
+    reshard.save(trained(model()), tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="megatron")
+    (file,) = (tmp_path / "theirs" / "iter_0000007").glob("*_0.distcp")
+    file.with_name("__0_0192f3c1a8aa5d2e00112233_1.distcp").write_bytes(file.read_bytes()[:512])
+    assert reshard.verify(tmp_path / "theirs").ok
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert not reshard.verify(tmp_path / "theirs").ok
+
+
 def test_tied_names_and_the_model_alone(tmp_path: Path) -> None:
     params = model()
     params["output_layer.weight"] = params["embedding.word_embeddings.weight"]
