@@ -212,18 +212,18 @@ def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: set[str], nest: An
         else:
             units[path] = restore_types(_inside(nest, path), unit)
     if strict:
-        missing = list(load(common, checkpoint, strict=False, dry_run=True).missing)
-        if missing := [*missing, *(key_of(path) for path, value in units.items() if value is _MISSING)]:
-            raise KeyMismatchError(f"missing from the checkpoint: {', '.join(missing)}")
+        missing = load(common, checkpoint, strict=False, dry_run=True).missing
+        if lost := [*missing, *(key_of(path) for path, value in units.items() if value is _MISSING)]:
+            raise KeyMismatchError(f"missing from the checkpoint: {', '.join(lost)}")
     load(common, checkpoint, strict=False)
     if alone:
         names = {key: f"{key}.rank_{this_rank()}" for key in alone}
         load(alone, checkpoint, mapping=names, strict="subset", alone=True)
+    filled = {**common, **alone}
     for path, value in units.items():
-        value = {**common, **alone}.get(key_of(path), value)
         if value is not _MISSING:
-            put_at(state, path, value)
-    state |= {key: common[key] for key in state if key in common}
+            put_at(state, path, filled.get(key_of(path), value))
+    state |= {key: filled[key] for key in state if key in filled}
 
 
 def _is_unit(value: Any) -> bool:
