@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.geometry.box import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
-from reshard.execute import machine as machine_memory, machine as machine_reading, shared_reads, work_list
+from reshard.execute import machine_reading, shared_reads, work_list
 from reshard.execute.machine_reading import common_bytes
 from reshard.execute.reading import subtract_ranges
 from reshard.execute.shared_reads import (
@@ -419,14 +419,14 @@ def unlucky_job(path: str) -> tuple[bool, int]:
     """One rank may not open what belongs to the others."""
     always_share()
     if dist.get_rank() == 1:
-        machine_memory.OwnMemory.open = refuse
+        machine_reading.OwnMemory.open = refuse
     known = place({"wide": tensors()["wide"]}, Shard(1))
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     report = reshard.load(target, path, strict=False)
     return not wrong(target, known), report.bytes_received
 
 
-def refuse(self: machine_memory.OwnMemory, address: machine_memory.Address) -> int:
+def refuse(self: machine_reading.OwnMemory, address: machine_reading.Address) -> int:
     raise PermissionError("not yours")
 
 
@@ -553,7 +553,7 @@ def unlucky_damaged_job(paths: list[str]) -> list[str]:
     always_share()
     mesh = DeviceMesh("cpu", [1, 2])
     if dist.get_rank() == 1:
-        machine_memory.OwnMemory.open = refuse
+        machine_reading.OwnMemory.open = refuse
     out = []
     for path in paths:
         target: Any = torch.zeros(ROWS, COLUMNS)
