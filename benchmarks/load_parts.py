@@ -85,7 +85,7 @@ class Clock:
     def watch_load(self) -> None:
         """Count what a load calls."""
         from reshard.api import load as loading
-        from reshard.execute import fetch as load_bytes, machine as machine_reading, work_list
+        from reshard.execute import fetch as load_bytes, machine_reading, work_list
         from reshard.live import fingerprint_arithmetic
         from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage
