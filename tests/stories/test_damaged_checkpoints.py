@@ -111,9 +111,9 @@ def test_every_reader_format_and_damage_is_in_the_share(checkpoints: Checkpoints
 
 def test_a_seed_gives_the_same_damage_again(checkpoints: Checkpoints, tmp_path: Path) -> None:
     again = Checkpoints(tmp_path / "again")
-    for seed in range(20):
+    for seed in range(30):
         cell = random_cell(checkpoints, seed)
         assert cell == random_cell(again, seed)
         # names have the time in them, and old files of torch.save the addresses of storages
-        if cell.format not in ("native", "native chain", "native many files", "kept", "torch_save legacy"):
+        if not cell.format.startswith("native") and cell.format not in ("kept", "torch_save legacy"):
             assert checkpoints.planned(cell) == again.planned(cell)
