@@ -146,7 +146,7 @@ def convert(
             see the target.
         alone: this process converts by itself, even in a running job.
         overwrite: replace an existing checkpoint of the same format at `target` once the new one is complete.
-            False: an existing one is an error.
+            False: an existing one is an error. Files that torch.save did not write are never replaced.
         resume: continue an interrupted conversion with the same arguments.
         progress: show a progress bar if stderr is a terminal.
         timeout: limit for the call, in seconds or as a `timedelta`.
@@ -332,13 +332,18 @@ def _check_vacant(
         )  # fmt: skip
     elif not job.writing.is_one_file:
         refuse_run(storage.url, names)
-    found = None if overwrite else writer.occupied(names)
-    if found is not None:
+    found = writer.occupied(names)
+    if found is not None and job.writing.is_one_file and (nbytes := names[found]):
+        from reshard.formats.torch_save.reader import looks_like_torch_file
+
+        if not looks_like_torch_file(bytes(storage.read(found, 0, min(nbytes, 20)))):
+            raise FormatError(f"{storage.url}/{found} exists and is not a file of torch.save: choose another path")
+    if found is not None and not overwrite:
         raise CheckpointExistsError(
-            f"{storage.url} already contains a checkpoint ({found}): choose another folder, or pass overwrite=True"
+            f"{storage.url} already contains a checkpoint ({found}): choose another path, or pass overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
-    ours += (found_last,) if overwrite and (found_last := writer.occupied(names)) else ()
+    ours += (found,) if found is not None else ()
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:

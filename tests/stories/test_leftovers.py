@@ -630,16 +630,32 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     save({"w": torch.zeros(3)}, tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(data-.* or overwrite=True") as info:
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(data-.* or pass overwrite=True") as info:
         save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
 
     assert isinstance(info.value, FormatError)
     assert sorted(tmp_path.rglob("*")) == before
     assert reshard.open(tmp_path / "c")["w"][0] == 0
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
-    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(c.pt\): .* or overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(c.pt\): .* or pass overwrite=True"):
         reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save")
     reshard.convert(tmp_path / "c", tmp_path / "c.pt", format="torch_save", overwrite=True)
+
+
+def test_a_file_of_another_kind_is_no_checkpoint_that_a_conversion_replaces(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+    script, empty = tmp_path / "train.py", tmp_path / "empty.pt"
+    script.write_text("import torch\n")
+    empty.touch()
+
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match=r"train\.py exists and is not a file of torch\.save: choose another path"):
+            reshard.convert(tmp_path / "c", script, format="torch_save", overwrite=overwrite)
+
+    assert script.read_text() == "import torch\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "empty.pt", "train.py"]
+    reshard.convert(tmp_path / "c", empty, format="torch_save", overwrite=True)
+    assert torch.load(empty)["w"].tolist() == [1, 1, 1]
 
 
 def test_a_report_says_that_an_earlier_save_was_replaced(tmp_path):
@@ -672,7 +688,7 @@ def test_a_lost_manifest_is_damage_and_not_a_save_that_was_killed(at, lost, tmp_
     assert not reshard.verify(folder).ok
     assert reshard.latest_complete(folder.parent) is None
 
-    with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-.* or overwrite=True"):
+    with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-.* or pass overwrite=True"):
         reshard.save(STATE, folder, overwrite=False)
     reshard.save(STATE, tmp_path / "other")
     with pytest.raises(FormatError, match=r"already contains a checkpoint \(data-"):

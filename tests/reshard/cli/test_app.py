@@ -153,7 +153,7 @@ def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
 
 def test_words_of_functions_are_those_of_options() -> None:
     for said, told in [
-        ("choose another folder, or overwrite=True", "choose another folder, or --overwrite"),
+        ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
         ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
         ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),

@@ -222,7 +222,7 @@ def test_python_takes_the_names_of_dtypes_that_the_command_line_takes(checkpoint
 def test_a_second_time_is_refused(say, checkpoint: Path, tmp_path: Path) -> None:
     assert say("convert", checkpoint, tmp_path / "c").code == 0
 
-    assert "or --overwrite" in say("convert", checkpoint, tmp_path / "c").err
+    assert "or pass --overwrite" in say("convert", checkpoint, tmp_path / "c").err
     assert say("convert", checkpoint, tmp_path / "c", "--overwrite").code == 0
 
 
