@@ -149,7 +149,10 @@ def load_with(
         saved, keep = saved_in(checkpoint), not options.dry_run
         with materialize(state_dict, saved, containers=kinds, names=names, objects=objects, keep=keep):
             with phase("match"):
-                targets = Targets.of(state_dict, saved=checkpoint.objects, entry_by_entry=options.entry_by_entry)
+                tensors = map(checkpoint.contents.path_of, (*checkpoint, *checkpoint.aliases))
+                targets = Targets.of(
+                    state_dict, saved=checkpoint.objects, tensors=tensors, entry_by_entry=options.entry_by_entry
+                )
                 match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
             return _Load(group, process_group, options, match, before, prefetch).run()
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:

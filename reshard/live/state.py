@@ -293,7 +293,12 @@ class Targets(State[LiveTensor]):
 
     @classmethod
     def of(
-        cls, state: dict[str, Any], *, saved: Mapping[str, Any] | None = None, entry_by_entry: bool = False
+        cls,
+        state: dict[str, Any],
+        *,
+        saved: Mapping[str, Any] | None = None,
+        tensors: Iterable[KeyPath] = (),
+        entry_by_entry: bool = False,
     ) -> Targets:
         """Flatten `state`. Nothing is changed. Raises FormatError if it is not a dict or list.
 
@@ -301,6 +306,8 @@ class Targets(State[LiveTensor]):
             saved: objects of the checkpoint by key. A list, tuple, or dict of plain values counts
                 as one object if its key is in `saved`. So does a list or tuple with tensors, if one
                 with the same number of items was saved.
+            tensors: paths of the checkpoint's tensors. The containers that hold them are matched
+                entry by entry, also if they hold none in `state`.
             entry_by_entry: match each entry of a dict separately, instead of replacing dicts as a
                 unit.
         """
@@ -309,7 +316,7 @@ class Targets(State[LiveTensor]):
         own: list[KeyPath] = []
         live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, own))
         # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere
-        full: set[KeyPath] = {(), *(path[:i] for path in own for i in range(len(path)))}
+        full: set[KeyPath] = {(), *(path[:i] for path in (*own, *tensors) for i in range(len(path)))}
         for key, path in live.paths.items():
             if key not in live.objects:
                 full.update(path[:i] for i in range(len(path)))

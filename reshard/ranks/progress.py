@@ -120,7 +120,7 @@ class Event:
         if self.kind == "started":
             return f"{self.phase}: started"
         amount = format_bytes(self.done_bytes)
-        if self.total_bytes is not None and self.total_bytes != self.done_bytes:
+        if self.kind != "finished" and self.total_bytes not in (None, self.done_bytes):
             amount += f" of {format_bytes(self.total_bytes)}"
         rate = f", {format_bytes(self.done_bytes / self.seconds)}/s" if self.done_bytes and self.seconds else ""
         end = "" if self.kind == "finished" else f" ({self.kind})"
@@ -227,8 +227,9 @@ class Phase:
         work = self._progress
         if work.bars is not None:
             work.bars.show(self, event)
-        elif work.show and kind in ("finished", "failed"):
-            _log.info("%s", event)  # one line when a phase is over: silent unless logging is configured to show it
+        elif work.show and (kind == "failed" or (kind == "finished" and (event.done_bytes or not self.total_bytes))):
+            # one line when a phase is over, unless others had done all of it: silent unless logging shows it
+            _log.info("%s", event)
         with _listeners_lock:
             everybody = work.listeners + _listeners
         for listener in everybody:

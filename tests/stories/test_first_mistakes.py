@@ -310,3 +310,21 @@ def test_a_home_folder_is_not_a_folder_called_tilde(tmp_path: Path, monkeypatch:
         with pytest.raises(StorageError, match=words):
             call("~/run")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", [{"q": np.zeros(2)}, {"q": None, "r": None}, {"q": 0}], ids=["array", "none", "int"])
+def test_tensors_that_were_saved_are_missed_also_where_a_dict_of_the_target_has_none(target, tmp_path: Path) -> None:
+    reshard.save({"n": {"q": torch.ones(2), "r": torch.ones(2)}, "p": torch.ones(2)}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError, match=r"n\.q   \(saved as a tensor, but the target has"):
+        reshard.load({"n": target, "p": torch.zeros(2)}, tmp_path / "c", strict="subset")
+
+
+def test_values_beside_tensors_are_loaded_into_a_dict_that_has_no_tensors(tmp_path: Path) -> None:
+    reshard.save({"n": {"q": torch.ones(2), "lr": 5, "more": {"a": 1}}}, tmp_path / "c")
+    state = {"n": {"lr": 0, "more": {"a": 0, "b": 2}}}
+
+    report = reshard.load(state, tmp_path / "c", strict="subset")
+
+    assert state == {"n": {"lr": 5, "more": {"a": 1}}}
+    assert report.not_requested == ("n.q",)

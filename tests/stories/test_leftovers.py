@@ -630,7 +630,9 @@ def test_what_is_there_is_replaced_or_not_as_one_says(save, tmp_path) -> None:
     save({"w": torch.zeros(3)}, tmp_path / "c")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(FileExistsError, match=r"already contains a checkpoint \(data-.* or pass overwrite=True") as info:
+    with pytest.raises(
+        FileExistsError, match=r"already contains a checkpoint \(data-.* or pass overwrite=True"
+    ) as info:
         save({"w": torch.ones(3)}, tmp_path / "c", overwrite=False)
 
     assert isinstance(info.value, FormatError)
@@ -649,7 +651,9 @@ def test_a_file_of_another_kind_is_no_checkpoint_that_a_conversion_replaces(tmp_
     empty.touch()
 
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match=r"train\.py exists and is not a file of torch\.save: choose another path"):
+        with pytest.raises(
+            FormatError, match=r"train\.py exists and is not a file of torch\.save: choose another path"
+        ):
             reshard.convert(tmp_path / "c", script, format="torch_save", overwrite=overwrite)
 
     assert script.read_text() == "import torch\n"

@@ -123,6 +123,13 @@ def test_on_a_terminal_long_phases_have_a_bar(monkeypatch: pytest.MonkeyPatch) -
     assert "quick" not in shown
 
 
+def test_a_phase_of_which_nothing_was_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "reshard"), Progress(bars=False).phase("check", 64):
+        pass
+
+    assert not caplog.messages
+
+
 def test_progress_of_another_rank_is_silent(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -136,6 +143,7 @@ def test_lines_for_people() -> None:
     assert str(Event("started", "read", 0, None, 0.0)) == "read: started"
     assert str(Event("finished", "read", 2048, 2048, 2.0)) == "read: 2.0 KiB in 2.00 s, 1.0 KiB/s"
     assert str(Event("failed", "read", 512, 2048, 1.0)) == "read: 512 B of 2.0 KiB in 1.00 s, 512 B/s (failed)"
+    assert str(Event("finished", "check", 512, 2048, 1.0)) == "check: 512 B in 1.00 s, 512 B/s"
     assert str(Event("finished", "publish", 0, None, 0.25)) == "publish: 0.25 s"
     assert format_bytes(0) == "0 B"
     assert format_bytes(1023) == "1023 B"
