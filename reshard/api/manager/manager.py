@@ -420,6 +420,7 @@ class CheckpointManager:
             with group.together("CheckpointManager.restore"):
                 if ledger is not None:
                     ledger.refuse_discarded()
+                    _log.info("%s has no step to restore: the state is unchanged", self.root)
             return None
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
@@ -433,6 +434,8 @@ class CheckpointManager:
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
         self._before = self._here = report.step
         self._saved_at = self._kept_at = time.monotonic()
+        if ledger is not None:
+            _log.info("%s: restored step %d", self.root, report.step)
         return report
 
     def _newest_whole(

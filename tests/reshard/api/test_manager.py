@@ -914,3 +914,15 @@ def test_a_metric_beyond_all_floats_is_refused() -> None:
 def test_prune_takes_no_flag_for_a_number(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="keep_last must be an integer >= 1, got True"):
         reshard.prune(tmp_path, keep_last=True)
+
+
+def test_the_log_says_what_was_restored_or_that_nothing_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    every = reshard.Every(steps=1)
+    with caplog.at_level("INFO", "reshard"), reshard.CheckpointManager(tmp_path / "run", every=every) as manager:
+        assert manager.restore({"w": torch.zeros(3)}) is None
+        manager.save(4, {"w": torch.ones(3)})
+        manager.wait()
+        assert manager.restore({"w": torch.zeros(3)}) is not None
+
+    assert f"{tmp_path / 'run'} has no step to restore: the state is unchanged" in caplog.messages
+    assert f"{tmp_path / 'run'}: restored step 4" in caplog.messages
