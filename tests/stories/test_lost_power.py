@@ -33,10 +33,10 @@ NEEDED = {
 RETRACTED = {
     "commit.remove: storage.retract(last)": "prune",
     "commit.unpublish: storage.retract(MANIFEST)": "prune",
-    "safetensors.SafetensorsWriter.finish: storage.retract(name)": "convert over safetensors",
-    "writer.DeepSpeedWriter.finish: storage.retract(_LATEST)": "convert to deepspeed",
-    'writer.MegatronWriter.finish: storage.retract(f"{self.folder}.metadata")': "convert to megatron",
-    "writer.TorchCheckpointingWriter.finish: storage.retract(METADATA)": "convert sections",
+    "safetensors.SafetensorsWriter.finish: out.retract(name)": "convert over safetensors",
+    "writer.DeepSpeedWriter.finish: out.retract(_LATEST)": "convert to deepspeed",
+    'writer.MegatronWriter.finish: out.retract(f"{self.folder}.metadata")': "convert to megatron",
+    "writer.TorchCheckpointingWriter.finish: out.retract(METADATA)": "convert sections",
 }
 """The same of each line that removes something before others go on: these calls do nothing else but to order."""
 

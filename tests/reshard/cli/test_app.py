@@ -81,7 +81,7 @@ def test_version(say) -> None:
         (["plan", "tp=", "tp=2"], 2, "cannot read the topology 'tp=': expected tp=RANKS, with numbers >= 1"),
         (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
         (["plan", ".", "tp=2", "--html", "/none/p.html"], 3, "cannot open '/none/p.html': No such file or directory"),
-        (["convert", ".", "out", "--names", "torchtitan:hf"], 2, "no naming 'hf': did you mean 'huggingface'?"),
+        (["convert", ".", "out", "--names", "torchtitan:hf"], 2, "no naming scheme 'hf': did you mean 'huggingface'?"),
         (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
         (["plan", "fsdp=2", "dp=2", "--rule", "S(0)"], 2, "write GLOB=PLACEMENTS"),
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
