@@ -18,7 +18,14 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
 from reshard.arguments import check_options, no_attribute, renamed
-from reshard.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, OptionError, format_names
+from reshard.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    OptionError,
+    ReshardError,
+    format_names,
+)
 from reshard.formats.opening import open_contents
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
@@ -392,7 +399,7 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
     try:
         return open(path, step=step, check=check)
     except CorruptCheckpointError:
-        with suppress(CheckpointError, ValueError):  # or as much is lost as the first error says
+        with suppress(ReshardError, ValueError):  # or as much is lost as the first error says
             contents, url = open_contents(path, step=step, check=check, lists=True)
             return Checkpoint(contents, url, None if isinstance(path, Storage) else path)
         raise

@@ -319,7 +319,8 @@ def _site() -> tuple[str, str]:
         assert frame.f_back is not None
         frame = frame.f_back
     site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}{what}"
-    while "/reshard/storage/" in frame.f_code.co_filename and frame.f_back is not None:
+    within = ("/reshard/storage/", "/reshard/stored/streaming.py") if "retract" in site else ("/reshard/storage/",)
+    while any(part in frame.f_code.co_filename for part in within) and frame.f_back is not None:
         frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("  # ")[0].strip()
     return site, f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}: {line}"

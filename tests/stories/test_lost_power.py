@@ -83,7 +83,8 @@ def test_every_sync_is_tried():
 
 
 def test_every_line_that_retracts_is_tried():
-    files = [file for file in Path(reshard.__file__).parent.rglob("*.py") if file.parent.name != "storage"]
+    own = {"storage", "stored"}  # through which others retract
+    files = [file for file in Path(reshard.__file__).parent.rglob("*.py") if file.parent.name not in own]
     lines = [line.partition("  # ")[0].strip() for file in files for line in file.read_text().splitlines()]
     assert sorted(line for line in lines if ".retract(" in line) == sorted(
         site.partition(": ")[2] for site in RETRACTED
