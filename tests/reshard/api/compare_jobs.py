@@ -88,7 +88,7 @@ def others(path: str) -> None:
     assert shared.findings[0].message == alone.findings[0].message
     assert shared.findings[0].element == alone.findings[0].element
     assert reshard.compare(placed(full, EVERY, (8,), mesh), placed(full, EVERY, (8,), mesh)).ok
-    with pytest.raises(LayoutError, match="'[wb]' is sharded in two ways"):
+    with pytest.raises(LayoutError, match=r"'[wb]' is sharded in two ways"):
         reshard.compare(placed(full, EVERY, (8,), mesh), placed(full, EVERY, (8,), [Shard(1)]))
     with pytest.raises(LayoutError, match=r"call reshard\.compare\(path, state\), on all ranks"):
         reshard.verify(path, against=state)
