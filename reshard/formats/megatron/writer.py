@@ -80,7 +80,7 @@ class MegatronWriter(DcpWriter):
     def finish(self, storage: Storage, done: Mapping[str, WrittenFile], check: Callable[[], None]) -> None:
         """Publish what describes the files, then the file that names their folder."""
         check()
-        storage.retract(f"{self.folder}.metadata")  # of other arguments than those that come now
+        storage.delete(f"{self.folder}.metadata")  # of other arguments than those that come now
         storage.publish_while(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode(), check)
         storage.publish_while(f"{self.folder}common.pt", object_to_bytes(dict(self.common)), check)
         self.publish(storage, done, check, None, self.folder)
