@@ -206,11 +206,11 @@ def in_sections(step: int) -> Any:
     return {"one": {"w": state_of(step)["w"], "b": state_of(step)["b"]}, "two": {"v": state_of(step)["v"]}}
 
 
-def with_optimizer(step: int) -> Any:
-    """A model, its masters, and the states of its optimizer, all of one step; the count of steps is the same of all."""
+def with_optimizer(step: int, counted: float = 7.0) -> Any:
+    """A model, its masters, and the states of its optimizer, all of one step, which need not be the `counted` one."""
     model = {f"decoder.layers.{n}.mlp.linear_fc{n + 1}.weight": torch.full((6, 8), float(step)) for n in range(2)}
     states = {
-        name: {"step": torch.tensor(7.0), "exp_avg": value * 0.5, "exp_avg_sq": value * 2}
+        name: {"step": torch.tensor(counted), "exp_avg": value * 0.5, "exp_avg_sq": value * 2}
         for name, value in model.items()
     }
     return {"model": model, "optim": {"state": states, "param_groups": [{"lr": 0.1, "params": [*model]}]}, "epoch": 3}
@@ -417,6 +417,8 @@ SCENARIOS: dict[str, Scenario] = {
     "convert to torch_checkpointing": converted("torch_checkpointing", "out", 1, is_atomic=False),
     "convert sections": converted("torch_checkpointing", "out", 1, is_atomic=False, state=in_sections),
     "convert to deepspeed": converted("deepspeed", "out", 1, is_atomic=False, state=with_optimizer),
-    "convert to megatron": converted("megatron", "iter_0000007", 1, is_atomic=False, state=with_optimizer),
+    "convert to megatron": converted(
+        "megatron", "iter_0000007", 1, is_atomic=False, state=lambda step: with_optimizer(step, counted=step)
+    ),
     "keep": kept(),
 }

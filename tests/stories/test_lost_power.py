@@ -35,7 +35,6 @@ RETRACTED = {
     "commit.unpublish: storage.retract(MANIFEST)": "prune",
     "safetensors.SafetensorsWriter.finish: out.retract(name)": "convert over safetensors",
     "writer.DeepSpeedWriter.finish: out.retract(_LATEST)": "convert to deepspeed",
-    'writer.MegatronWriter.finish: out.retract(f"{self.folder}.metadata")': "convert to megatron",
     "writer.TorchCheckpointingWriter.finish: out.retract(METADATA)": "convert sections",
 }
 """The same of each line that removes something before others go on: these calls do nothing else but to order."""
