@@ -78,6 +78,7 @@ class MegatronWriter(DcpWriter):
 
     def finish(self, out: Publication) -> None:
         """Publish what describes the files, then the file that names their folder."""
+        out.check()
         out.storage.delete(f"{self.folder}.metadata")  # of other arguments than those that come now
         out.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
         out.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
