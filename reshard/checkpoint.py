@@ -373,7 +373,7 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
     """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
 
         checkpoint = reshard.open("run/step-1000")
-        rows = checkpoint["model.wq.weight"][:4]  # reads these rows only
+        rows = checkpoint["model.wq.weight"][:4]  # reads the blocks with these rows
         newest = reshard.open("run")              # `.url` says which; `.warnings` lists steps that were skipped
 
     Reads the metadata only, and runs no code from the checkpoint.

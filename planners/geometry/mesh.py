@@ -321,7 +321,7 @@ def parse_placement(text: str) -> Placement:
         match = pattern.fullmatch(compact)
         if match is not None:
             return make(match)
-    raise PlanError(f"unknown placement {text!r}: write S(dim), _S(dim, split_factor), B(dim, size+size) or R")
+    raise PlanError(f"unknown placement {text!r}: write S(dim), _S(dim, split_factor), B(dim, size+size), or R")
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:

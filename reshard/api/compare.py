@@ -120,8 +120,8 @@ def compare(
             This is fast, but does not find damage since the save. Not with a tolerance.
         labels: names for the two sides in the report; default: their paths.
         workers: number of processes on this host that compare at the same time.
-        executor: runs the comparison as tasks, as in `reshard.convert`. Pass both checkpoints by
-            path then.
+        executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints
+            by path.
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`.
             This takes longer.

@@ -156,8 +156,8 @@ def convert(
 
     Raises:
         CorruptCheckpointError: the source changed after it was saved. Nothing was published.
-        FormatError: the format cannot store the source, or there is already a checkpoint at
-            `target`.
+        FormatError: the format cannot store the source.
+        CheckpointExistsError: there is a checkpoint at `target`, and `overwrite` is False.
         KeyMismatchError: the mapping or selection does not match the source. Others as
             `reshard.open`.
     """

@@ -68,10 +68,10 @@ def verify(
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         workers: number of processes on this host that read at the same time.
-        executor: runs the reads as tasks, as in `reshard.convert`. Pass both checkpoints by path then.
+        executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, also of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
+    Returns a report, even of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
     where known. `covered` says in how many bytes a changed bit would have been found: none in formats
     without checksums, such as safetensors. If the checkpoint itself is damaged, it is not compared with `against`, and
     `covered` is None. The call raises only if there is no checkpoint, or none in a known format.

@@ -39,10 +39,10 @@ EXIT_ERROR = 3
 _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 
 CHECKPOINT is a folder, file, or URL in any known format. The folder of a run means its newest
-complete checkpoint; to choose another one, give its own folder.
+complete checkpoint; to choose another, give its folder, or --step N if the command has it.
 
-Exit codes: 0 for success or yes; 1 for no (damage, differences, a failed proof); 2 for wrong
-usage; 3 for an error, with the reason and the fix on stderr; 130 when interrupted. Add --traceback to any
+Exit codes: 0: success or yes; 1: no (damage, differences, failed proof); 2: wrong usage;
+3: error, with reason and fix on stderr; 130: interrupted. Add --traceback to any
 command to see where an error comes from."""
 
 

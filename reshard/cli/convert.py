@@ -50,7 +50,7 @@ _Onto = Annotated[
     typer.Option(
         metavar="LAYOUT",
         autocompletion=topologies,
-        help="Write one file per rank of fsdp=8, fsdp=4,tp=2, or a file.",
+        help="One file per rank of fsdp=4,tp=2 or a layout file.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""`reshard diff`: whether two checkpoints of any formats and topologies are the same."""
+"""`reshard diff`: whether two checkpoints of any format and topology are the same."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print all differences as JSON.")] = False,
     html: Html = None,
 ) -> None:
-    """Compare two checkpoints of any formats and topologies.
+    """Compare two checkpoints of any format and topology.
 
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --unread is quick, but does not detect damage since the save.

@@ -33,8 +33,8 @@ def explain(
 ) -> None:
     """Explain the short form of a layout.
 
-    Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, the tensor is the
-    smallest that every rank gets a part of. Larger meshes than 64 ranks are drawn only with --shape.
+    Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, draws the
+    smallest tensor that gives every rank a part. Meshes above 64 ranks need --shape.
 
     Placements without a mesh, as torch prints them, and topologies such as fsdp=4,tp=2 are explained but not drawn.
     """

@@ -42,9 +42,11 @@ _Onto = Annotated[
 ]
 _ReadRate = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Estimate the time at this rate per host and second: 2GB."),
+    typer.Option(metavar="SIZE", help="Estimate the time, reading this much per host and second: 2GB."),
 ]
-_AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
+_AllowUnsharded = Annotated[
+    bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
+]
 
 
 def plan(

@@ -100,7 +100,20 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Call `get_model_state_dict` and `get_optimizer_state_dict`, and return both results."""
+    """Return the states of a model and its optimizers, under canonical names.
+
+        model_state, optim_state = reshard.get_state_dict(model, optimizer)
+        reshard.save({"model": model_state, "optim": optim_state}, "checkpoint")
+
+    Args:
+        model: as in `get_model_state_dict`.
+        optimizers: one, or a list.
+        submodules: return only what belongs to these modules.
+        options: a `StateDictOptions`.
+
+    Returns:
+        The results of `get_model_state_dict` and `get_optimizer_state_dict`.
+    """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
     live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))

@@ -65,7 +65,7 @@ class LocalStorage(Storage):
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
-                raise StorageError(f"{self.url} is a file, expected a folder: use another path")
+                raise StorageError(f"{self.url} is a file, not a folder: use another path")
             _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))
 
@@ -399,7 +399,7 @@ _FIXES = {
     errno.ENOSPC: "no space left on the device: free some space, or use another folder",
     errno.EDQUOT: "disk quota exceeded: free some space, or use another folder",
     errno.EFBIG: "the file exceeds the maximum size of this file system or process",
-    errno.ENOTDIR: "a part of the path is a file, expected a folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
     errno.EISDIR: "it is a folder, expected a file",
     errno.EEXIST: "it already exists and is not overwritten: delete it first",
     errno.ENAMETOOLONG: "the name is too long for this file system",

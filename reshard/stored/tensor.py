@@ -353,7 +353,7 @@ class LazyTensor:
 
         Raises:
             IndexError: an index out of bounds, or too many.
-            TypeError: anything but ints, slices and Ellipsis; a step < 1 is a ValueError.
+            TypeError: anything but ints, slices, and Ellipsis; a step < 1 is a ValueError.
             CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
         """
         if index is Ellipsis:
@@ -418,7 +418,7 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[SteppedRa
             kept.append(True)
             continue
         if isinstance(item, bool) or not hasattr(item, "__index__") or isinstance(item, torch.Tensor | np.ndarray):
-            raise TypeError(f"tensor {name!r}: index it by ints, slices and Ellipsis, not by {type(item).__name__}")
+            raise TypeError(f"tensor {name!r}: index it by ints, slices, and Ellipsis, not by {type(item).__name__}")
         i = operator.index(item)
         if not -size <= i < size:
             raise IndexError(f"tensor {name!r}: index {i} is out of bounds for dim {d} of size {size}")

@@ -98,8 +98,9 @@ class RestoreReport(Tabled):
 
 
 class CheckpointManager:
-    """Manages the checkpoints of a training run below `root`: saves them in the background when they are due, removes
-    old ones, and restores the newest one in any topology.
+    """Save, remove, and restore the checkpoints of a training run below `root`.
+
+    Saves run in the background when they are due, and the newest checkpoint is restored in any topology.
 
         state = {"model": model, "optim": optimizer, "step": 0}
         with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:

@@ -43,7 +43,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
-            raise OptionError("Every needs steps=, seconds= or both")
+            raise OptionError("Every needs steps=, seconds=, or both")
         if self.steps is not None and not is_count(self.steps):
             raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r:.80}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):

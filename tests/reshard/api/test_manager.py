@@ -625,7 +625,7 @@ def test_options_that_cannot_be_are_told(options: Any, words: str, tmp_path: Pat
 
 
 POLICIES = [
-    (lambda: Every(), "steps=, seconds= or both"),
+    (lambda: Every(), "steps=, seconds=, or both"),
     (lambda: Every(steps=0), "steps must be an integer >= 1"),
     (lambda: Every(steps=True), "steps must be an integer >= 1"),
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),

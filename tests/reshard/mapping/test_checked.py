@@ -34,7 +34,7 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
     yield "`transformers`, `plain`", TRANSFORMERS, [family for family in ARCHITECTURES if family in TINY]
     yield (
         "the same",
-        "As DeepSeek-V3, whose code and names it has",
+        "Same code and names as DeepSeek-V3",
         [family for family in ARCHITECTURES if family not in (*TINY, *BY_HAND)],
     )
     yield "the same", "As the first row, by hand: its vision tower needs timm", list(BY_HAND)

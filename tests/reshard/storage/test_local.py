@@ -251,7 +251,7 @@ def test_one_call_may_read_less_than_is_there(of: tuple[int, ...], tmp_path: Pat
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     storage = LocalStorage(tmp_path / "model.pt")
-    with pytest.raises(StorageError, match=r"model\.pt is a file, expected a folder"):
+    with pytest.raises(StorageError, match=r"model\.pt is a file, not a folder"):
         storage.list()
     for call in (storage.read, storage.create, lambda name: storage.publish(name, b"")):
         with pytest.raises(StorageError, match="a part of the path is a file"):
