@@ -399,7 +399,7 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
     try:
         return open(path, step=step, check=check)
     except CorruptCheckpointError:
-        with suppress(ReshardError, ValueError):  # or as much is lost as the first error says
+        with suppress(ReshardError, ValueError):  # if this fails, too, the first error is raised
             contents, url = open_contents(path, step=step, check=check, lists=True)
             return Checkpoint(contents, url, None if isinstance(path, Storage) else path)
         raise

@@ -168,7 +168,6 @@ def load_with(
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     """Apply a mapping that is more than renames."""
-
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped

@@ -85,8 +85,8 @@ def verify(
     findings = _metadata_findings(checkpoint)
     try:
         total = sum(tensor.nbytes for tensor in checkpoint.values())
-    except CheckpointError:  # of a tensor that is among the findings
-        deep, total = False, 0
+    except CheckpointError as error:  # of a tensor, which the findings name
+        deep, total, findings = False, 0, findings or [Finding(str(error))]
     covered = None if findings else Coverage(total, 0, 0)
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:

@@ -116,14 +116,18 @@ def open_contents(
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
+
+    def checking() -> Checking:
+        return Checking(check, lost=[] if lists else None)
+
     found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
-        return _open_at(path, preferred, share, (check, lists), found)
+        return _open_at(path, preferred, share, checking, found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
-    return _open_step(path, run, preferred, step, share, (check, lists))
+    return _open_step(path, run, preferred, step, share, checking)
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
@@ -264,14 +268,14 @@ def _open_step(
     preferred: Format | None,
     wanted: int | None,
     share: native.Share,
-    how: tuple[bool, bool],
+    checking: Callable[[], Checking],
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred, share, how)
+            contents, url = _open_at(place, preferred, share, checking)
             if wanted is None:
                 contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
@@ -305,13 +309,13 @@ def _open_at(
     path: StoragePath,
     preferred: Format | None,
     share: native.Share,
-    how: tuple[bool, bool],
+    checking: Callable[[], Checking],
     found: _Found | None = None,
 ) -> tuple[Contents, str]:
     storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
-        facts, files = None, Files(storage, names, Checking(how[0], lost=[] if how[1] else None))
+        facts, files = None, Files(storage, names, checking())
         try:
             contents = _open(files, url, preferred)
             if (facts := contents.details(native.NativeFacts)) is not None:
