@@ -527,7 +527,9 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
         return Topology.parse(text, rules)
     parts = [_PART.fullmatch(part) for part in text.split(",")]
     sizes = {part[1]: part[2].split("x") for part in parts if part is not None}
-    if len(sizes) != len(text.split(",")):
+    if None not in parts and len(sizes) < len(parts):
+        raise PlanError(f"the topology {text!r} names an axis twice")
+    if None in parts:
         found = re.findall(r"([A-Za-z_]+)[=:\s]*(\d+(?:x\d+)*)", text)
         meant = ",".join(map("=".join, found)) if {name for name, _ in found} <= {*_NAMES} else ""
         near = f": did you mean {meant!r}?" if meant else "."

@@ -151,7 +151,7 @@ def _deep_findings(
             opening = None if opening is None else replace(opening, check=bool(lost) or native is None)
             told, named = {it.message for it in known}, {it.fqn for it in findings}
             read = _read_findings(checkpoint, opening, executor, step)
-            findings += [it for it in read if it.message not in told and it.fqn not in named]
+            findings += [it for it in read if (it.fqn or it.message not in told) and it.fqn not in named]
     return [*findings, *_object_findings(checkpoint)]
 
 

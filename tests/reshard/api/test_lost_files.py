@@ -54,6 +54,17 @@ def test_all_damaged_files_are_listed(format: Any, suffix: str, workers: int, fu
         reshard.load({"model": {"layers.0.w": torch.zeros(64, 64)}}, path, strict="subset")
 
 
+def test_a_truncated_file_is_named_with_its_tensors(tmp_path: Path) -> None:
+    reshard.save({"a": torch.ones(64), "b": torch.ones(64)}, path := tmp_path / "checkpoint")
+    (file,) = path.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:200])
+
+    report = reshard.verify(path)
+
+    assert {finding.fqn for finding in report.findings} == {None, "a", "b"}
+    assert all(f"{file.name} has 200 of its" in finding.message for finding in report.findings)
+
+
 def test_files_of_an_index_are_listed(full, tmp_path) -> None:
     path = tmp_path / "hf"
     reshard.convert(full, path, format="safetensors", max_shard_bytes=20_000)

@@ -76,6 +76,7 @@ def test_version(say) -> None:
         (["diff", ".", ".", "--workers", "2", "--model"], 2, "--workers compares full checkpoints"),
         (["inpect", "."], 2, "Did you mean 'inspect'? See reshard --help"),
         (["plan", "dp=two", "tp=2"], 2, "'dp=two' is neither a path nor a topology. Write a topology like"),
+        (["plan", "tp=4,tp=2", "tp=2"], 2, "the topology 'tp=4,tp=2' names an axis twice"),
         (["plan", "fsdp6", "tp=2"], 2, "'fsdp6' is neither a path nor a topology: did you mean 'fsdp=6'?"),
         (["plan", "fsdp=4/tp=2", "tp=2"], 2, "topology: did you mean 'fsdp=4,tp=2'?"),
         (["plan", "tp=", "tp=2"], 2, "cannot read the topology 'tp=': expected tp=RANKS, with numbers >= 1"),
