@@ -306,8 +306,8 @@ class Targets(State[LiveTensor]):
             saved: objects of the checkpoint by key. A list, tuple, or dict of plain values counts
                 as one object if its key is in `saved`. So does a list or tuple with tensors, if one
                 with the same number of items was saved.
-            tensors: paths of the checkpoint's tensors. The containers that hold them are matched
-                entry by entry, also if they hold none in `state`.
+            tensors: paths of the checkpoint's tensors. A container of `state` without tensors is
+                matched entry by entry if the checkpoint has some in it, unless it is empty.
             entry_by_entry: match each entry of a dict separately, instead of replacing dicts as a
                 unit.
         """
@@ -316,20 +316,21 @@ class Targets(State[LiveTensor]):
         own: list[KeyPath] = []
         live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, own))
         # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere
-        full: set[KeyPath] = {(), *(path[:i] for path in (*own, *tensors) for i in range(len(path)))}
+        full: set[KeyPath] = {(), *(path[:i] for path in own for i in range(len(path)))}
+        saved_full = {path[:i] for path in tensors for i in range(len(path))}
         for key, path in live.paths.items():
-            if key not in live.objects:
-                full.update(path[:i] for i in range(len(path)))
-            elif entry_by_entry:  # and dicts, and what holds a dict
-                full.update(path[:i] for i in range(_depth_of_dicts(path)))
+            above = [path[:i] for i in range(len(path))]
+            full.update(saved_full.intersection(above) if key in live.objects else above)
+            if entry_by_entry and key in live.objects:  # and dicts, and what holds a dict
+                full.update(above[: _depth_of_dicts(path)])
         if entry_by_entry:
             empty = [path for path, kind in live.containers.items() if kind.partition(":")[0] == "dict"]
             full.update(path[:i] for path in empty for i in range(len(path) + 1))
-        above = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
-        objects = {key: value for key, value in live.objects.items() if above[key] is None}
+        unit_of = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
+        objects = {key: value for key, value in live.objects.items() if unit_of[key] is None}
         containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
-        units = {key_of(p): p for p in (*above.values(), *(_outermost(p, full) for p in containers)) if p}
-        paths = {key: path for key, path in live.paths.items() if above.get(key) is None} | units
+        units = {key_of(p): p for p in (*unit_of.values(), *(_outermost(p, full) for p in containers)) if p}
+        paths = {key: path for key, path in live.paths.items() if unit_of.get(key) is None} | units
         return cls(live.tensors, objects, paths, live.containers, live.aliases, live.per_rank, state, units)
 
     def live(self, key: str, levels: int = 0) -> Any:
