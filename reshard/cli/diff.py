@@ -41,6 +41,7 @@ from reshard.cli.show import (
     size,
     write_page,
 )
+from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Finding
@@ -63,6 +64,7 @@ _Unread = Annotated[
 ]
 
 
+@gc_paused()
 def diff(
     a: Source,
     b: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],

@@ -19,6 +19,7 @@ from reshard.cli.show import (
     size,
 )
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+@gc_paused()
 def verify(
     path: Source,
     against: Annotated[
