@@ -150,26 +150,28 @@ class Topology:
 
         Raises PlanError for text that cannot be parsed.
         """
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        numbered = enumerate(map(str.strip, text.splitlines()), 1)
+        lines = [(number, line) for number, line in numbered if line and not line.startswith("#")]
         its_rules = [*itertools.starmap(Rule.parse, (rules or {}).items())]
         its_homes = [*itertools.starmap(Home.parse, (homes or {}).items())]
         its_even = list(even)
-        for line in lines[1:]:
+        for number, line in lines[1:]:
             body = line.removesuffix("(optional)").rstrip()
             optional = body != line
-            if " -> " in body:
-                pattern, _, rest = body.rpartition(" -> ")
-                its_rules.append(Rule.parse(pattern.strip(), rest, optional))
-            elif " on " in body:
-                pattern, _, rest = body.rpartition(" on ")
-                its_homes.append(Home.parse(pattern.strip(), rest, optional))
-            elif body.startswith("even "):
-                its_even += [name.strip() for name in body.removeprefix("even ").split(",")]
-            else:
-                raise PlanError(
-                    f"cannot read the line {line!r} of a topology: write 'glob -> placements' or 'glob on pp=1'"
-                )
-        return cls(Mesh.parse(lines[0] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
+            try:
+                if " -> " in body:
+                    pattern, _, rest = body.rpartition(" -> ")
+                    its_rules.append(Rule.parse(pattern.strip(), rest, optional))
+                elif " on " in body:
+                    pattern, _, rest = body.rpartition(" on ")
+                    its_homes.append(Home.parse(pattern.strip(), rest, optional))
+                elif body.startswith("even "):
+                    its_even += [name.strip() for name in body.removeprefix("even ").split(",")]
+                else:
+                    raise PlanError(f"cannot read {line!r}: write 'glob -> placements' or 'glob on pp=1'")
+            except PlanError as error:
+                raise PlanError(f"line {number} of the topology: {error}") from None
+        return cls(Mesh.parse(lines[0][1] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
 
     def layout(self, specs: Iterable[TensorSpec] | Mapping[str, TensorSpec]) -> StateLayout:
         """Return the layout of a state on this topology. The job has the ranks of the mesh, even if the tensors need

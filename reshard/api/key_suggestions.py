@@ -193,13 +193,18 @@ def section(
     for i, (key, where) in enumerate(keys.items()):
         name = mapped.get(key, key) if mapped else key
         close = (
-            difflib.get_close_matches(name, others, n=1, cutoff=0.75)
+            difflib.get_close_matches(name, [o for o in others if _numbers(o) == _numbers(name)], n=1, cutoff=0.75)
             if i < _MOST_GUESSES and name not in known and len(others) < _MOST_KNOWN
             else []
         )
         sought = f"   (looked for as {name!r})" if name != key else ""
         out.append(f"    {key}{where}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     return out
+
+
+def _numbers(name: str) -> list[str]:
+    """Those of layers and experts, which are hardly ever mistyped."""
+    return re.findall(r"\d+", name)
 
 
 def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:

@@ -26,7 +26,7 @@ from reshard.api.key_suggestions import (
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
-from reshard.live.dtypes import dtype_from_name, refused_cast
+from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
 from reshard.live.state import OwnState, Targets
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
@@ -162,7 +162,8 @@ class KeyMatch:
         if dtype != spec.dtype:
             why = refused_cast(spec.dtype, dtype) if self.dtype_policy == "cast" else ""
             if self.dtype_policy == "error" or why:
-                self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{why and f' ({why})'}")
+                note = f" ({why})" if why else lossy_cast(spec.dtype, dtype)
+                self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{note}")
                 return False
             if self.dtype_policy == "saved":
                 self.targets.replaced[key] = dtype_from_name(spec.dtype)
@@ -546,8 +547,9 @@ class Mismatches:
                 "shapes are those of full tensors: pass a shard as the DTensor, not as to_local(). The rule Resize of "
                 "reshard.mapping pads or crops"
             )
-        if any("but the target is" in line for line in self.mismatched):
-            fixes.append("dtype_policy='cast' converts, dtype_policy='saved' keeps the saved dtype")
+        if dtypes := [line for line in self.mismatched if "but the target is" in line]:
+            cast = "" if any(DROPS in line for line in dtypes) else "dtype_policy='cast' converts, "
+            fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planners.errors import PlanError
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
@@ -117,7 +118,10 @@ def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | No
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"{path} cannot be read: {error}") from error
     if Path(path).suffix != ".json":
-        return Topology.parse(text, rules)
+        try:
+            return Topology.parse(text, rules)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
     from planners.plans.codec import loads
 
     value = loads(text)

@@ -328,7 +328,8 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
     for naming_of_a_side in (source, target) if colon else ():
         choice(naming_of_a_side, NAMINGS, "naming scheme")
     if not colon or config is None:
-        raise UsageError("write --names FROM:TO --config config.json, such as --names torchtitan:huggingface")
+        fix = "the model's config.json is needed: add" if colon else "write --names FROM:TO"
+        raise UsageError(f"--names {names}: {fix} --config config.json, such as --names torchtitan:huggingface")
     return ready(config, source, target, **_options(naming or [], ready))
 
 

@@ -100,16 +100,16 @@ def convert(
 
     format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
-    source, dtype = arguments.newest(source, step), dtype and arguments.dtype_name(dtype)
-    given = arguments.read_hints(hint, used=normalized or model)
+    dtype, given = dtype and arguments.dtype_name(dtype), arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)
+    engine, source = arguments.executor_on(on), arguments.newest(source, step)
     kept: list[str] = []
     if names is not None and mapping is not None:
         opened = reshard.open(source)
         named = opened.canonical(hints, model_only=model) if model or normalized else opened
         kept = arguments.untaken(names, mapping, plain.apply(named))
-    with _resumable(), arguments.executor_on(on) as executor:
+    with _resumable(), engine as executor:
         report = reshard.convert(
             source,
             target,

@@ -102,7 +102,7 @@ def diff(
             "--normalized, --model, --names, and --select, or convert one first"
         )
     given = read_hints(hint, used=normalized or model)
-    mapping = mapping_of(names, config, naming)
+    mapping, engine = mapping_of(names, config, naming), executor_on(on)
     sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
     sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
@@ -114,7 +114,7 @@ def diff(
         labels=labels,
         measure=html is not None,
     )
-    with executor_on(on) as executor:
+    with engine as executor:
         report = how(*sides, workers=workers, executor=executor, progress=not as_json)
     if html is not None:
         write_page(html, report.to_html(), as_json=as_json)

@@ -50,6 +50,7 @@ def verify(
     import reshard
     from reshard.formats.opening import steps_at
 
+    engine = executor_on(on)
     given, against = path, against and newest(against)
     try:
         path = newest(path, step)
@@ -57,7 +58,7 @@ def verify(
         if step is None and steps_at(path):  # none of them is complete
             raise damaged(path, str(error), as_json) from None
         raise
-    with executor_on(on) as executor:
+    with engine as executor:
         report = reshard.verify(
             path, against, deep=not shallow, workers=workers, executor=executor, progress=not as_json
         )
@@ -81,7 +82,10 @@ def _failure(report: Report, right: str, against: str | None) -> str:
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        return f"damaged: {counted(number, 'problem')}" + (against is not None) * f"; not compared with {against}"
+        harmed = sum(finding.fqn is not None for finding in report.findings)
+        what = counted(number - harmed or number, "problem")
+        affected = f", {counted(harmed, 'tensor')} affected" if 0 < harmed < number else ""
+        return f"damaged: {what}{affected}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     texts = [finding.message for finding in report.findings]
     harmed = sum(is_about(text, against) for text in texts)

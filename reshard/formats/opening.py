@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
-from planners.units import format_some
+from planners.units import format_count, format_some
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,6 +27,7 @@ from reshard.errors import (
     did_you_mean,
 )
 from reshard.formats.format import Format
+from reshard.formats.pipeline_stages import is_later_stage
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
@@ -51,6 +52,8 @@ _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 _MARKERS = (MANIFEST, ".metadata")
 """The path of such a file is that of its checkpoint, whatever other files are there."""
 
+_MOST_REASONS = 3
+"""Steps of a run of which an error says why they cannot be opened."""
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
@@ -285,7 +288,9 @@ def _open_step(
             continue
         why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
         return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path))), url
-    why = [*(f"{name}: {error}" for name, error in skipped.items()), *run.not_opened(path)]
+    why = [f"{name}: {error}" for name, error in skipped.items()]
+    why[_MOST_REASONS:] = [f"and {format_count(len(why) - _MOST_REASONS, 'older step')}"] * (len(why) > _MOST_REASONS)
+    why += run.not_opened(path)
     kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
     kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
     raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
@@ -379,6 +384,11 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
             f"{', '.join(nested)}: open one of these, or the file, by its path"
         )
+    if format.name == "torch_save" and not _file_of(url) and is_later_stage(names):
+        warning = (
+            f"{next(iter(names))} is the only file: if it is one stage of a pipeline, the other stages are missing"
+        )
+        return replace(contents, warnings=(*contents.warnings, warning))
     if format.name != "native" or not beside:
         return contents
     warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"

@@ -34,7 +34,7 @@ from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["FORMAT"]
+__all__ = ["FORMAT", "is_later_stage"]
 
 
 _FILE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
@@ -54,6 +54,11 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
         return False
     ((section, ranks),) = sections.items()
     return bool(_FILE.fullmatch(section)) and 0 in ranks and len(ranks) > 1
+
+
+def is_later_stage(names: Mapping[str, int]) -> bool:
+    """Return True for a single file that is called as a stage after the first is."""
+    return len(names) == 1 and any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
 
 
 def open(files: Files) -> Contents:

@@ -12,11 +12,12 @@ from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
-    "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "raw_elements",
-    "refused_cast", "row_major_bytes",
+    "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "lossy_cast",
+    "raw_elements", "refused_cast", "row_major_bytes",
 ]  # fmt: skip
 
 
+DROPS = " (a cast would drop fractions)"
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
@@ -49,6 +50,11 @@ def refused_cast(old: object, new: object) -> str:
     if old != new and str(new).endswith(_POWERS):
         return f"{_POWERS} has no signs and no 0"
     return "torch does not convert pairs of numbers" if old != new and "_x2" in f"{old} {new}" else ""
+
+
+def lossy_cast(old: str, new: str) -> str:
+    """Return why errors should not recommend a cast that is possible, empty if they may."""
+    return DROPS * ("float" in old and new.startswith(("int", "uint", "bool")))
 
 
 def full_name(dtype: str | torch.dtype) -> str:

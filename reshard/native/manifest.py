@@ -219,7 +219,8 @@ def _read(storage: Storage, kind: Any) -> Any:
         return msgspec.json.decode(body + b"}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(
-            f"{where} is not a complete manifest: {error}. Restore the file, or load another checkpoint"
+            f"{where} is truncated or damaged, with {len(data):,} bytes: {error}. Restore the file, or load another "
+            "checkpoint"
         ) from None
     except RecursionError:
         raise CorruptCheckpointError(

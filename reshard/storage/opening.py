@@ -7,7 +7,7 @@ import re
 from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import StorageError, option_error
+from reshard.errors import StorageError, did_you_mean, option_error
 from reshard.storage.base import Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
@@ -63,8 +63,9 @@ def open_storage(path: StoragePath) -> Storage:
     if scheme == "hf":
         fix = f"open(huggingface_hub.snapshot_download({rest!r}))"
         hub = f". For a model on the Hugging Face hub, download it first and open its folder: {fix}"
+    near = did_you_mean(scheme, _OBJECT_STORES) or "."
     raise StorageError(
-        f"unknown scheme {scheme!r} of {text}. Use a local folder, file://, memory://, s3://, gs://, or az://{hub}"
+        f"unknown scheme {scheme!r} of {text}{near} Use a local folder, file://, memory://, s3://, gs://, or az://{hub}"
     )
 
 

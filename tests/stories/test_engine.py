@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 
 import reshard
+from planners.errors import PlanError
+from reshard.api.plan import read_layout_file
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -540,3 +542,60 @@ def test_a_key_that_found_its_counterpart_is_no_guess_for_another(tmp_path):
     assert "layer.weight   (did you mean 'layer.wieght'?)" in str(caught.value)
     assert "layer.wieght   (did you mean 'layer.weight'?)" in str(caught.value)
     assert "did you mean 'layer.w'?" not in str(caught.value)
+
+
+def test_a_guess_never_differs_in_a_number(tmp_path):
+    reshard.save({"layers.1.w": torch.ones(1), "layers.12.w": torch.ones(1)}, tmp_path)
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"layers.1.w": torch.zeros(1), "layers.11.w": torch.zeros(1)}, tmp_path)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_name_without_its_front_is_guessed(tmp_path):
+    reshard.save({"model": {"w": torch.ones(1), "v": torch.ones(1)}}, tmp_path)
+    with pytest.raises(KeyMismatchError, match=r"no tensor 'w': did you mean 'model.w'\?"):
+        reshard.open(tmp_path)["w"]
+
+
+def test_no_error_recommends_to_drop_fractions(tmp_path):
+    reshard.save({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(KeyMismatchError, match="a cast would drop fractions") as caught:
+        reshard.load({"w": torch.zeros(1, dtype=torch.int64)}, tmp_path)
+    assert "'cast'" not in str(caught.value)
+    assert "dtype_policy='saved'" in str(caught.value)
+    with pytest.raises(KeyMismatchError, match="'cast' converts"):
+        reshard.load({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path)
+    with pytest.raises(KeyMismatchError, match="a cast would drop fractions") as caught:
+        reshard.redistribute({"w": torch.ones(1)}, {"w": torch.zeros(1, dtype=torch.int64)})
+    assert "'cast'" not in str(caught.value)
+
+
+def test_a_manifest_cut_short_is_called_that(tmp_path):
+    reshard.save({"w": torch.ones(1)}, tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:300])
+    with pytest.raises(CorruptCheckpointError, match=r"is truncated or damaged, with 300 bytes: .*Restore the file"):
+        reshard.open(tmp_path)
+
+
+def test_a_scheme_that_is_nearly_right():
+    with pytest.raises(StorageError, match=r"unknown scheme 'gcs' of gcs://b/c: did you mean 'gs'\?"):
+        reshard.open("gcs://b/c")
+
+
+def test_a_later_stage_alone_is_no_whole_checkpoint(tmp_path):
+    for name in ("stage_1.pt", "stage_0.pt", "model_1.pt"):
+        (tmp_path / name[:-3]).mkdir()
+        torch.save({"w": torch.ones(1)}, tmp_path / name[:-3] / name)
+    (warning,) = reshard.open(tmp_path / "stage_1").warnings
+    assert warning.startswith("stage_1.pt is the only file: if it is one stage of a pipeline, the other stages are")
+    assert not reshard.open(tmp_path / "stage_1" / "stage_1.pt").warnings
+    assert not reshard.open(tmp_path / "stage_0").warnings
+    assert not reshard.open(tmp_path / "model_1").warnings
+
+
+def test_an_error_in_a_file_of_rules_says_where(tmp_path):
+    file = tmp_path / "rules.topology"
+    file.write_text("dp=2\n\n# the head\nhead -> Q(0)\n")
+    with pytest.raises(PlanError, match=r"rules\.topology: line 4 of the topology: the rule for 'head': unknown plac"):
+        read_layout_file(file)

@@ -79,10 +79,13 @@ class Preemption:
     """Handled from the creation of the manager, in the main thread, until it is closed. Earlier handlers are called,
     too."""
     file: str | os.PathLike[str] | None = None
+    """A relative path is in the folder that is current now."""
     asks: Callable[[], Any] | None = None
     """Called at each step at which ranks exchange requests; a true result is a request."""
 
     def __post_init__(self) -> None:
+        if self.file is not None:
+            object.__setattr__(self, "file", os.path.abspath(self.file))
         if self.asks is not None and not callable(self.asks):
             raise OptionError(f"Preemption: asks must be a function, got {self.asks!r:.80}")
         if not isinstance(self.signals, Collection):

@@ -130,7 +130,7 @@ def test_comments_and_blank_lines_are_passed_over():
         (lambda: Topology.parse("dp=2", {"*": "R"}, {"*": "dp=2"}), "is outside the mesh dp=2"),
         (lambda: Topology.parse("dp=2", {"*": "R"}, {"*": "dp"}), "cannot read the home 'dp'"),
         (lambda: Topology.parse("dp=2", {"*": "R"}, even=["tp"]), "the list of even axes names the axis 'tp'"),
-        (lambda: Topology.parse("dp=2\n* : R"), "cannot read the line"),
+        (lambda: Topology.parse("dp=2\n* : R"), "line 2 of the topology: cannot read"),
         (lambda: Topology.parse("dp*2", {"*": "R"}), "cannot read 'dp\\*2' in the mesh"),
     ],
 )

@@ -541,6 +541,15 @@ def test_the_newest_is_taken_of_memory_and_storage(background: bool, tmp_path: P
     assert restored() == (4, False, 4.0)  # neither storage nor memory brings back what is behind it
 
 
+def test_a_relative_file_of_a_request_stays_where_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    preemption = Preemption(file="stop")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    (tmp_path / "stop").touch()
+    assert preemption.asked() == [f"the file {tmp_path / 'stop'}"]
+
+
 @pytest.mark.parametrize("how", ["signal", "file", "asks"])
 def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -> None:
     file, asked, heard = tmp_path / "stop", [False], []

@@ -108,6 +108,11 @@ def test_version(say) -> None:
         (["inspect", ".", "--select"], 2, "Option '--select' requires an argument. See reshard inspect --help"),
         (["convert", ".", "out", "--format"], 2, "requires an argument. See reshard convert --help"),
         (["convert", ".", "out", "--names", "torchtitan"], 2, "write --names FROM:TO --config config.json"),
+        (
+            ["convert", ".", "out", "--names", "torchtitan:huggingface"],
+            2,
+            "the model's config.json is needed: add --con",
+        ),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
         (["convert", ".", "out", "-f", "hf"], 2, "there is no format 'hf': did you mean 'huggingface'?"),

@@ -118,7 +118,21 @@ def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, opti
     (tmp_path / "run" / "step-3" / "manifest.json").write_text("x")
     said = say(command, tmp_path / "run", *options)
     assert said.code == 1
-    assert "manifest.json is not a complete manifest" in said.out
+    assert "manifest.json is truncated or damaged, with" in said.out
+
+
+def test_a_lost_file_is_one_problem_of_many_tensors(say, tmp_path) -> None:
+    reshard.save({f"w{number}": torch.ones(3) for number in range(16)}, tmp_path / "one")
+    next((tmp_path / "one").glob("data-*/*.safetensors")).unlink()
+    assert "damaged: 1 problem, 16 tensors affected" in say("verify", tmp_path / "one").out
+
+
+def test_an_error_of_usage_is_all_that_is_printed(say, tmp_path) -> None:
+    reshard.save({"a": torch.ones(3)}, tmp_path / "run" / "step-3")
+    for words in (("convert", tmp_path / "run", "out", "--hint", "x"), ("verify", tmp_path / "run", "--on", "x")):
+        said = say(*words)
+        assert said.code == 2
+        assert "using" not in said.out + said.err
 
 
 @pytest.fixture

@@ -93,6 +93,15 @@ def test_what_is_not_complete_is_passed_over_and_told(tmp_path: Path) -> None:
         reshard.open(tmp_path)
 
 
+def test_of_many_steps_without_one_that_opens_the_newest_say_why(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        as_ours(tmp_path / f"step-{step}", float(step))
+        (tmp_path / f"step-{step}" / "manifest.json").write_text("x")
+    with pytest.raises(CorruptCheckpointError, match=r"step-6: .*; step-4: [^;]*; and 3 older steps$") as caught:
+        reshard.open(tmp_path)
+    assert "step-3" not in str(caught.value)
+
+
 def test_one_that_this_version_cannot_read_is_not_passed_over(tmp_path: Path) -> None:
     for step in (1, 2):
         as_ours(tmp_path / f"step-{step}", float(step))
