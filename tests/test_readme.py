@@ -155,6 +155,8 @@ def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: p
         return
     if words[0] == "convert":
         words[2] = str(tmp_path / words[2])  # of several commands that name the same target
+    if words[0] == "demo":
+        words += ["--steps", "6"]  # `make demo` trains in full
 
     with pytest.raises(SystemExit) as end:
         run(words)

@@ -205,7 +205,10 @@ BAD = {
     "shifted": (gguf({"a": A}, shift=32), "'a' should begin 0 bytes after the header, and the header says 32"),
     "cut": (gguf({"a": A})[:-20], "truncated"),
     "twice": (gguf({"ab": A, "ac": A}).replace(b"ac", b"ab"), "'ab' twice"),
-    "alignment": (gguf({"a": A}, {"general.alignment": 1 << 30})[:200], "truncated|no number"),
+    "alignment": (
+        gguf({"a": A}, {"general.alignment": 64}).replace(struct.pack("<Ii", 5, 64), struct.pack("<Ii", 5, 1 << 30)),
+        "truncated|no number",
+    ),
     "not a number": (gguf({"a": A}, {"general.alignmenu": "x"}).replace(b"menu", b"ment"), "should be a number"),
     "deep": (gguf({}, {"a": eval("[" * 40 + "1" + "]" * 40)}), "nested too deeply"),
 }
