@@ -159,8 +159,9 @@ def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | Non
     if not isinstance(value, Mapping):
         kind = sequence_kind(value)
         return None if kind is None else (kind, list(enumerate(value)))
-    parts = [part for key in value if (part := _part_of(key)) is not None]
-    if len(parts) < len(value):
+    keys = list(value.keys())  # a TensorDict iterates over its batch, and has the length of it
+    parts = [part for key in keys if (part := _part_of(key)) is not None]
+    if len(parts) < len(keys):
         return None
     if any(type(part) is IntKey for part in parts):
         texts = {part for part in parts if type(part) is str}
@@ -324,7 +325,7 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
     "dict:dict[app.Mode]" for keys of a class that is saved as text or numbers. Mappings of this
     library are dicts to everyone."""
     cls = type(value)
-    keys = set(map(type, value)) - {str, int}
+    keys = set(map(type, value.keys())) - {str, int}
     if not keys and (cls is dict or cls.__module__.startswith("reshard.")):
         return "dict"
     return f"dict:{class_name(value)}" + (f"[{','.join(sorted(map(_name, keys)))}]" if keys else "")

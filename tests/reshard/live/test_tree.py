@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections import deque, namedtuple
+from collections import UserDict, deque, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import reshard
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.tree import CustomValue, copy_containers, flatten, leaves_of, map_leaves, unflatten
@@ -293,3 +296,35 @@ def test_leaves_are_changed_in_new_containers_and_told_by_path() -> None:
     assert again == nest
     assert again["a"] is not nest["a"]
     assert again["a"][1] is nest["a"][1]
+
+
+class _Batch(UserDict[str, torch.Tensor]):
+    """Of tensors, as a TensorDict is: it iterates over rows, and has as many of them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{key: value[i] for key, value in self.data.items()} for i in range(len(self))])
+
+    def __len__(self) -> int:
+        return 3
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def values(self) -> Any:
+        return self.data.values()
+
+    def items(self) -> Any:
+        return self.data.items()
+
+
+def test_a_mapping_that_iterates_over_something_else_is_taken_apart_by_its_keys(tmp_path: Path) -> None:
+    rows = torch.arange(6.0).reshape(3, 2)
+    reshard.save({"data": _Batch({"rows": rows, "more": rows + 1})}, tmp_path / "saved")
+
+    target = _Batch({"rows": torch.zeros(3, 2), "more": torch.zeros(3, 2)})
+    report = reshard.load({"data": target}, tmp_path / "saved")
+
+    assert report.ok
+    assert sorted(report.loaded) == ["data.more", "data.rows"]
+    assert torch.equal(target.data["rows"], rows)
+    assert torch.equal(target.data["more"], rows + 1)
