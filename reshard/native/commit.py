@@ -418,8 +418,11 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
         storage.retract(last)
         last = claim
     storage.delete(last)
-    for name in storage.names(f"{folder_of(save_id)}/"):  # of a rank that was late, and continued
-        storage.delete(name)
+    removed: list[str] = []
+    while (late := storage.names(f"{folder_of(save_id)}/")) and late != removed:  # of a rank that continued late
+        for name in late:
+            storage.delete(name)
+        removed = late
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:

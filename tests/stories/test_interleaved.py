@@ -42,7 +42,10 @@ def test_the_old_or_the_new_one_whatever_happens(verb: str, root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "seed"),
-    [("save, prune beside", "d31.4.21"), ("save, base beside", "d31.20.21"), ("save, base beside", "d31.47.39")],
+    [
+        ("save, prune beside", "d31.4.21"),
+        *(("save, base beside", seed) for seed in ("d31.20.21", "d31.47.39", "20261127.1023")),
+    ],
 )
 def test_a_rank_that_is_late_leaves_no_data_of_a_save_that_others_gave_up(verb: str, seed: str, root: Path) -> None:
     assert not trial(seed, verb, "pause", root=root).violations
