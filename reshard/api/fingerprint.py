@@ -33,16 +33,11 @@ from reshard.storage.base import Storage
 from reshard.stored.streaming import Feed, Region
 from reshard.stored.tensor import LazyTensor
 
-__all__ = ["Exchange", "alone", "fingerprint", "holdings", "join"]
+__all__ = ["Exchange", "fingerprint", "holdings", "join"]
 
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends this rank's bytes to all ranks and returns those of all ranks, in rank order."""
-
-
-def alone(data: bytes) -> Sequence[bytes]:
-    """The exchange of a single process: no other rank takes part."""
-    return [data]
 
 
 @renamed()
@@ -72,8 +67,8 @@ def fingerprint(
         layouts: layouts of plain tensors that hold only this rank's shard, by dotted key. Without
             one, a plain tensor is a full tensor.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
-        exchange: how bytes reach the other ranks. Default: the default group. `alone` uses this
-            process only.
+        exchange: how bytes reach the other ranks. Default: the default group. `lambda data: [data]`
+            uses this process only.
         key: see `Key`.
         executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
 

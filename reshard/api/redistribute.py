@@ -337,7 +337,7 @@ def prepare(
 
     Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
     `run`. The result refers to the tensors that you pass. Their values and their memory may change
-    between runs.
+    between runs. With `delta=True`, each run sends only what changed: see docs/live.md.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):

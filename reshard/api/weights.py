@@ -68,7 +68,7 @@ class WeightBucket:
     flat: torch.Tensor
     """One dim of uint8."""
     before: torch.Tensor | None = None
-    """What the last pass gave of the same tensors, on the CPU; None if it gave none."""
+    """The values of these tensors in the last pass, on the CPU; None if it had none of them."""
 
     @classmethod
     def empty(cls, places: tuple[WeightPlace, ...], device: torch.device | str) -> WeightBucket:

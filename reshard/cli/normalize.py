@@ -20,7 +20,7 @@ def normalize(
 ) -> None:
     """Show the model and optimizer of a checkpoint under canonical names.
 
-    Removes prefixes of wrappers, flat and fused storage, and padding. Reads metadata only and writes nothing; to write
+    Removes wrapper prefixes and padding, and splits stacks and flat shards. Reads metadata only; to write
     the result, use convert --normalized.
     """
     import reshard

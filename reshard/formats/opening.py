@@ -389,9 +389,12 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             f"{next(iter(names))} is the only file: if it is one stage of a pipeline, the other stages are missing"
         )
         return replace(contents, warnings=(*contents.warnings, warning))
-    if format.name != "native" or not beside:
+    unopened = [f"{name} beside {MANIFEST}" for name in beside] if format.name == "native" else []
+    if format.name == "safetensors" and HF_INDEX not in names:  # such as the later modules of sentence-transformers
+        unopened = [name for name in names if "/" in name and name.endswith(".safetensors")]
+    if not unopened:
         return contents
-    warning = f"{format_some(beside, 1)} beside {MANIFEST} was not opened: to open it, pass its path"
+    warning = f"{format_some(unopened, 1)} was not opened: to open it, pass its path"
     return replace(contents, warnings=(*contents.warnings, warning))
 
 

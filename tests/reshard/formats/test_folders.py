@@ -291,3 +291,15 @@ def test_a_folder_with_a_star_in_its_name_is_no_pattern(tmp_path: Path) -> None:
     assert list(reshard.open("memory://stars/a*b")) == ["w"]
     torch.save(state, tmp_path / "one*.pt")
     assert list(reshard.open(tmp_path / "one*.pt")) == ["w"]
+
+
+def test_files_of_tensors_below_a_model_are_named_as_not_opened(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "2_Dense/model.safetensors"):  # as sentence-transformers saves its modules
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        save_file({"weight": torch.ones(2)}, path)
+
+    opened = reshard.open(tmp_path)
+
+    assert list(opened) == ["weight"]
+    assert opened.warnings == ("2_Dense/model.safetensors was not opened: to open it, pass its path",)

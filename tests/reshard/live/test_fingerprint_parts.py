@@ -15,7 +15,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate, Shard, StridedShard
-from reshard.api.fingerprint import alone, fingerprint, holdings, join
+from reshard.api.fingerprint import fingerprint, holdings, join
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.live import (
     fingerprint_arithmetic as fold_module,
@@ -28,6 +28,11 @@ from tests import gloo
 from tests.bits import random_bits, select
 
 # --- parts and errors -------------------------------------------------------------------------------------------------
+
+
+def alone(data: bytes) -> list[bytes]:
+    """The exchange of a single process."""
+    return [data]
 
 
 def test_a_missing_or_doubled_part_is_an_error():
