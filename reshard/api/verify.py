@@ -143,7 +143,7 @@ def _deep_findings(
     native = checkpoint.contents.details(NativeFacts)
     sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
     sizes = {name: record.nbytes for name, record in native.files.items()} if native is not None else sizes
-    sizes = {name: nbytes for name, nbytes in sizes.items() if name not in skipped}
+    sizes = {name: nbytes for name, nbytes in sizes.items() if not {name, f"{name}.sums"} & skipped}
     with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
             findings = _block_findings(checkpoint, opening, sizes, executor, blocks)

@@ -99,6 +99,8 @@ def test_a_file_of_another_length(path, change, suffix):
     message = refused(path)
     assert file.name in message
     assert "missing" in message if change == "delete" else str(len(data)) in message
+    findings = reshard.verify(path).findings
+    assert len([finding for finding in findings if finding.fqn is None]) == 1  # the file; others are of its tensors
 
 
 def test_bits_flipped_anywhere_are_found_and_change_no_target(path):
