@@ -27,7 +27,6 @@ from reshard.errors import (
     did_you_mean,
 )
 from reshard.formats.format import Format
-from reshard.formats.pipeline_stages import is_later_stage
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
@@ -384,11 +383,13 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
             f"{', '.join(nested)}: open one of these, or the file, by its path"
         )
-    if format.name == "torch_save" and not _file_of(url) and is_later_stage(names):
-        warning = (
-            f"{next(iter(names))} is the only file: if it is one stage of a pipeline, the other stages are missing"
-        )
-        return replace(contents, warnings=(*contents.warnings, warning))
+    if format.name == "torch_save" and len(names) == 1 and not _file_of(url):
+        from reshard.formats.pipeline_stages import is_later_stage
+
+        if is_later_stage(names):
+            name = next(iter(names))
+            warning = f"{name} is the only file: if it is one stage of a pipeline, the other stages are missing"
+            return replace(contents, warnings=(*contents.warnings, warning))
     unopened = [f"{name} beside {MANIFEST}" for name in beside] if format.name == "native" else []
     if format.name == "safetensors" and HF_INDEX not in names:  # such as the later modules of sentence-transformers
         unopened = [name for name in names if "/" in name and name.endswith(".safetensors")]

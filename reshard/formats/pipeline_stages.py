@@ -58,7 +58,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 
 def is_later_stage(names: Mapping[str, int]) -> bool:
     """Return True for a single file that is called as a stage after the first is."""
-    return len(names) == 1 and any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
+    return any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
 
 
 def open(files: Files) -> Contents:
