@@ -63,10 +63,10 @@ def verify(
     tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
-        deep: read every byte. False: check sizes and metadata only.
         path: a folder, file, URL, `Storage`, or open `Checkpoint`.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
+        deep: read every byte. False: check sizes and metadata only.
         workers: number of processes on this host that read at the same time.
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.

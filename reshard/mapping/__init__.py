@@ -9,7 +9,7 @@
 `reshard.mapping.families`.
 """
 
-from reshard.mapping.families import ready
+from reshard.mapping.families import Decoder, ready
 from reshard.mapping.mapping import Mapping, apply_dict
 from reshard.mapping.rules import (
     Cast,
@@ -30,6 +30,6 @@ from reshard.mapping.rules import (
 )
 
 __all__ = [
-    "Cast", "Concat", "Dequantize", "Drop", "Mapping", "Mxfp4", "Offset", "Rename", "Reshape", "Resize", "Rope",
-    "Rule", "Split", "Stack", "Transpose", "Unstack", "apply_dict", "ready",
+    "Cast", "Concat", "Decoder", "Dequantize", "Drop", "Mapping", "Mxfp4", "Offset", "Rename", "Reshape", "Resize",
+    "Rope", "Rule", "Split", "Stack", "Transpose", "Unstack", "apply_dict", "ready",
 ]  # fmt: skip
