@@ -159,12 +159,12 @@ class Topology:
             body = line.removesuffix("(optional)").rstrip()
             optional = body != line
             try:
-                if " -> " in body:
-                    pattern, _, rest = body.rpartition(" -> ")
-                    its_rules.append(Rule.parse(pattern.strip(), rest, optional))
-                elif " on " in body:
-                    pattern, _, rest = body.rpartition(" on ")
-                    its_homes.append(Home.parse(pattern.strip(), rest, optional))
+                pattern, arrow, placements = body.rpartition(" -> ")
+                glob, on, where = body.rpartition(" on ")
+                if arrow:
+                    its_rules.append(Rule.parse(pattern.strip(), placements, optional))
+                elif on:
+                    its_homes.append(Home.parse(glob.strip(), where, optional))
                 elif body.startswith("even "):
                     its_even += [name.strip() for name in body.removeprefix("even ").split(",")]
                 else:

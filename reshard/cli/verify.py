@@ -19,7 +19,6 @@ from reshard.cli.show import (
     size,
 )
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
-from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-@gc_paused()
 def verify(
     path: Source,
     against: Annotated[
@@ -82,10 +80,12 @@ def _failure(report: Report, right: str, against: str | None) -> str:
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        harmed = sum(finding.fqn is not None for finding in report.findings)
-        what = counted(number - harmed or number, "problem")
-        affected = f", {counted(harmed, 'tensor')} affected" if 0 < harmed < number else ""
-        return f"damaged: {what}{affected}" + (against is not None) * f"; not compared with {against}"
+        named = [finding.fqn for finding in report.findings if finding.fqn is not None]
+        what = counted(number, "problem")
+        if 0 < len(named) < number:
+            others = counted(number - len(named), "problem")
+            what = f"{counted(len({*named}), 'tensor')}, and {others} with files or metadata"
+        return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     texts = [finding.message for finding in report.findings]
     harmed = sum(is_about(text, against) for text in texts)

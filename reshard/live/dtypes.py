@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-DROPS = " (a cast would drop fractions)"
+DROPS = " (a cast would drop fractions or imaginary parts)"
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
@@ -54,7 +54,8 @@ def refused_cast(old: object, new: object) -> str:
 
 def lossy_cast(old: str, new: str) -> str:
     """Return why errors should not recommend a cast that is possible, empty if they may."""
-    return DROPS * ("float" in old and new.startswith(("int", "uint", "bool")))
+    becomes_whole = "int" in new or new == "bool"
+    return DROPS * (("float" in old and becomes_whole) or ("complex" in old and "complex" not in new))
 
 
 def full_name(dtype: str | torch.dtype) -> str:

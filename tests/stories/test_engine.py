@@ -558,11 +558,15 @@ def test_a_name_without_its_front_is_guessed(tmp_path):
 
 
 def test_no_error_recommends_to_drop_fractions(tmp_path):
+    reshard.save({"c": torch.ones(1, dtype=torch.complex64)}, tmp_path / "complex")
     reshard.save({"w": torch.ones(1)}, tmp_path)
     with pytest.raises(KeyMismatchError, match="a cast would drop fractions") as caught:
         reshard.load({"w": torch.zeros(1, dtype=torch.int64)}, tmp_path)
     assert "'cast'" not in str(caught.value)
     assert "dtype_policy='saved'" in str(caught.value)
+    with pytest.raises(KeyMismatchError, match="imaginary parts") as caught:
+        reshard.load({"c": torch.zeros(1)}, tmp_path / "complex")
+    assert "'cast'" not in str(caught.value)
     with pytest.raises(KeyMismatchError, match="'cast' converts"):
         reshard.load({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path)
     with pytest.raises(KeyMismatchError, match="a cast would drop fractions") as caught:

@@ -121,10 +121,10 @@ def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, opti
     assert "manifest.json is truncated or damaged, with" in said.out
 
 
-def test_a_lost_file_is_one_problem_of_many_tensors(say, tmp_path) -> None:
+def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
     reshard.save({f"w{number}": torch.ones(3) for number in range(16)}, tmp_path / "one")
     next((tmp_path / "one").glob("data-*/*.safetensors")).unlink()
-    assert "damaged: 1 problem, 16 tensors affected" in say("verify", tmp_path / "one").out
+    assert "damaged: 16 tensors, and 1 problem with files or metadata" in say("verify", tmp_path / "one").out
 
 
 def test_an_error_of_usage_is_all_that_is_printed(say, tmp_path) -> None:

@@ -293,11 +293,15 @@ def test_a_folder_with_a_star_in_its_name_is_no_pattern(tmp_path: Path) -> None:
     assert list(reshard.open(tmp_path / "one*.pt")) == ["w"]
 
 
-def test_files_of_tensors_below_a_model_are_named_as_not_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_files_of_tensors_below_a_model_are_named_as_not_opened(indexed: bool, tmp_path: Path) -> None:
     for name in ("model.safetensors", "2_Dense/model.safetensors"):  # as sentence-transformers saves its modules
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         save_file({"weight": torch.ones(2)}, path)
+    if indexed:
+        index = json.dumps({"weight_map": {"weight": "model.safetensors"}})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
 
     opened = reshard.open(tmp_path)
 
