@@ -329,7 +329,7 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
         choice(naming_of_a_side, NAMINGS, "naming scheme")
     if not colon or config is None:
         fix = "the model's config.json is needed: add" if colon else "write --names FROM:TO"
-        raise UsageError(f"--names {names}: {fix} --config config.json, such as --names torchtitan:huggingface")
+        raise UsageError(f"--names {names}: {fix} --config config.json")
     return ready(config, source, target, **_options(naming or [], ready))
 
 
