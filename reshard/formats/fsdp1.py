@@ -181,13 +181,14 @@ def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if all files of the top folder are numbered, and the first of one kind holds pieces."""
+    """Return True if all files of the top folder are numbered as ranks are, one of which may be missing, and the first
+    of one kind holds pieces."""
     sections = numbered(names)
-    if not all(0 in ranks for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
+    if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
         return False  # one file is a checkpoint of its own
     files = Files(storage)
     try:
-        return any(_holds_pieces(read_torch_file(files[ranks[0]]).value) for ranks in sections.values())
+        return any(_holds_pieces(read_torch_file(files[ranks[min(ranks)]]).value) for ranks in sections.values())
     except FormatError:
         return False  # no files of torch.save
 
@@ -218,7 +219,7 @@ def open(files: Files) -> Contents:
     for section, ranks in sorted(numbered(names).items()):
         missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
         if missing:
-            words = f"the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}"
+            words = f"the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}, which opens by its path"
             files.checking.refuse(CorruptCheckpointError(f"{storage.url}: {words}"))
         sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
     opened: dict[KeyPath, TorchFile] = {

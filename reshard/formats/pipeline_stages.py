@@ -48,12 +48,12 @@ class StageFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if all files of the top folder are those of stages, numbered from 0."""
+    """Return True if all files of the top folder are those of stages, of which the first may be missing."""
     sections = numbered(names)
     if len(sections) != 1:
         return False
     ((section, ranks),) = sections.items()
-    return bool(_FILE.fullmatch(section)) and 0 in ranks and len(ranks) > 1
+    return bool(_FILE.fullmatch(section)) and min(ranks) < 2 <= len(ranks)
 
 
 def is_later_stage(names: Mapping[str, int]) -> bool:
@@ -62,13 +62,12 @@ def is_later_stage(names: Mapping[str, int]) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The files of all stages. Raises CorruptCheckpointError if one in the middle is missing."""
-    storage, names = files.storage, files.listed
-    ((_, found),) = numbered(names).items()
+    """The files of all stages. Raises CorruptCheckpointError if one is missing before another."""
+    (found,) = numbered(files.listed).values()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
-        words = f"{storage.url}: the file of stage {missing[0]} is missing; there is {found[0]}"
-        files.checking.refuse(CorruptCheckpointError(words))
+        words = f"the file of stage {missing[0]} is missing; there is {found[min(found)]}, which opens by its path"
+        files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
     stages = {
         stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
     }

@@ -220,6 +220,17 @@ def test_the_model_alone_needs_no_names_for_the_optimizer(kind: str, tmp_path: P
     assert found["head.w"][...].equal(W["head.w"])
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_stage_whose_file_is_missing(tmp_path: Path, missing: int) -> None:
+    for stage in {0, 1, 2} - {missing}:
+        torch.save({"w": torch.ones(2)}, tmp_path / f"stage_{stage}.pt")
+    there = f"stage_{1 - missing}"
+    words = rf"the file of stage {missing} is missing; there is {there}\.pt, which opens by its path"
+    with pytest.raises(CorruptCheckpointError, match=words):
+        reshard.open(tmp_path)
+    assert list(reshard.open(tmp_path / f"{there}.pt")) == ["w"]
+
+
 def test_fp32_masters_of_deepspeed_belong_to_the_model() -> None:
     saved = StoredOptimizer({"0": {"fp32": torch.ones(2)}}, [{"params": [0]}])
     with pytest.raises(NormalizationError, match="only by integer ids"):

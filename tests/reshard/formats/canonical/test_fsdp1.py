@@ -112,10 +112,21 @@ def test_copies_of_hybrid_sharding(tmp_path: Path, pieces: bool) -> None:
         opened.normalized({**hints, "shard_ranks": 4})
 
 
-def test_a_missing_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank(tmp_path: Path, rank: int) -> None:
     save_pieces(tmp_path, 3)
-    (tmp_path / "raw_1.pt").unlink()
-    with pytest.raises(CorruptCheckpointError, match="rank 1 is missing"):
+    (tmp_path / f"raw_{rank}.pt").unlink()
+    words = rf"rank {rank} is missing; there is raw_{1 - rank}\.pt, which opens by its path"
+    with pytest.raises(CorruptCheckpointError, match=words):
+        checkpoint.open(tmp_path)
+    assert len(checkpoint.open(tmp_path / f"raw_{1 - rank}.pt"))
+
+
+def test_numbers_of_steps_are_no_ranks(tmp_path: Path) -> None:
+    save_pieces(tmp_path, 2)
+    for rank, step in enumerate((10, 20)):
+        (tmp_path / f"raw_{rank}.pt").rename(tmp_path / f"raw_{step}.pt")
+    with pytest.raises(FormatError, match=r"2 files of torch.save and no index that lists them: raw_10.pt, raw_20.pt"):
         checkpoint.open(tmp_path)
 
 
