@@ -292,7 +292,7 @@ class LazyTensor:
     torch need its elements: they raise TypeError.
     """
 
-    __array_ufunc__ = None  # numpy leaves operators to this class, and does not read it as a sequence
+    __array_ufunc__ = None  # numpy leaves operators to this class
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -365,8 +365,8 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, {list(self.shape)}, {self.stored.spec.dtype})"
 
 
-def _refuse(lazy: LazyTensor, _: Any) -> NoReturn:
-    raise TypeError(f"{lazy} is lazy, and operators need its elements: {_READ_FIRST}")
+def _refuse(lazy: LazyTensor, *_: Any, **__: Any) -> NoReturn:
+    raise TypeError(f"{lazy} is lazy: {_READ_FIRST}")
 
 
 def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
@@ -379,6 +379,8 @@ def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
 for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(LazyTensor, f"__{_operator}__", _refuse)
     setattr(LazyTensor, f"__r{_operator}__", _refuse)
+for _operator in ("array", "dlpack", "dlpack_device", "float", "int", "neg", "abs"):  # np.asarray, torch.as_tensor
+    setattr(LazyTensor, f"__{_operator}__", _refuse)
 for _operator in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(LazyTensor, f"__{_operator}__", _refuse_values)
 

@@ -199,6 +199,12 @@ def test_values_are_not_compared_before_they_are_read(compare: Any, other: Any) 
             compare(*sides)
 
 
+@pytest.mark.parametrize("make", [np.asarray, np.array, torch.as_tensor, torch.tensor, float, operator.neg])
+def test_what_needs_the_values_says_how_to_read_them(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"LazyTensor\(.* is lazy: read it with \[...\] first"):
+        make(in_memory(torch.zeros(2)))
+
+
 @pytest.mark.parametrize("write", [reshard.save, torch.save])
 def test_values_that_are_not_there(tmp_path: Path, write: Callable[..., Any]) -> None:
     write({"epoch": 3, "w": torch.zeros(2)}, tmp_path / "saved")
