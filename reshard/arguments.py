@@ -240,8 +240,7 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
             )
 
 
-def _refused(message: str) -> OptionError:
-    return option_error(message, FormatError)
+_refused = functools.partial(option_error, was=FormatError)
 
 
 def _fix(verb: str, value: Any, key: str) -> str:

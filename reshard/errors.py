@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from planners.errors import (
     ProofError,
@@ -21,7 +21,7 @@ __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
     "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError",
     "NormalizationError", "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
-    "UndefinedTargetsError", "UnsafeDataError", "VerificationError", "format_names", "format_ranks",
+    "UndefinedTargetsError", "UnsafeDataError", "VerificationError", "also", "format_names", "format_ranks",
     "format_value", "framework", "option_error", "renamed_in", "warn_renamed",
 ]  # fmt: skip
 
@@ -73,18 +73,16 @@ class OptionError(CheckpointError, ValueError):
     """An argument has a value that is not allowed. The message lists the allowed ones."""
 
 
-def option_error(message: str, was: type[ReshardError]) -> OptionError:
-    """An `OptionError` that is also a `was`, which the call raised in earlier releases."""
-    return _also(cast(Any, was))(message)
+def option_error(message: str, was: Any, kind: Any = OptionError) -> Any:
+    """An `OptionError`, or one of another `kind`, that is also a `was`, as in earlier releases or in torch."""
+    return also(kind, was)(message)
 
 
 @functools.cache
-def _also(was: Any) -> type[OptionError]:
-    def reduce(error: OptionError) -> tuple[Any, ...]:
-        return option_error, (str(error), was)
-
-    body = {"__module__": __name__, "__doc__": OptionError.__doc__, "__reduce__": reduce}
-    return cast(type[OptionError], type("OptionError", (OptionError, was), body))
+def also(kind: Any, was: Any) -> Any:
+    """The class of such errors. Tracebacks show the public name of `kind`."""
+    body = {"__module__": __name__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, was), {**body, "__reduce__": lambda e: (option_error, (str(e), was, kind))})
 
 
 class ReplicaDriftError(ReshardError, ValueError):

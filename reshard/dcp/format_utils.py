@@ -16,9 +16,9 @@ from planners.geometry.box import Box
 from reshard.checkpoint import log_unchecked, open as open_checkpoint
 from reshard.dcp import filesystem
 from reshard.dcp.default_planner import DefaultLoadPlanner
-from reshard.dcp.engine.states import MisfitError
+from reshard.dcp.engine.states import MISFIT
 from reshard.dcp.state_dict_saver import save
-from reshard.errors import CheckpointError, FormatError, KeyMismatchError
+from reshard.errors import FormatError, KeyMismatchError, option_error
 from reshard.formats.dcp.writer import chunk_of
 from reshard.live.tensors import global_shape, is_tensor
 from reshard.stored.tensor import whole
@@ -74,10 +74,6 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         self.metadata = Metadata(state_dict_metadata=table)
 
 
-class NoFileError(CheckpointError, AssertionError):
-    """The call does not name a file to read. It is also an AssertionError, as in torch."""
-
-
 class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
     """Reads a `torch.save` file directly into sharded targets. Use it with
     `DynamicMetaLoadPlanner`.
@@ -95,10 +91,11 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises NoFileError if no file was given."""
+        """Raises OptionError, which is also an AssertionError as in torch, if no file was given."""
         self.is_coordinator = is_coordinator
         if not self.path:
-            raise NoFileError("BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id")
+            words = "BroadcastingTorchSaveReader needs the path of a file: give checkpoint_id"
+            raise option_error(words, AssertionError)
 
     def prepare_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged. torch names this argument differently than in its other
@@ -117,7 +114,7 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
                 raise KeyMismatchError(f"{fqn!r}: this reader only supports loading Tensors")
             shape = self.checkpoint[fqn].shape
             if fqn in wanted and wanted[fqn].size != shape:
-                raise MisfitError(f"{fqn!r} has shape {list(shape)} in {self.path}, wanted {list(wanted[fqn].size)}")
+                raise MISFIT(f"{fqn!r} has shape {list(shape)} in {self.path}, wanted {list(wanted[fqn].size)}")
         return super().read_data(plan, planner)
 
     @classmethod

@@ -97,6 +97,7 @@ def _save(
     return metadata
 
 
+@storage_by_position
 def async_save(
     state_dict: dict[str, Any],
     *,

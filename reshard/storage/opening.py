@@ -73,9 +73,7 @@ def path_text(path: object) -> str:
     """A path as text. Raises OptionError for what is none."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        fix = getattr(text, "_INSTEAD", "pass a folder, a URL, or a Storage")
-        shown = f"{type(text).__name__}: {' '.join(repr(text).split()):.80}"
-        raise option_error(f"a path must be a string or path, but is {shown}: {fix}", StorageError)
+        raise option_error(f"a path must be a folder, URL, or Storage, got {what_is_no_path(text)}", StorageError)
     return text
 
 
@@ -87,7 +85,7 @@ def what_is_no_path(given: object) -> str:
 
 def is_known(path: StoragePath) -> bool:
     """Return True if `open_storage` has a storage for such a path or URL."""
-    scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else os.fspath(path).partition("://")
+    scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else path_text(path).partition("://")
     return not separator or scheme in ("file", "memory", *_OBJECT_STORES)
 
 

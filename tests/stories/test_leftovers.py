@@ -426,7 +426,7 @@ def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
 
 def test_folders_that_are_no_paths():
     for wrong in (None, 5):
-        with pytest.raises(StorageError, match=f"a path must be a string or path, but is {type(wrong).__name__}"):
+        with pytest.raises(StorageError, match=f"a path must be a folder, URL, or Storage, got {type(wrong).__name__}"):
             reshard.latest_complete(wrong)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="expected a path or URL, got the storage memory:"):
         reshard.prune(MemoryStorage("some"), keep_last=1)  # type: ignore[arg-type]

@@ -24,7 +24,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.dcp.engine.states import refuse_lost_state
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
-from reshard.errors import CheckpointError, DeadlineError, RankFailedError, ReshardError, StorageError
+from reshard.errors import (
+    CheckpointError,
+    DeadlineError,
+    OptionError,
+    RankFailedError,
+    ReshardError,
+    StorageError,
+    format_value,
+    option_error,
+)
 from reshard.live.dtypes import dtype_name
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.ranks.group import Group
@@ -143,20 +152,20 @@ def pickled(error: BaseException, beside: Any = None) -> bytes:
     return data
 
 
-def _both(error: Exception, failures: Failures) -> Exception:
+def _both(error: Exception, failures: Failures) -> Any:
     """Return `error` as an instance of a class that derives from both its own class and torch's."""
     kind = _class_of(type(error))  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    made = kind.__new__(kind, *error.args)
+    # of an error that is a ValueError, too, that one's would come first, and refuse
+    made = (OSError if isinstance(error, OSError) else kind).__new__(kind, *error.args)
     made.args = error.args
-    made.__dict__.update(error.__dict__)
-    if isinstance(error, OSError) and isinstance(made, OSError):  # it is in neither
+    if isinstance(error, OSError):  # they are in neither
         made.filename, made.filename2 = error.filename, error.filename2
-    made.__dict__.update(_original=error, _failures=failures)
+    vars(made).update(vars(error), _original=error, _failures=failures)
     return made
 
 
 @functools.cache
-def _class_of(kind: type[Exception]) -> type[Exception]:
+def _class_of(kind: Any) -> Any:
     members: dict[str, Any] = {
         "__str__": _text,
         "__reduce__": lambda self: (_both, (self._original, self._failures)),  # travels as what it was made of
@@ -275,10 +284,10 @@ def saved_in(metadata: Metadata) -> Iterator[Saved]:
     """Return the names and kinds that torch's metadata lists."""
     paths = metadata.planner_data or {}
     for key, entry in metadata.state_dict_metadata.items():
+        form: Any = (None,)
         if isinstance(entry, TensorStorageMetadata):
-            yield Saved(key, paths.get(key, (key,)), tuple(entry.size), dtype_name(entry.properties.dtype))
-        else:
-            yield Saved(key, paths.get(key, (key,)), None)
+            form = tuple(entry.size), dtype_name(entry.properties.dtype)
+        yield Saved(key, paths.get(key, (key,)), *form)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
@@ -339,49 +348,37 @@ def storage_by_position(call: Function) -> Function:
             raise TypeError(f"pass the path by its name: dcp.{call.__name__}(state_dict, checkpoint_id=path)")
         if len(args) == 2 and name not in kwargs:
             warnings.warn(f"{call.__name__} takes the storage as a keyword argument: {name}=...", stacklevel=2)
-            return call(args[0], **{name: args[1]}, **kwargs)
+            kwargs[name] = args[1]
+            args = args[:1]
+        for what, verb in ((name, "reset"), ("planner", "set_up_planner")):
+            if not hasattr(given := kwargs.get(what), verb) and given is not None:
+                raise OptionError(f"{what} must be one of DCP's or of reshard.dcp, got {format_value(given)}")
         return call(*args, **kwargs)
 
     return cast("Function", either_way)
 
 
-def writer_for(checkpoint_id: Id | None, writer: StorageWriter | None) -> StorageWriter:
-    """Return the writer for `checkpoint_id`. Raises NowhereError if neither is given."""
-    found: StorageWriter = _storage_for(checkpoint_id, writer, "Writer", FileSystemWriter)
-    return found
-
-
-def reader_for(checkpoint_id: Id | None, reader: StorageReader | None) -> StorageReader:
-    """Return the reader for `checkpoint_id`. Raises NowhereError if neither is given."""
-    found: StorageReader = _storage_for(checkpoint_id, reader, "Reader", FileSystemReader)
-    return found
-
-
-def _storage_for(checkpoint_id: Id | None, given: Any, kind: str, of_files: Any) -> Any:
+def _storage_for(checkpoint_id: Id | None, given: Any, *, kind: str, of_files: Any) -> Any:
+    """Return what a call writes to, or reads from. Raises OptionError if it names neither a storage nor a path."""
     if given is not None:
         if checkpoint_id is not None:
             given.reset(checkpoint_id)
         return given
     if not checkpoint_id:
-        raise NowhereError(f"`checkpoint_id` must be specified if there is no storage_{kind.lower()}: pass a path")
+        words = f"`checkpoint_id` must be specified if there is no storage_{kind.lower()}: pass a path"
+        raise option_error(words, RuntimeError)
     return _of_fsspec(checkpoint_id, f"Fsspec{kind}") or of_files(checkpoint_id)
 
 
-class NowhereError(CheckpointError, RuntimeError):
-    """The call names neither a storage nor a `checkpoint_id`. It is also a RuntimeError, as in
-    torch.
-    """
-
-
-class UnknownStorageError(StorageError, RuntimeError):
-    """No storage supports the URL. It is also a RuntimeError, as in torch."""
+writer_for = functools.partial(_storage_for, kind="Writer", of_files=FileSystemWriter)
+reader_for = functools.partial(_storage_for, kind="Reader", of_files=FileSystemReader)
 
 
 def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
     """Return torch's fsspec storage for a URL that only fsspec supports, or None for a URL that
     reshard supports.
 
-    Raises UnknownStorageError if neither supports it.
+    Raises StorageError, which is also a RuntimeError as in torch, if neither supports it.
     """
     if is_known(checkpoint_id):
         return None
@@ -394,4 +391,4 @@ def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
     try:
         return open_storage(checkpoint_id) and None
     except StorageError as error:
-        raise UnknownStorageError(f"Cannot detect which storage to use: {error}") from error
+        raise option_error(f"Cannot detect which storage to use: {error}", RuntimeError, StorageError) from error

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Form
 from reshard.api.options import Wording
-from reshard.errors import KeyMismatchError, LayoutError
+from reshard.errors import KeyMismatchError, LayoutError, also, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor, this_rank
@@ -131,12 +131,15 @@ def _pieces(form: Form, shape: Shape, rank: int) -> tuple[tuple[tuple[Box, Box],
     return tuple(tuple(part.boxes()) for part in form.parts(shape, rank))
 
 
-def unwrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def unwrapped(state_dict: Any) -> dict[str, Any]:
     """Return the state dict with every `Stateful` replaced by its `state_dict()`.
 
     They are called in sorted key order, because `state_dict()` may run collectives, and the
     insertion order may differ between ranks.
     """
+    if not isinstance(state_dict, Mapping):
+        words = f"the state must be a dict, such as {{'model': model}}, got {type(state_dict).__name__}"
+        raise option_error(words, AttributeError)
     given = {key: value.state_dict() for key, value in sorted(state_dict.items(), key=_by_key) if _is_stateful(value)}
     return {key: given.get(key, value) for key, value in state_dict.items()}
 
@@ -192,11 +195,10 @@ _ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not 
 _MISSING = "Missing key in checkpoint state_dict"
 
 
-class MisfitError(KeyMismatchError, ValueError):
-    """A key has another shape or kind than the checkpoint. It is also a ValueError, as in torch."""
+MISFIT = also(KeyMismatchError, ValueError)
+"""A key has another shape or kind than the checkpoint. It is also a ValueError, as in torch."""
 
-
-ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MisfitError)
+ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MISFIT)
 
 
 def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:
@@ -215,7 +217,7 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
         lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
     lines += [f"  {text}" for text in wrong]
     lines += [f"  ({_ALLOW})"] if missing else []
-    raise (MisfitError if wrong else KeyMismatchError)("\n".join(lines))
+    raise (MISFIT if wrong else KeyMismatchError)("\n".join(lines))
 
 
 def _misfit(key: str, value: Any, entry: Any) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import reshard.dcp as ours
 from reshard.dcp.engine import calls
-from reshard.errors import KeyMismatchError, RankFailedError, StorageError
+from reshard.errors import KeyMismatchError, OptionError, RankFailedError, StorageError
 from tests import gloo
 from tests.reshard.dcp import jobs
 
@@ -154,3 +154,38 @@ def test_a_torch_save_file_of_other_shapes_is_refused(shape, tmp_path):
             storage_reader=ours.BroadcastingTorchSaveReader(),
             planner=ours.DynamicMetaLoadPlanner(),
         )
+
+
+@pytest.mark.parametrize("call", [ours.save, ours.load, ours.async_save])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"planner": 5}, "planner must be one of DCP's or of reshard.dcp, got 5"),
+        ({"checkpoint_id": 5}, "a path must be a folder, URL, or Storage, got int"),
+        ({}, "`checkpoint_id` must be specified"),
+    ],
+)
+def test_wrong_arguments(call, given, message):
+    with pytest.raises(OptionError, match=message) as caught:
+        call({"w": torch.zeros(2)}, **given)
+    assert type(caught.value).__module__ == "reshard.errors"
+    assert type(caught.value).__name__ == "OptionError"
+
+
+@pytest.mark.parametrize("call", [ours.save, ours.load])
+def test_a_model_in_place_of_a_dict(call, tmp_path):
+    with pytest.raises(OptionError, match=r"the state must be a dict, such as {'model': model}, got Linear"):
+        call(torch.nn.Linear(2, 2), checkpoint_id=tmp_path)
+
+
+def test_a_path_in_place_of_a_storage(tmp_path):
+    with pytest.raises(OptionError, match=r"storage_reader must be one of DCP's or of reshard.dcp, got '"):
+        ours.load({"w": torch.zeros(2)}, storage_reader=str(tmp_path))
+
+
+def test_classes_of_errors_are_public(saved):
+    """Tracebacks show `reshard.errors.KeyMismatchError`, which can be caught by that name, also after a pickle."""
+    with pytest.raises(ValueError, match="Size mismatch") as caught:
+        ours.load({"w": torch.zeros(7)}, checkpoint_id=saved)
+    for kind in type(caught.value), type(caught.value.__cause__), type(pickle.loads(pickle.dumps(caught.value))):
+        assert f"{kind.__module__}.{kind.__name__}" == "reshard.errors.KeyMismatchError"
