@@ -125,6 +125,8 @@ def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
 
 
 _OF_OTHERS = {
+    "alone": "leave it out: save, async_save, load, and convert have it; calls with process_group= need all its ranks",
+    "timeout": "leave it out: only calls whose ranks wait for each other have it, such as save, load, and compare",
     "checkpoint_id": "pass the path without a name: save(state_dict, path), load(state_dict, path), open(path)",
     "no_dist": "write alone=True",
     "allow_partial_load": "write strict=False",
@@ -138,9 +140,10 @@ _OF_OTHERS = {
     "num_replicas": "write parts=",
     "rank": "write part=",
     "planner": "strict=, dtype_policy=, mapping=, and select= replace planners; reshard.dcp takes DCP's planners",
-    "select": 'a load reads the keys of the state: pass these keys only, and strict="subset"',
+    "select": 'save and convert have it; in a load, pass these keys only, and strict="subset"',
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
     "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
+    "strict": "load and restore have it; to set a part, pass options=reshard.StateDictOptions(strict=False)",
     "step": "pass the folder of the step, or reshard.open(path, step=...)",
     "max_to_keep": "write Keep(last=...)",
     "save_interval_steps": "write every=Every(steps=...)",
@@ -148,25 +151,22 @@ _OF_OTHERS = {
     "map_location": "tensors are filled on the device they are on",
     "weights_only": "leave it out: no code from a checkpoint runs",
 }
-"""Arguments of the same calls in torch and Orbax, and what to write here."""
+"""Arguments of other calls, and of the same calls in torch and Orbax, and what to write here."""
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
     words = [word for word in known if word != "self"]
-    meant = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else did_you_mean(name, words)
-    meant = meant or f": it takes {', '.join(words)}" * (len(words) < 7)
+    is_other = name in _OF_OTHERS and f"{name}s" not in words
+    meant = f": {_OF_OTHERS[name]}" if is_other else did_you_mean(name, words) or f": it takes {', '.join(words)}"
     return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def _half(verb: str, given: Any) -> str:
-    reads = verb == "load"
+    to = "load from" if verb == "load" else "save to"
     if isinstance(given, Mapping):
-        return (
-            f"{verb}(state_dict, path) was called without a path: pass the path to "
-            f"{'load from' if reads else 'save to'}"
-        )
+        return f"{verb}(state_dict, path) was called without a path: pass the path to {to}"
     what = repr(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
-    if reads:
+    if verb == "load":
         fix = f"pass the state to fill first. To read without one: reshard.open({what})"
     else:
         fix = f"pass the state first: reshard.{verb}({{'model': reshard.get_model_state_dict(model)}}, {what})"
@@ -245,14 +245,10 @@ _refused = functools.partial(option_error, was=FormatError)
 
 def _fix(verb: str, value: Any, key: str) -> str:
     """The calls that were meant."""
-    if isinstance(value, torch.nn.Module):
-        calls = ["state = reshard.get_model_state_dict(model)"]
-        back = "reshard.set_model_state_dict(model, state)"
-    else:
-        calls = ["state = reshard.get_optimizer_state_dict(model, optimizer)"]
-        back = "reshard.set_optimizer_state_dict(model, optimizer, state)"
+    what, given = ("model",) * 2 if isinstance(value, torch.nn.Module) else ("optimizer", "model, optimizer")
     inner = f"{{{key!r}: state}}" if key else "state"
-    return "Write: " + "; ".join([*calls, f"reshard.{verb}({inner}, path)", *([back] if verb == "load" else [])])
+    back = f"; reshard.set_{what}_state_dict({given}, state)" * (verb == "load")
+    return f"Write: state = reshard.get_{what}_state_dict({given}); reshard.{verb}({inner}, path){back}"
 
 
 class _Attribute:

@@ -220,7 +220,9 @@ def complete(given: TransferOptions) -> TransferOptions:
     """Return all options. Raises TypeError for an unknown one, OptionError for an unknown policy or
     a budget that is too small, LayoutError for two views of one name."""
     if unknown := given.keys() - DEFAULTS.keys():
-        raise TypeError(f"a transfer has no option {min(unknown)!r}{did_you_mean(min(unknown), DEFAULTS)}")
+        name = min(unknown)
+        meant = did_you_mean(name, DEFAULTS) or f": its options are {', '.join(DEFAULTS)}"
+        raise TypeError(f"a transfer got an unexpected keyword argument {name!r}{meant}")
     options: TransferOptions = {**DEFAULTS, **given}
     names = ("strict", "check_replicas", "delta", "mapping", "views", "max_inflight_bytes", "ranks_per_host")
     check_options(**{name: value for name, value in options.items() if name in names and value is not None})

@@ -113,6 +113,7 @@ class Step:
     run went back to an earlier step. Else None."""
 
 
+@renamed()
 def steps(folder: str | os.PathLike[str]) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
     `latest_complete` returns the newest complete one.
@@ -145,6 +146,7 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
     return found
 
 
+@renamed()
 def latest_complete(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
     the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name

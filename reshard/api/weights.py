@@ -13,6 +13,7 @@ import torch.distributed as dist
 from planners.geometry.box import Shape
 from planners.geometry.layout import TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
+from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
@@ -153,6 +154,7 @@ class SinceLastPass:
         self._kept = now
 
 
+@named_arguments
 class WeightSource:
     """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
     names, in its dtype. Any layout and pipeline stage works. Each byte is sent once to each rank that gets it. A pass

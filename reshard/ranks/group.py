@@ -98,6 +98,8 @@ class Group:
         deadline_s: float | timedelta = DEADLINE_S,
     ) -> None:
         wrong = None
+        if alone not in (True, False):
+            wrong = OptionError(f"alone must be True or False, got {alone!r:.80}")
         if alone and process_group is not None:
             wrong = OptionError("alone=True means that this process acts by itself: leave process_group out")
         if hasattr(process_group, "get_group"):

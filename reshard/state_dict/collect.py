@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.arguments import renamed
 from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
@@ -120,6 +121,7 @@ def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, 
     return {**state, "state": _with_tensors({name: filled[name] for name in names}, chunks)}
 
 
+@renamed()
 def iter_full(
     model: Models,
     *,

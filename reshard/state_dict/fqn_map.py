@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from reshard.arguments import renamed
 from reshard.state_dict.module_names import LiveModel, Models, Stage, StateEntry
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
@@ -76,7 +77,8 @@ class FqnMap(Mapping[str, FqnEntry]):
     def __str__(self) -> str:
         rows = [("canonical", "live", "kind", "shape", "wrappers", "aliases", "optimizer:id", "stage")]
         for e in self.entries:
-            kind = e.kind + ("" if e.persistent else ", not saved") + ("" if _trained(e) else ", frozen")
+            is_frozen = e.kind == "parameter" and not e.requires_grad
+            kind = e.kind + ("" if e.persistent else ", not saved") + ", frozen" * is_frozen
             ids = " ".join(f"{k}:{number}" for k, number in e.ids)
             stage = f"{e.stage}" + (f" (+{e.offset})" if e.offset else "")
             live = "=" if e.live == e.canonical else e.live
@@ -90,6 +92,7 @@ class FqnMap(Mapping[str, FqnEntry]):
         return f"FqnMap({len(self)} names)"
 
 
+@renamed()
 def fqn_map(model: Models, *optimizers: Optimizer, modifiers: str = "_fqn_modifiers") -> FqnMap:
     """Map the live names of a model, or of a list of modules, to canonical names.
 
@@ -129,7 +132,3 @@ def _outside(one: OptimizedParameter) -> FqnEntry:
 
 def _offset(name: str, stage: Stage) -> int:
     return max((by for path, by in stage.offsets.items() if name.startswith(f"{path}." if path else "")), default=0)
-
-
-def _trained(entry: FqnEntry) -> bool:
-    return entry.kind != "parameter" or entry.requires_grad

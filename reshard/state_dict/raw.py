@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
@@ -51,6 +52,7 @@ class Normalized(dict[str, Any]):
     report: NormalizeReport
 
 
+@renamed()
 def normalize(
     raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
 ) -> Normalized:

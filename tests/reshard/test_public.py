@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import pickle
 import pydoc
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -349,6 +351,14 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         (
             lambda: reshard.load({}, "c", device="cuda"),
             r"'device': tensors are filled on the device they are on$",
+        ),
+        (lambda: reshard.Every(step=3), r"Every\(\) .* 'step': did you mean 'steps'\?$"),
+        (lambda: reshard.compare("c", "c", select="a"), "'select': save and convert have it"),
+        (lambda: reshard.verify("c", alone=True), "'alone': leave it out: save, async_save, load, and convert have it"),
+        (lambda: reshard.verify("c", timeout=3), "'timeout': leave it out: only calls whose ranks wait for each other"),
+        (
+            lambda: reshard.set_model_state_dict(NET, {}, strict=False),
+            r"'strict': .* pass options=reshard.StateDictOptions\(strict=False\)$",
         ),
         (lambda: reshard.load({}, "c", select="a"), r"'select': .* pass these keys only, and strict=\"subset\"$"),
         (
@@ -722,9 +732,35 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         checkpoint["model.w"].read  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["alone", "timeout", "procs_group"])
+def test_every_function_says_what_to_write_for_an_argument_that_it_does_not_have(name) -> None:
+    """`alone=True` above all, which only a few verbs have."""
+    verbs = [verb for word in reshard.__all__ if isinstance(verb := getattr(reshard, word), FunctionType)]
+    others = {reshard.layout_of, reshard.dequantized, reshard.register_tensor_class}  # below the layer of arguments
+    without = [verb for verb in {*verbs} - others if name not in inspect.signature(verb).parameters]
+    assert len(without) > 15
+    transfers = {reshard.redistribute, reshard.prepare, reshard.verify_live}
+    without = [verb for verb in without if name != "timeout" or verb not in transfers]
+    for verb in [*without, reshard.Every, reshard.WeightSource]:
+        args = ({}, {}) if verb in transfers else ()
+        with pytest.raises(
+            TypeError, match=f"unexpected keyword argument '{name}': (leave it out: |it takes |did|its o)"
+        ):
+            verb(*args, **{name: 1})
+
+
+@pytest.mark.parametrize("verb", [reshard.save, reshard.load, reshard.async_save])
+def test_alone_is_a_flag(verb, tmp_path) -> None:
+    with pytest.raises(OptionError, match="alone must be True or False, got 'no'"):
+        verb({"w": torch.ones(2)}, tmp_path, alone="no")
+    with pytest.raises(OptionError, match="alone must be True or False, got 'no'"):
+        reshard.convert(tmp_path, tmp_path / "out", alone="no")
+
+
 def test_a_folder_that_is_called_as_a_file_is_told(tmp_path, caplog) -> None:
     reshard.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     reshard.convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
     reshard.convert(tmp_path / "model.pt", tmp_path / "other.pt", format="torch")
     told = [record.getMessage().split(", and")[0].rpartition("/")[2] for record in caplog.records]
+    assert caplog.messages[0].endswith("for such a file, convert to torch_save or safetensors")
     assert told == ["model.pt becomes a folder", "model.safetensors becomes a folder"]

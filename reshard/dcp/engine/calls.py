@@ -68,9 +68,9 @@ class Call:
 
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         with _converted(lambda error: {0: _told(error)}):
-            self.group = Group(None if no_dist else process_group, alone=no_dist)
+            self.group = Group(None if no_dist else process_group, alone=bool(no_dist))
             # made beforehand: at the time of a failure, another thread may be making groups
-            self._aftermath = Group(None if no_dist else process_group, alone=no_dist, deadline_s=_TELL_S)
+            self._aftermath = Group(None if no_dist else process_group, alone=bool(no_dist), deadline_s=_TELL_S)
 
     @contextmanager
     def as_torch_raises(self) -> Iterator[Group]:
