@@ -24,7 +24,7 @@ from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 from reshard.cli.show import columns
-from reshard.errors import OptionError
+from reshard.errors import OptionError, ReshardError
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
@@ -79,10 +79,10 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "diff a.pt b.pt --html",
     ],
     convert.convert: [
-        "convert run/step-1000 hf -f huggingface --model --dtype bf16",
+        "convert run/step-1000 hf -f safetensors --model --dtype bf16",
         "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
         "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
-        "convert s3://bucket/run/step-1000 s3://bucket/hf -f huggingface --on dask://scheduler:8786",
+        "convert s3://bucket/run/step-1000 s3://bucket/hf -f safetensors --on dask://scheduler:8786",
     ],
     normalize.normalize: [
         "normalize global_step1000/",
@@ -144,6 +144,9 @@ _OF_OTHERS = {
     "compare": "write reshard diff",
     "check": "write reshard verify",
     "version": "write reshard --version",
+    "help": "write reshard --help, or reshard COMMAND --help",
+    "completion": "write reshard --install-completion",
+    **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
     "prune": "in Python, reshard.prune(folder, keep_last=3) removes old checkpoints of a run",
 }
 """Names in other programs for what is called otherwise here."""
@@ -210,11 +213,12 @@ def run(arguments: list[str] | None = None) -> None:
     except Exception as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
-            message = f"cannot open {str(error.filename)!r}: {error.strerror}"
+            message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check its folder and your permissions"
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
-            message = f"{sentence(error.format_message())} See {command} --help"  # type: ignore[attr-defined]
-        if "--traceback" in given or not _is_known(error):
+            said = error.format_message()  # type: ignore[attr-defined]
+            message = f"{said[0].lower()}{sentence(said[1:])} See {command} --help"
+        if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
         else:
             _tell(in_words_of_the_command_line(message))
@@ -229,13 +233,6 @@ def _tell(message: str) -> None:
         message = "\n".join(lines)
     head = "error:" if is_plain else "\x1b[1;31merror:\x1b[0m"
     print(f"{head} {message}", file=sys.stderr)  # typer.echo has a stream of its own where there is no Unicode
-
-
-def _is_known(error: Exception) -> bool:
-    """Return True if the message of the error is enough; anything else is a bug, and shows its traceback."""
-    from reshard.errors import ReshardError
-
-    return isinstance(error, ReshardError | OSError) or hasattr(error, "ctx")  # typer's errors of usage have one
 
 
 _PLAIN = {

@@ -67,7 +67,9 @@ Rules = Annotated[
 Select = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="GLOB", autocompletion=tensor_names, help="Only these names. '!GLOB' excludes names. Repeatable."
+        metavar="GLOB",
+        autocompletion=tensor_names,
+        help="Only these names: * matches dots, too, as ** does. '!GLOB' excludes names. Repeatable.",
     ),
 ]
 Step = Annotated[
@@ -126,7 +128,7 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
 
         return Processes(int(address))
     if kind not in ("dask", "ray") or not where.startswith("//") or (kind == "dask" and not address):
-        raise UsageError(f"cannot read --on {engine}: write processes:16, dask://HOST:PORT or ray://HOST:PORT")
+        raise UsageError(f"cannot read --on {engine}: write processes:16, dask://HOST:PORT, or ray://HOST:PORT")
     try:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
     except (OSError, RuntimeError) as error:
@@ -286,7 +288,7 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
     return StateLayout({key: stored_layout(stored.renamed(key)) for key, stored in tensors.items()})
 
 
-# `--names FROM:TO` and `--hint NAME=JSON`: the ready mappings on the command line, and what a
+# `--names FROM:TO` and `--hint KEY=JSON`: the ready mappings on the command line, and what a
 # checkpoint cannot say of its names.
 
 
@@ -376,7 +378,7 @@ def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
         try:
             hints[choice(name, HINTS, "hint") if equals else name] = json.loads(value)
         except ValueError:
-            fix = "the value must be JSON" if equals else "write --hint NAME=JSON"
+            fix = "the value must be JSON" if equals else "write --hint KEY=JSON"
             raise UsageError(f"cannot read the hint {text!r}: {fix}, such as --hint 'vocab_size=32000'") from None
     return hints
 
@@ -386,13 +388,13 @@ def _options(given: list[str], ready: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not equals or name not in known:
-            near = did_you_mean(name, known) or ":"
-            raise UsageError(f"--naming {text!r} is not known{near} It is NAME=VALUE, with {', '.join(known)}")
+        choice(name, known, "naming option")
+        if not equals:
+            raise UsageError(f"cannot read --naming {text}: write --naming KEY=VALUE")
         try:
             out[name] = value if isinstance(known[name], str) else json.loads(value)
         except ValueError:
-            raise UsageError(f"--naming {text!r}: the value must be true, false or a number") from None
+            raise UsageError(f"cannot read --naming {text}: the value must be true, false, or a number") from None
     return out
 
 
@@ -440,8 +442,10 @@ _SAID: list[tuple[str, Any]] = [
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
     (r"pass rtol=", "pass --rtol"),
-    (r"Input should be a valid (integer|number)\b.*", "write a number"),
+    (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
+    (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
+    (r" \(Possible options: (--[a-z-]+).*\)\.", r": did you mean '\1'?"),
 ]
 """Words of the Python API and of typer in errors, and those of the command line."""
 

@@ -42,7 +42,7 @@ _Format = Annotated[
         "-f",
         metavar="FORMAT",
         autocompletion=formats,
-        help=f"{', '.join([*WRITTEN.values(), *(f'{alias} (= {name})' for alias, name in ALSO_CALLED.items())])}.",
+        help=f"{', '.join(WRITTEN.values())}.",
     ),
 ]
 _Onto = Annotated[
@@ -155,13 +155,7 @@ def _resumable() -> Iterator[None]:
 
 def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                **{name: getattr(report, name) for name in report.__dataclass_fields__},
-                "phases": report.seconds,
-                "names_kept": kept,
-            }
-        )
+        print_json({**vars(report), "phases": report.seconds, "names_kept": kept})
         return
     screen = console()
     seconds = report.phases.seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,16 +105,18 @@ def diff(
     sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
     sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
-    how = partial(
-        reshard.compare,
-        rtol=rtol,
-        atol=atol,
-        by_fingerprint=unread,
-        labels=labels,
-        measure=html is not None,
-    )
     with engine as executor:
-        report = how(*sides, workers=workers, executor=executor, progress=not as_json)
+        report = reshard.compare(
+            *sides,
+            rtol=rtol,
+            atol=atol,
+            by_fingerprint=unread,
+            labels=labels,
+            measure=html is not None,
+            workers=workers,
+            executor=executor,
+            progress=not as_json,
+        )
     if html is not None:
         write_page(html, report.to_html(), as_json=as_json)
     if as_json:

@@ -111,7 +111,7 @@ def _placements(text: str) -> _Said:
     axes = names or [f"axis {i}" for i, _ in enumerate(found)]
     words = "; ".join(map(one_in_words, found, axes))
     short = ",".join(map(str, found))
-    mesh = ",".join(f"{name}=2" for name in names or [f"axis{i}" for i, _ in enumerate(found)])
+    mesh = ",".join(f"{name.replace(' ', '')}=2" for name in axes)
     example = shlex.join(["reshard", "explain", f"{f'{head}: ' * bool(colon)}{short} on {mesh}"])
     note = f"Which rank holds what depends on the mesh. To draw it, add the names and sizes of its axes: {example}"
     data = {"words": words, "mesh": None, "placements": list(map(str, found))}

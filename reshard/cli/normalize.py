@@ -37,7 +37,7 @@ def normalize(
             for fqn in [fqn for fqn in each if fqn not in kept]:
                 del each[fqn]
     if as_json:
-        shown = map_leaves(lambda _, value: _plain(value), state)
+        shown = map_leaves(_plain, state)
         print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **shown})
         return
     screen = console()
@@ -63,7 +63,7 @@ def _leaf(value: Any) -> PrintedLeaf:
     return PrintedLeaf(f"= {short(value)}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(_: Any, value: Any) -> Any:
     if hasattr(value, "nbytes"):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "nbytes": value.nbytes}
     return value

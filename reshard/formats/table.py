@@ -51,8 +51,9 @@ FORMATS = (
     FormatRow("orbax", "reshard.formats.orbax", (), ("_METADATA", "_CHECKPOINT_METADATA")),
     FormatRow("dcp", "reshard.formats.dcp.reader", ("*.metadata", "*.distcp"), written="dcp"),
     FormatRow("safetensors", "reshard.formats.safetensors", ("*.safetensors", "*.index.json"),
-        written="safetensors (Hugging Face)"),
-    FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"), written="torch_save"),
+        written="safetensors (or huggingface)"),
+    FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"),
+        written="torch_save (or torch)"),
     FormatRow("gguf", "reshard.formats.gguf", ("*.gguf",)),
     FormatRow("nemo", "reshard.formats.nemo", ("*.nemo",)),
 )  # fmt: skip

@@ -174,7 +174,8 @@ class _Snapshot:
     def _tensor(self, key: str, entry: _Entry, rank: int) -> StoredTensor:
         """A tensor that is stored whole, or in pieces that its entry lists."""
         shape = _ints(entry["shape"])
-        pieces = entry["chunks"] if entry["type"] == "ChunkedTensor" else [_whole(shape, entry)]
+        whole = {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
+        pieces = entry["chunks"] if entry["type"] == "ChunkedTensor" else [whole]
         chunks = [self._chunk(key, piece, rank) for piece in pieces]
         return StoredTensor(TensorSpec(key, shape, _dtype(entry)), tuple(chunks))
 
@@ -245,10 +246,6 @@ class _Snapshot:
         if self.quantized:
             told.append(f"{len(self.quantized)} quantized tensors, such as {self.quantized[0]!r}, are not read")
         return tuple(told)
-
-
-def _whole(shape: tuple[int, ...], entry: _Entry) -> dict[str, Any]:
-    return {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
 
 
 def _locate(source: FileSource, start: int, stop: int, key: str, dtype: str) -> Extent:

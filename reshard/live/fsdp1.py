@@ -387,7 +387,7 @@ def fill_absent(
     as an empty part on those others; so that all can gather it together. Collective over all
     ranks."""
     mine = {
-        name: {key: _outline(value) for key, value in state[name].items()}
+        name: {key: dtype_of(value) if is_sharded(value) else value for key, value in state[name].items()}
         for name, piece in pieces.items()
         if name in state and piece.sharded
     }
@@ -401,10 +401,6 @@ def fill_absent(
             low, high = piece.range_of(dist.get_rank(piece.group))
             out[name] = {key: _filled(value, piece, high - low) for key, value in outline.items()}
     return out
-
-
-def _outline(value: Any) -> Any:
-    return dtype_of(value) if is_sharded(value) else value
 
 
 def _filled(outline: Any, piece: FlatPiece, numel: int) -> Any:

@@ -133,12 +133,13 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         (["--config", "config.json"], "are for --names FROM:TO"),
         (
             ["--names", "plain:megatron", "--config", "c", "--naming", "fil=2"],
-            "--naming 'fil=2' is not known: did you mean 'fill'? It is NAME=VALUE",
+            "there is no naming option 'fil': did you mean 'fill'? Known: titan, ",
         ),
         (
             ["--names", "plain:megatron", "--config", "c", "--naming", "fill=x"],
-            "the value must be true, false or a number",
+            "cannot read --naming fill=x: the value must be true, false, or a number",
         ),
+        (["--names", "plain:megatron", "--config", "c", "--naming", "fill"], "write --naming KEY=VALUE"),
         (["--max-shard", "many"], "'many' is not a size"),
         (["--names", "plane:megatron", "--config", "c"], "there is no naming scheme 'plane': did you mean 'plain'?"),
         (["--format", "gguf"], "there is no format 'gguf'. Known: native, megatron, "),
