@@ -192,8 +192,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it, as a dict to look at and to set from.
-        To load, plan, compare, or convert it, call `canonical` instead. Tensors stay lazy.
+        """Return the state under canonical names, whatever framework wrote it, as a dict to look at, and to set from
+        once its lazy tensors are read. To load, plan, compare, or convert it, call `canonical` instead.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}

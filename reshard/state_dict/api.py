@@ -316,7 +316,10 @@ def _short(name: str, prefix: str, options: StateDictOptions) -> str:
 def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The dict by full names, also from {submodule: its state dict}."""
     if not isinstance(given, Mapping):
-        raise NormalizationError(f"a model state dict must be a mapping, got {type(given).__name__}")
+        raise NormalizationError(
+            f"a model state dict must be a mapping, got {type(given).__name__}. To set a checkpoint, load it: "
+            "state = reshard.get_model_state_dict(model); reshard.load(state, path)"
+        )
     if not any(isinstance(key, nn.Module) for key in given):
         return given
     out: dict[str, Any] = {}

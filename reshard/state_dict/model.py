@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
-from reshard.errors import KeyMismatchError
+from reshard.errors import KeyMismatchError, format_value
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.state import same_memory, same_value
 from reshard.live.tensors import (
@@ -386,6 +386,11 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
         lines += listed("Missing key", missing)  # torch's words, as far as they go
         lines += listed("Unexpected key", unexpected, live)
     lines += listed("Mismatched", faults)
+    if any("found LazyTensor(" in fault for fault in faults):
+        lines.append("read lazy tensors first: {name: tensor[...] for name, tensor in state.items()}")
+    heads = [name for name in unexpected if missing and (name == "model" or name.endswith(f".{missing[0]}"))]
+    if heads:
+        lines.append(f"pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix")
     if strict and (missing or unexpected):
         lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
@@ -395,7 +400,7 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     return "\n".join(lines)
 
 
-def listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 100) -> list[str]:
+def listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 20) -> list[str]:
     lines = []
     for i, name in enumerate(names[:limit]):
         close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
@@ -442,7 +447,7 @@ def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False)
     """Return why `value` cannot be written into a tensor of this shape and dtype, or None. () and
     (1,) match."""
     if not isinstance(value, torch.Tensor):
-        return f"expected a tensor of shape {shape}, found {type(value).__name__}"
+        return f"expected a tensor of shape {shape}, found {format_value(value)}"
     found = global_shape(value)
     if found != shape and {found, shape} != {(), (1,)}:
         return f"expected shape {shape}, found {found}"

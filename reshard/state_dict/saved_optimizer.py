@@ -84,7 +84,10 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     Raises NormalizationError for anything else.
     """
     if not isinstance(given, Mapping):
-        raise NormalizationError(f"an optimizer state dict must be a mapping, got {type(given).__name__}")
+        raise NormalizationError(
+            f"an optimizer state dict must be a mapping, got {type(given).__name__}. To set a checkpoint, load it: "
+            "state = reshard.get_optimizer_state_dict(model, optimizer); reshard.load(state, path)"
+        )
     if "param_groups" not in given and "state" not in given:
         return _read_flat(given, live)
     state, groups = given.get("state", {}), given.get("param_groups", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as theirs
 
+import reshard
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import (
     StateDictOptions,
@@ -480,6 +482,10 @@ def test_a_report_says_what_state_dicts_leave_out_apart_from_what_is_missing() -
     assert repr(report) == "SetReport(missing 1 ('0.bias'), untouched 2 ('tmp', '0.bias'))"
 
 
+def _with_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in state.items()}
+
+
 def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
     model = torch.nn.Linear(2, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -487,5 +493,30 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
     with pytest.raises(KeyMismatchError, match=r"weight: is torch\.sparse_coo in the dict, .* use \.to_dense\(\)"):
         set_model_state_dict(model, given)
     assert_same(dict(model.state_dict()), before)
-    with pytest.raises(NormalizationError, match="must be a mapping, got list"):
+    with pytest.raises(NormalizationError, match=r"must be a mapping, got list. .* reshard.load\(state, path\)$"):
         set_model_state_dict(model, [1])
+    with pytest.raises(NormalizationError, match=r"must be a mapping, got str. .* reshard.load\(state, path\)$"):
+        reshard.set_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), "path")
+
+
+@pytest.mark.parametrize(("nest", "head"), [(lambda state: {"model": state}, "model"), (_with_prefix, "model.")])
+def test_a_checkpoint_in_place_of_its_model(nest: Any, head: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(KeyMismatchError, match=f"\npass what is below '{head}', under names without this prefix\n"):
+        set_model_state_dict(model, nest(model.state_dict()))
+
+
+def test_many_names_are_not_all_listed() -> None:
+    with pytest.raises(KeyMismatchError, match=r"Unexpected key: x19\n  Unexpected key: and 980 more\npass Stat"):
+        set_model_state_dict(torch.nn.ReLU(), {f"x{i}": 1 for i in range(1000)})
+
+
+def test_a_model_is_not_set_from_lazy_tensors(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    reshard.save({"model": model.state_dict()}, tmp_path)
+    state = reshard.open(tmp_path).normalized()["model"]
+    with pytest.raises(
+        KeyMismatchError, match=r"(?s)found LazyTensor\('weight', .*read lazy tensors first: {name: ten"
+    ):
+        set_model_state_dict(model, state)
+    set_model_state_dict(model, {name: tensor[...] for name, tensor in state.items()})
