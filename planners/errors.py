@@ -71,7 +71,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     names = list(known)
-    near = get_close_matches(word, names, n=1)
+    near = get_close_matches(word, names, n=1) or get_close_matches(word.lower(), names, n=1)
     near = near or [name for name in names if name.startswith(f"{word}_")]
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]

@@ -245,7 +245,7 @@ _refused = functools.partial(option_error, was=FormatError)
 
 def _fix(verb: str, value: Any, key: str) -> str:
     """The calls that were meant."""
-    what, given = ("model",) * 2 if isinstance(value, torch.nn.Module) else ("optimizer", "model, optimizer")
+    what, given = ("model", "model") if isinstance(value, torch.nn.Module) else ("optimizer", "model, optimizer")
     inner = f"{{{key!r}: state}}" if key else "state"
     back = f"; reshard.set_{what}_state_dict({given}, state)" * (verb == "load")
     return f"Write: state = reshard.get_{what}_state_dict({given}); reshard.{verb}({inner}, path){back}"

@@ -76,10 +76,6 @@ class NormalizedState(dict[str, Any]):
     """What could not be done, such as padding that could not be removed and incomplete lists."""
 
 
-def _lazy(value: Any) -> Any:
-    return LazyTensor(value) if isinstance(value, StoredTensor) else value
-
-
 class StateMapping(Protocol):
     """What gives a checkpoint other names and shapes: a `reshard.mapping.Mapping`."""
 
@@ -166,7 +162,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         for name in self:
             try:
                 stored = self.contents.tensors[name]
-                if (geometry := _geometry(stored)) not in whole:
+                # equal for tensors whose chunks have equal boxes; None if that is not known
+                geometry = stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
+                if geometry not in whole:
                     check_cover(stored)
                     whole |= {geometry} - {None}
                 for chunk in stored.chunks if deep else ():
@@ -211,7 +209,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         from reshard.formats.normalize import normalize
 
         found = normalize(self.contents, hints, self.url)
-        state = {fqn: {name: _lazy(value) for name, value in of.items()} for fqn, of in found.state.items()}
+        state = {
+            fqn: {name: LazyTensor(it) if isinstance(it, StoredTensor) else it for name, it in of.items()}
+            for fqn, of in found.state.items()
+        }
         groups = [{name: read_value(value) for name, value in group.items()} for group in found.groups]
         result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
         result["optim"] = {"state": state, "param_groups": groups}
@@ -336,11 +337,6 @@ def log_unchecked(checkpoint: Checkpoint) -> None:
     own."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
-
-
-def _geometry(stored: StoredTensor) -> Hashable:
-    """Equal for tensors whose chunks have equal boxes; None if that is not known."""
-    return stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
 
 
 def stored_layout(stored: StoredTensor) -> TensorLayout:

@@ -122,5 +122,5 @@ def count_objects(state: State[Any]) -> int:
             elif isinstance(value, list | tuple):
                 todo += [((*path, i), item) for i, item in enumerate(value)]
             else:
-                found.add(path[:-1] if type(path[-1]) is int else path)
+                found.add(path[:-1] if path and type(path[-1]) is int else path)
     return len(found)

@@ -65,14 +65,14 @@ class Mesh:
                 raise PlanError(f"axis {name!r} of a mesh must have a size >= 1, got {size}")
         self.size = self.world_size = math.prod(self.shape)
         if self.size >= 1 << 31:
-            raise PlanError("a mesh has fewer than 2**31 ranks")
+            raise PlanError(f"a mesh must have fewer than 2**31 ranks, got {self.size:,} for {dict(self.axes)}")
         self.ranks = np.arange(self.size, dtype=np.int64)
         self._index: dict[int, int] | None = None
         if ranks is not None:
             try:
                 given = np.asarray(ranks, dtype=np.int64).reshape(-1)
             except OverflowError:
-                raise PlanError("the ranks of a mesh are below 2**31") from None
+                raise PlanError("the ranks of a mesh must be below 2**31") from None
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, self.ranks):

@@ -598,7 +598,7 @@ def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topolo
         several = f", but here numbers follow {' and '.join(map(repr, found))}" if len(found) > 1 else ""
         raise PlanError(
             f"pp={stages} needs a checkpoint whose names number the layers from 0 under one word, such as "
-            f"layers.0.wq.weight{several}: give rules in a topology file"
+            f"layers.0.wq.weight{several}: use reshard.planners.pipelined, or write a topology file"
         )
     first = ("*embed*", "*wte.*", "*wpe.*")
     return pipelined(stage, stages, len(found[name]), first=first, layer=f"*{name}.{{}}.*")

@@ -12,8 +12,8 @@ from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "OF_NUMBERED", "PrefixDifference", "are_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
-    "named_from_numbers", "section", "shifted",
+    "OF_NUMBERED", "PrefixDifference", "by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
+    "named_from_numbers", "section", "shifted", "without_optimizers",
 ]  # fmt: skip
 
 
@@ -115,9 +115,14 @@ OF_NUMBERED = re.compile(r"(?:.*\.)?(?:state|param_groups)\.\d+\..*")
 """Keys of an optimizer's state dict that has its state by number."""
 
 
-def are_by_number(missing: Iterable[str], known: Iterable[str]) -> bool:
-    """Return True if states of an optimizer are wanted by numbers of parameters, and saved under their names."""
-    return any(map(NUMBERED.fullmatch, missing)) and any(map(_BY_NAME.fullmatch, known))
+def by_number(missing: Iterable[str], known: Iterable[str]) -> str:
+    """The first state of an optimizer that is wanted by the number of a parameter, if such are saved under names."""
+    return next(filter(NUMBERED.fullmatch, missing), "") if any(map(_BY_NAME.fullmatch, known)) else ""
+
+
+def without_optimizers(keys: Iterable[str]) -> list[str]:
+    """The keys of all else."""
+    return [key for key in keys if not _is_state(key) and "param_groups" not in key.split(".")]
 
 
 def _nested(front: str) -> str:

@@ -16,12 +16,13 @@ import xxhash
 from planners.geometry.layout import TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
-    are_by_number,
+    by_number,
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
     section,
     shifted,
+    without_optimizers,
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint
@@ -406,6 +407,13 @@ _ITS_KIND = (
 )
 
 
+_NAMED = "  it has the optimizer's state under names of parameters, and the state to load into has it under integer ids"
+_BY_NAME = (
+    "load into state = reshard.optimizer_destinations(model, optimizer, path), which has the same names, then call "
+    "reshard.set_optimizer_state_dict(model, optimizer, state)"
+)
+
+
 class Truth(NamedTuple):
     """What was found out about keys that do not belong together, and is no error."""
 
@@ -508,24 +516,23 @@ class Mismatches:
             unexpected = [name for name in unexpected if name not in moved.names.values()]
             if is_load:
                 fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
-        by_number = is_load and are_by_number(where, known)
         if is_load and (text := _by_integer_ids(match, where, unexpected)):
             what.append(text[0])
             fixes.append(text[1])
-        elif by_number:
-            fixes.append(
-                "the checkpoint has optimizer state by name: load into "
-                "reshard.optimizer_destinations(model, optimizer, path), which has the same names"
-            )
+        elif is_load and (numbered := by_number(where, known)):
+            what.append(f"{_NAMED}, as torch's optimizer.state_dict() returns it ({numbered!r})")
+            where = {key: where[key] for key in without_optimizers(where)}
+            unexpected = without_optimizers(unexpected)
+            fixes.append(_BY_NAME)
         elif is_load and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
             )
-        lines += section(wording.missing, where, [] if by_number else known, match.names, match.mapping)
+        lines += section(wording.missing, where, known, match.names, match.mapping)
         lines += section(
             "unexpected: in the checkpoint, but not in the state to load into",
             dict.fromkeys(unexpected, ""),
-            [] if by_number else [*missing],
+            missing,
             match.targets.paths,
         )
         lines += section("of another kind", of_another_kind)

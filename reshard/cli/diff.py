@@ -94,11 +94,11 @@ def diff(
 
     if unread and (rtol or atol):
         raise UsageError("--unread compares saved fingerprints, which allow no tolerance: leave out --rtol and --atol")
-    parallel = bool(on) or workers > 1
+    parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
+        but = "--normalized, --model, --names, and --select"
         raise UsageError(
-            f"{'--on' if on else '--workers'} compares full checkpoints under their stored names: leave out "
-            "--normalized, --model, --names, and --select, or convert one first"
+            f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one first"
         )
     given = read_hints(hint, used=normalized or model)
     mapping, engine = mapping_of(names, config, naming), executor_on(on)

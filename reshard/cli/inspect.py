@@ -240,7 +240,7 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
     lists: dict[Any, list[Any]] = {}
     for name in objects:
-        *above, last = path = paths[name]
+        *above, last = path = paths[name] or (name,)
         if type(last) is int:
             lists.setdefault(tuple(above), []).append(objects[name])
         else:

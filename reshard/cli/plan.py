@@ -37,7 +37,7 @@ _Onto = Annotated[
         metavar="ONTO",
         autocompletion=topologies,
         help="The target: a topology (fsdp=3, fsdp=4,tp=2, hsdp=2x4, pp=2,fsdp=4, or the axes of CHECKPOINT), a "
-        "checkpoint, or a layout file.",
+        "checkpoint, or a layout or topology file.",
     ),
 ]
 _ReadRate = Annotated[

@@ -44,7 +44,9 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
         tensors = _tensors(contents, leaves, hints)
         names = [name for name, _ in tensors]
         others = [name for _, saved in named for name in saved.state]
-        rename = NameMap(names or others, hints, _attribute(contents, names), others)
+        # all names of Lightning's begin with an attribute of the training module; what Fabric saves is the model itself
+        front = common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
+        rename = NameMap(names or others, hints, front, others)
         renames[prefix] = _renamer(prefix, rename, result)
         for name, tensor in tensors:
             result.add_model(renames[prefix](name), tensor, prefix + name)
@@ -92,12 +94,6 @@ def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str],
     if not prefix:
         return rename
     return lambda name: name if name in result.model else prefix + rename(name)
-
-
-def _attribute(contents: Contents, names: list[str]) -> str:
-    """The attribute of a training module (Lightning's) that all names begin with."""
-    # what Fabric saves is the model itself
-    return common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
 
 
 def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:

@@ -98,7 +98,9 @@ class TitanManager(_theirs.CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         if names is not None:
-            load.load(_in_files(state_dict), checkpoint_id, mapping=names, strict="subset", dtype_policy="cast")
+            # no Hugging Face files contain the biases that balance experts
+            weights = {key: value for key, value in state_dict.items() if "expert_bias" not in key}
+            load.load(weights, checkpoint_id, mapping=names, strict="subset", dtype_policy="cast")
         else:
             dcp.load(state_dict, checkpoint_id=checkpoint_id)
         if MODEL in self.states:  # its values stand beside the other states, under names of their own
@@ -247,11 +249,6 @@ class _Lazy(UserDict[str, Any]):
 
 def _taken(states: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in states.items()}
-
-
-def _in_files(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Remove the biases that balance experts, which no Hugging Face files contain."""
-    return {key: value for key, value in state_dict.items() if "expert_bias" not in key}
 
 
 def _export(state_dict: dict[str, Any], folder: str, names: Mapping) -> None:

@@ -712,14 +712,9 @@ def _titan_as_plain(model: Decoder) -> Mapping:
     return Mapping(rules)
 
 
-def _gguf_as_plain(model: Decoder) -> Mapping:
-    """Drop tables that are computed from the settings and are not parameters."""
-    return Mapping([Drop("rope_freqs.weight")])
-
-
 _FIRST: dict[str, Callable[[Decoder], Mapping]] = {
     "torchtitan": _titan_as_plain,
-    "gguf": _gguf_as_plain,
+    "gguf": lambda model: Mapping([Drop("rope_freqs.weight")]),  # computed from the settings, and no parameter
 }
 """Applied first to the files of a naming scheme. These rules cannot be inverted."""
 

@@ -103,6 +103,27 @@ def test_state_under_integer_ids_is_named_as_such_and_the_fix_loads_all_of_it(
     assert len(found) == len(trained.state) == 8
 
 
+@pytest.mark.parametrize("key", ["optim", "optimizer"])
+def test_numbered_state_as_a_target_is_named_as_such_in_few_lines_and_the_fix_loads(key: str, tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    names, states = reshard.get_state_dict(model, optimizer)
+    path = str(tmp_path / "c")
+    reshard.save({"model": names, "optim": states}, path)
+    fresh = _trained()[1]
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": names, key: fresh.state_dict(), "epoch": 0}, path)
+
+    _, what, fix, *rest = str(caught.value).splitlines()
+    assert what.startswith("  it has the optimizer's state under names of parameters, and the state to load into has")
+    assert what.endswith(f" under integer ids, as torch's optimizer.state_dict() returns it ('{key}.state.0.step')")
+    assert fix.startswith("  fix: load into state = reshard.optimizer_destinations(model, optimizer, path), ")
+    assert rest[1:] == ["  1 missing from the checkpoint:", "    epoch"]
+    state = reshard.optimizer_destinations(model, optimizer, path)
+    reshard.load({"model": names, "optim": state}, path)
+    reshard.set_optimizer_state_dict(model, optimizer, state)
+
+
 def test_canonical_says_what_it_does_not_have(tmp_path: Path) -> None:
     model, optimizer = _trained()
     path = tmp_path / "legacy.pt"

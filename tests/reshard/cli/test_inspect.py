@@ -144,6 +144,22 @@ def test_a_list_of_plain_values_takes_one_line(say, tmp_path) -> None:
     assert "params  = ['0.weight', '1.weight', '2.weight', '3.weight', '4.weigh...  12 items\n" in said
 
 
+@pytest.mark.parametrize(("value", "shown"), [(5, "= 5"), ([1, 2], "= [1, 2]"), ({}, "= {}")])
+def test_a_file_that_holds_one_value(say, tmp_path, value, shown) -> None:
+    torch.save(value, tmp_path / "value.pt")
+    said = say("inspect", tmp_path / "value.pt")
+    assert said.code == 0, said.err
+    assert shown in said.out
+
+
+def test_a_truncated_file_is_damaged_and_no_bug(say, tmp_path) -> None:
+    torch.save({"w": torch.zeros(100)}, tmp_path / "model.pt")
+    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:300])
+    said = say("inspect", tmp_path / "model.pt")
+    assert (said.code, said.err) == (1, "")
+    assert "the zip archive is damaged: it has no end; the file was truncated" in " ".join(said.out.split())
+
+
 def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
     said = say("inspect", checkpoint, "--select", "model.layer.1.w")
 
