@@ -79,10 +79,10 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "diff a.pt b.pt --html",
     ],
     convert.convert: [
-        "convert run/step-1000 hf -f huggingface --model --dtype bf16",
+        "convert run/step-1000 hf -f safetensors --model --dtype bf16",
         "convert run/step-1000 titan --names huggingface:torchtitan --config config.json",
         "convert run/step-1000 dcp -f dcp --onto fsdp=8 --workers 4",
-        "convert s3://bucket/run/step-1000 s3://bucket/hf -f huggingface --on dask://scheduler:8786",
+        "convert s3://bucket/run/step-1000 s3://bucket/hf -f safetensors --on dask://scheduler:8786",
     ],
     normalize.normalize: [
         "normalize global_step1000/",
