@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    DOCS / "README.md",
-    DOCS / "manager.md",
+    *(DOCS / f"{name}.md" for name in ("README", "cost-model", "elastic", "fingerprint", "incremental", "live")),
+    *(DOCS / f"{name}.md" for name in ("manager", "normalization")),
     *sorted(DOCS.glob("migrate/*.md")),
     *sorted(DOCS.glob("recipes/*.md")),
 ]
