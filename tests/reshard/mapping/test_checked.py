@@ -30,7 +30,7 @@ BY_NAME = (
 )
 TITAN = "A round trip returned all tensors. For Llama and Qwen3-MoE, checkpoints of torchtitan were converted, too"
 ENGINE = "The engines were not run. The names follow the weight loaders of vLLM 0.33 and SGLang 0.5.23"
-GGUF = "llama.cpp was not run. The names and the order of rows follow its own"
+GGUF = "llama.cpp was not run. The names and the order of rows are llama.cpp's"
 TE = "TransformerEngine was not run. The names follow its documentation"
 
 
