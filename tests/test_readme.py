@@ -36,7 +36,7 @@ NEEDS = {"from-dcp:0": requires("no_dist" in inspect.signature(dcp.load).paramet
 BLOCKS = [
     pytest.param(
         *(match[1], page, text[: match.start()].count("\n") + 1),
-        id=f"{page.stem}:{i}",
+        id=f"{'docs/' * (page.parent == DOCS)}{page.stem}:{i}",
         marks=NEEDS.get(f"{page.stem}:{i}", ()),
     )
     for page in PAGES
