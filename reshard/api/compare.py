@@ -11,9 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from io import BytesIO
 from itertools import takewhile
 from operator import add
@@ -68,7 +69,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import LazyTensor, box_bytes, read_box, read_value
+from reshard.stored.tensor import LazyTensor, Run, read_box, read_value, run_of
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
@@ -83,7 +84,9 @@ WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
 _NOWHERE = "was not compared: no rank has it on both sides"
 _SMALL_BYTES = 64 << 10
-"""Stored tensors up to this size are compared as bytes first."""
+"""Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
+_SPAN_BYTES = 1 << 20
+"""Neighbors are read together up to this size."""
 
 
 @renamed()
@@ -192,7 +195,7 @@ def compare_sides(
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
     findings: list[Finding] = []
     for kind in ("nbytes", "objects", "own"):
-        x, y = getattr(left.names, kind), getattr(right.names, kind)
+        x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
         findings += _only_findings(left, right, x, y)
         if kind != "nbytes":
             findings += [Finding(_NOWHERE, key) for key in x if key in y and key not in found.compared]
@@ -404,7 +407,7 @@ class _JointFindings:
         text = f"{elements - distinct} of {elements} elements were not compared: no rank has them"
         return Finding(text, name) if distinct < elements else None
 
-    @property
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes of the first side that were read and compared, those of copies once."""
         read = (name for name, total in self.totals.items() if not total.error)
@@ -470,13 +473,61 @@ def _differences(
 @gc_paused()
 def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_Difference]:
     found = []
+    equal = set() if any(how) else _equal_as_bytes(left, right, share)
     for name, box in share:
+        if name in equal:
+            found.append(_SAME)
+            continue
         try:
             found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
             is_damage = isinstance(error, CorruptCheckpointError)
             found.append(_Difference(error=str(error), is_damage=is_damage))
     return found
+
+
+def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
+    """The small stored tensors that have the same bytes on both sides. All others are compared one by one, and so are
+    those near damage, to find out which of them are damaged."""
+    runs = []
+    for name, box in share:
+        x, y = left.tensors[name], right.tensors[name]
+        if isinstance(x, LazyTensor) and isinstance(y, LazyTensor) and box.numel * x.stored.itemsize <= _SMALL_BYTES:
+            with suppress(CheckpointError):
+                one, other = run_of(x.stored, box), run_of(y.stored, box)
+                if one and other:
+                    runs.append((name, one, other))
+    equal: set[str] = set()
+    for span in _spans(runs):
+        with suppress(CheckpointError):
+            equal.update(_equal_in(span))
+    return equal
+
+
+def _spans(runs: list[tuple[str, Run, Run]]) -> list[list[tuple[str, Run, Run]]]:
+    """Runs that follow each other in the files of both sides, together."""
+    spans: list[list[tuple[str, Run, Run]]] = []
+    for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
+        if spans:
+            _, first, _ = spans[-1][0]
+            _, last, before = spans[-1][-1]
+            follows = (last.source, last.stop, before.source, before.stop) == (*one[:2], *other[:2])
+            if follows and one.stop - first.start <= _SPAN_BYTES:
+                spans[-1].append((name, one, other))
+                continue
+        spans.append([(name, one, other)])
+    return spans
+
+
+def _equal_in(span: list[tuple[str, Run, Run]]) -> Iterator[str]:
+    """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
+    (_, x, y), (_, last, _) = span[0], span[-1]
+    nbytes = last.stop - x.start
+    a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))
+    for name, run, _ in span:
+        part = slice(run.start - x.start, run.stop - x.start)
+        if a[part] == b[part]:
+            yield name
 
 
 @dataclass(frozen=True)
@@ -712,8 +763,6 @@ def _kind(value: Any) -> Any:
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
     rtol, atol, is_measured = how
     total = _SAME
-    if not any(how) and _are_equal_bytes(x, y, within):
-        return total
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
     for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
         box = part.shift(within.offsets)
@@ -765,14 +814,6 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
     high = whole >> 32
     return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
-
-
-def _are_equal_bytes(x: Any, y: Any, box: Box) -> bool:
-    """Whether a small box of two stored tensors is the same, if bytes alone can say so; else False."""
-    if not (isinstance(x, LazyTensor) and isinstance(y, LazyTensor)) or box.numel * x.stored.itemsize > _SMALL_BYTES:
-        return False
-    one, other = box_bytes(x.stored, box), box_bytes(y.stored, box)
-    return one is not None and other is not None and bytes(one) == bytes(other)
 
 
 def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
