@@ -16,7 +16,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.arrays import Ints, grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
-from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
+from planners.geometry.layout_text import axes_of, in_both_forms, in_sharding_order, legend, short_form
 from planners.geometry.mesh import Replicate, Shard
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
@@ -343,7 +343,7 @@ def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
     for dim in range(len(layout.spec.shape[:2])):
         while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
             form = in_sharding_order(layout.form, {dim})
-            its = [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+            its = axes_of(form, dim)
             if len(its) < 2 or {type(form.placements[axis]) for axis in its} != {Shard}:
                 break
             inner.append(form.mesh.names[its[-1]])

@@ -381,12 +381,15 @@ def unresolved_class(value: Any) -> str | None:
     """The class of the first value of a nest that is still `CustomValue`."""
     if isinstance(value, CustomValue):
         return value.name
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = (*value, *value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS:
-        parts = value
-    return next((found for part in parts if (found := unresolved_class(part)) is not None), None)
+    return next((found for part in _parts(value) if (found := unresolved_class(part)) is not None), None)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The keys and values of a mapping, or the items of a sequence or set; none where all are plain."""
+    if isinstance(value, Mapping):
+        value = (*value.keys(), *value.values())
+    is_nest = isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS
+    return value if is_nest else ()
 
 
 def needs_class(name: str) -> str:
@@ -400,11 +403,8 @@ def _collect(live: Any, out: dict[str, type]) -> None:
         out.setdefault(_name(type(live)), type(live))
     if isinstance(live, argparse.Namespace | types.SimpleNamespace):
         live = vars(live)
-    if isinstance(live, Mapping):
-        live = (*live, *live.values())
-    if isinstance(live, (list, tuple, set, frozenset, deque)) and not set(map(type, live)) <= _ATOMS:
-        for part in live:
-            _collect(part, out)
+    for part in _parts(live):
+        _collect(part, out)
 
 
 def _resolved(value: Any, classes: Mapping[str, type]) -> Any:

@@ -247,15 +247,14 @@ def _narrow(window: Window) -> Iterator[Box]:
     """The window in parts that are compact: of a mapped file, all pages between count as memory when touched."""
     span = window.stop - window.offset
     dims = [d for d, n in enumerate(window.sizes) if n > 1]
+    whole = Box.full(window.sizes)
     if span <= PIECE_BYTES or window.is_contiguous or not dims:
-        yield Box.full(window.sizes)
+        yield whole
         return
     far = max(dims, key=lambda d: window.strides[d])
     step = max(1, PIECE_BYTES // max(window.strides[far], 1))
     for start in range(0, window.sizes[far], step):
-        size = min(step, window.sizes[far] - start)
-        offsets = tuple(start if d == far else 0 for d in range(len(window.sizes)))
-        yield Box.of(offsets, tuple(size if d == far else n for d, n in enumerate(window.sizes)))
+        yield whole.cut(far, start, min(start + step, window.sizes[far]))
 
 
 # What the writers of all formats share: a plan of files, each streamed from stored tensors,
