@@ -252,14 +252,14 @@ def _table(story: _Story) -> str:
 def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """(pattern, how many, shape, bytes, how each side places them): names that differ in
     numbers only are one row."""
-    found: dict[tuple[str, ...], list[str]] = {}
     sides = [side for _, side in story.sides]
     placements = [side.described(side, in_both_forms) for side in sides]
     specs = {fqn: side[fqn].spec for side in sides for fqn in side}
-    for fqn, spec in specs.items():
-        places = (words.get(fqn, "absent") for words in placements)
-        shape = f"{list(spec.shape)} {spec.dtype}"
-        found.setdefault((re.sub(r"\d+", "*", fqn), shape, *places), []).append(fqn)
+    shapes = {fqn: f"{list(spec.shape)} {spec.dtype}" for fqn, spec in specs.items()}
+    found = grouped(
+        ((re.sub(r"\d+", "*", fqn), shape, *(words.get(fqn, "absent") for words in placements)), fqn)
+        for fqn, shape in shapes.items()
+    )
     for (pattern, shape, *words), names in found.items():
         yield pattern if len(names) > 1 else names[0], len(names), shape, specs[names[0]].nbytes * len(names), words
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from planners.geometry.arrays import grouped
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
@@ -209,11 +210,8 @@ def _numbers(name: str) -> list[str]:
 
 def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:
     """A line for all keys below a segment that the other side does not have, and the other keys."""
-    fronts: dict[tuple[str, str], list[str]] = {}
-    for key, where in keys.items():
-        front, dot, _ = key.partition(".")
-        if dot and there and front not in there:
-            fronts.setdefault((front, where), []).append(key)
+    parts = [(key.partition("."), where, key) for key, where in keys.items() if there]
+    fronts = grouped(((front, where), key) for (front, dot, _), where, key in parts if dot and front not in there)
     many = {at: names for at, names in fronts.items() if len(names) > _MOST_OF_A_FRONT}
     told = {name for names in many.values() for name in names}
     rows = [f"{front}.*{where}   ({len(names)}, such as {names[0]!r})" for (front, where), names in many.items()]
@@ -222,17 +220,16 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     """Keys that differ only in numbers as one line; if there are too many patterns, by their common beginnings."""
-    patterns: dict[tuple[str, str], list[str]] = {}
-    for key, where in keys.items():
-        patterns.setdefault((re.sub(r"(?<![A-Za-z])\d+(?![A-Za-z])", "*", key), where), []).append(key)
+    plain = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
+    patterns = grouped(((plain.sub("*", key), where), key) for key, where in keys.items())
     depth = 4
     while len(patterns) > _MOST_LINES and depth:
-        grouped: dict[tuple[str, str], list[str]] = {}
+        shorter: dict[tuple[str, str], list[str]] = {}
         for (pattern, where), names in patterns.items():
             parts = pattern.split(".")
             front = ".".join(parts[:depth]) + (".**" if len(parts) > depth else "")
-            grouped.setdefault((front, where), []).extend(names)
-        patterns, depth = grouped, depth - 1
+            shorter.setdefault((front, where), []).extend(names)
+        patterns, depth = shorter, depth - 1
     rows = [
         f"{names[0]}{where}" if len(names) == 1 else f"{pattern}{where}   ({len(names)}, such as {names[0]!r})"
         for (pattern, where), names in patterns.items()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planners.errors import PlanError
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
@@ -388,11 +389,8 @@ _LIST_ITEM = re.compile(r"(.*\.param_groups\.\d+\.params)\.(\d+)")
 
 def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
     """The keys of lists of parameters that were saved item by item, list by list, in order."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for key in objects:
-        match = _LIST_ITEM.fullmatch(key)
-        if match is not None:
-            found.setdefault(match[1], []).append((int(match[2]), key))
+    matches = filter(None, map(_LIST_ITEM.fullmatch, objects))
+    found = grouped((match[1], (int(match[2]), match[0])) for match in matches)
     return [[key for _, key in sorted(items)] for items in found.values()]
 
 

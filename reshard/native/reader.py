@@ -232,12 +232,13 @@ class NativeFacts(Facts):
             self.files = table = FileTable(self.storage, manifest.table, linked)
             self._file_of = table.of_rank
         # these are made of no method of this: a circle would keep files mapped until garbage is collected
-        self.sums = Once(partial(_sums, self.storage, self.files))
+        storage, files = self.storage, self.files
+        self.sums = Once(lambda file: _unchanged(storage, f"{file}.sums", files[file].sums))
         """The block checksums of a file of this name, checked."""
-        self.source = Once(partial(_source, sources, self.files, self.sums, manifest.block_bytes))
+        self.source = Once(partial(_source, sources, files, self.sums, manifest.block_bytes))
         """The data file of this name."""
-        self._headers = Once(partial(_header, self.source, self.files))
-        self._tables = LazyMapping({int(r): partial(read_parts, self.storage, t) for r, t in manifest.tables.items()})
+        self._headers = Once(partial(_header, self.source, files))
+        self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self._is_checked = sources.checking.enabled
 
     def prefetch(self, ranks: Iterable[int]) -> None:
@@ -382,11 +383,11 @@ def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRe
     return read_offsets(source, record.header_bytes)
 
 
-def _sums(storage: Storage, records: Mapping[str, FileRecord], file: str) -> bytes:
-    record = records[file]
-    data = storage.read(f"{record.name}.sums")
-    if xxhash.xxh3_128_hexdigest(data) != record.sums:
-        raise CorruptCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
+def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
+    """The content of a small file, which must have this digest."""
+    data = storage.read(file)
+    if xxhash.xxh3_128_hexdigest(data) != digest:
+        raise CorruptCheckpointError(f"{storage.url}: {file} was changed since it was written")
     return data
 
 
@@ -444,9 +445,7 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
     """Read what `write_parts` stored. Raises CorruptCheckpointError."""
-    data = storage.read(record.name)
-    if xxhash.xxh3_128_hexdigest(data) != record.digest:
-        raise CorruptCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
+    data = _unchanged(storage, record.name, record.digest)
     try:
         table = msgspec.msgpack.decode(data, type=_PartTable)
         return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}

@@ -23,6 +23,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.storage.base import Storage, Writer
@@ -507,15 +508,7 @@ S = TypeVar("S", TensorSpec, FilePart)
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
     """Tensors, or parts of them, in order, in groups of at most `max_bytes`; what is larger has a group of its own."""
-    groups: list[list[S]] = [[]]
-    room = max_bytes
-    for thing in things:
-        if groups[-1] and thing.nbytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(thing)
-        room -= thing.nbytes
-    return groups
+    return list(batches(things, lambda thing: thing.nbytes, max_bytes)) or [[]]
 
 
 def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:
