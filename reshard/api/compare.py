@@ -7,9 +7,11 @@ share a sharded state each compare what they hold, and put the results together.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
@@ -27,11 +29,12 @@ from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.arrays import grouped
 from planners.geometry.box import Box, Shape
+from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
-from reshard.api.differences import SAME, Difference, HeldBoxes, How, difference_within, equal_as_bytes
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
+from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import (
@@ -45,25 +48,45 @@ from reshard.errors import (
     format_names,
     option_error,
 )
-from reshard.live.dtypes import dtype_name
-from reshard.live.fingerprints import comparable
+from reshard.live.copy_streams import to_host
+from reshard.live.dtypes import dtype_name, raw_elements
+from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import encode_plain
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_sharded, is_tensor, state_instead_of, this_rank
+from reshard.live.tensors import (
+    OVERWRITTEN_BY,
+    LiveTensor,
+    is_sharded,
+    is_tensor,
+    raw_bytes,
+    state_instead_of,
+    this_rank,
+)
 from reshard.live.tree import flatten
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
-from reshard.stored.tensor import LazyTensor, read_value
+from reshard.stored.streaming import windows
+from reshard.stored.tensor import LazyTensor, Run, read_box, read_value, run_of
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
 
-__all__ = ["CompareReport", "compare", "compare_sides"]
+__all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "elements_of"]
 
+_How = tuple[float, float, bool]
+"""The relative and the absolute tolerance, and whether differences are measured."""
+
+
+WINDOW_BYTES = 32 << 20
+"""Tensors are read in pieces of at most about this size."""
 _NOWHERE = "was not compared: no rank has it on both sides"
+_SMALL_BYTES = 64 << 10
+"""Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
+_SPAN_BYTES = 1 << 20
+"""Neighbors are read together up to this size."""
 
 
 @renamed()
@@ -137,7 +160,7 @@ def _is_sharded(side: Any) -> bool:
 def compare_sides(
     a: Any,
     b: Any,
-    how: How,
+    how: _How,
     by_fingerprint: bool,
     labels: tuple[str, str] | None,
     executor: Executor | None,
@@ -258,6 +281,72 @@ def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bo
     return "" if is_same else None
 
 
+@dataclass(frozen=True)
+class _Difference:
+    """How two tensors differ in some boxes."""
+
+    count: int = 0
+    first: tuple[Shape, str, str] | None = None
+    """The first element that differs, in row-major order, and what it is on both sides."""
+    error: str = ""
+    is_damage: bool = False
+    """Whether the error is damage."""
+    largest: float = 0.0
+    squares: float = 0.0
+    """Of the distances of finite elements."""
+    norm: float = 0.0
+    """Of finite elements of the second one, squared."""
+    odd: int = 0
+
+    def __add__(self, other: _Difference) -> _Difference:
+        """`other` is of other boxes."""
+        firsts = [one.first for one in (self, other) if one.first]
+        return _Difference(
+            self.count + other.count, min(firsts, default=None), self.error or other.error,
+            self.is_damage or other.is_damage, max(self.largest, other.largest),
+            self.squares + other.squares, self.norm + other.norm, self.odd + other.odd,
+        )  # fmt: skip
+
+    @property
+    def weight(self) -> tuple[bool, int]:
+        """How bad it is; (False, 0) if there is no difference."""
+        return bool(self.error), self.count
+
+    def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
+        """Return this difference with the distances of one more piece of both sides added."""
+        try:
+            x, y, apart = _wide(x.to("cpu"), y.to("cpu"))
+        except FormatError:
+            return self + _Difference(odd=int(_differing(x, y, 0.0, 0.0).sum()))
+        finite = x.isfinite() & y.isfinite()
+        odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
+        distance, size = apart[finite], y[finite].abs()
+        largest = float(distance.max()) if len(distance) else 0.0
+        squares, norm = float(distance.square().sum()), float(size.square().sum())
+        return self + _Difference(largest=largest, squares=squares, norm=norm, odd=odd)
+
+    def measure(self, elements: int) -> Measure:
+        """Return how much the sides differ, for this number of elements."""
+        from planners.reports.checkpoint_pages import Measure
+
+        ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
+        largest, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
+        return Measure(elements, min(self.count, elements), largest, ratio, self.odd)
+
+    def text(self, numel: int) -> tuple[str, Shape | None]:
+        """Return the difference in words, "" if there is none, and the first element that differs."""
+        if self.error or self.first is None:
+            return self.error, None
+        element, x, y = self.first
+        return f"{self.count} of {numel} elements differ; the first: {x} -> {y}", element
+
+
+def _shown(x: Any, y: Any) -> tuple[str, str]:
+    """Two values, with six digits if that shows how they differ."""
+    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (x, y)]
+    return (str(x), str(y)) if short[0] == short[1] else (short[0], short[1])
+
+
 class _RankFindings(msgspec.Struct):
     """What one rank found."""
 
@@ -265,7 +354,7 @@ class _RankFindings(msgspec.Struct):
     """How tensors differ, or "" if they do not, where that is known without reading them."""
     sizes: dict[str, tuple[int, int]] = {}
     """Of each tensor that was compared: its elements, and the bytes of one."""
-    boxes: list[tuple[str, Shape, Shape, Difference]] = []
+    boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[tuple[str, str]] = []
     """Keys of other values, and how these differ."""
     compared: list[str] = []
@@ -278,9 +367,9 @@ class _JointFindings:
 
     known: Mapping[str, str]
     sizes: Mapping[str, tuple[int, int]]
-    by_box: Mapping[str, Mapping[Box, tuple[int, Difference]]]
+    by_box: Mapping[str, Mapping[Box, tuple[int, _Difference]]]
     """By tensor and box: the rank, and what it found; of ranks with the same box, one where most elements differ."""
-    totals: Mapping[str, Difference]
+    totals: Mapping[str, _Difference]
     on_others: Sequence[Finding]
     """On values that are no tensors."""
     compared: Collection[str]
@@ -292,13 +381,13 @@ class _JointFindings:
         known = {name: text for one in found.values() for name, text in one.known.items()}
         sizes = {name: size for one in found.values() for name, size in one.sizes.items()}
         others = dict.fromkeys(pair for one in found.values() for pair in one.others)
-        boxes: dict[str, dict[Box, tuple[int, Difference]]] = {name: {} for name in sizes}
+        boxes: dict[str, dict[Box, tuple[int, _Difference]]] = {name: {} for name in sizes}
         for rank, one in found.items():
             for name, offsets, extents, difference in one.boxes:
                 at, box = boxes[name], Box.of(offsets, extents)
                 if box not in at or difference.weight > at[box][1].weight:
                     at[box] = rank, difference
-        totals = {name: reduce(add, [one for _, one in its.values()] or [SAME]) for name, its in boxes.items()}
+        totals = {name: reduce(add, [one for _, one in its.values()] or [_SAME]) for name, its in boxes.items()}
         compared = {key for one in found.values() for key in one.compared}
         return cls(known, sizes, boxes, totals, [Finding(message, key) for key, message in others], compared)
 
@@ -343,31 +432,34 @@ def _elements_in(boxes: tuple[Box, ...]) -> int:
     return count
 
 
+_SAME = _Difference()
+
+
 @dataclass(frozen=True)
 class CompareWork:
     """Compares parts of the tensors of two checkpoints."""
 
     a: Opening
     b: Opening
-    how: How
+    how: _How
 
-    def begin(self) -> Callable[[Share], list[Difference]]:
+    def begin(self) -> Callable[[Share], list[_Difference]]:
         """Opens both."""
         return partial(_compare_share, _Side(self.a.open()), _Side(self.b.open()), self.how)
 
 
 def _differences(
-    left: _Side, right: _Side, names: Sequence[str], how: How, executor: Executor | None, step: Phase
-) -> list[tuple[str, Shape, Shape, Difference]]:
+    left: _Side, right: _Side, names: Sequence[str], how: _How, executor: Executor | None, step: Phase
+) -> list[tuple[str, Shape, Shape, _Difference]]:
     """Return the differences of all elements that this process has on both sides, box by box."""
     asked = shares(
         (name, box, max(side.tensors[name].dtype.itemsize for side in (left, right)))
         for name in names
         for box in _boxes_of(name, left.tensors[name], right.tensors[name])
     )
-    found: list[tuple[str, Shape, Shape, Difference]] = []
+    found: list[tuple[str, Shape, Shape, _Difference]] = []
 
-    def on_done(share: Share, differences: list[Difference]) -> None:
+    def on_done(share: Share, differences: list[_Difference]) -> None:
         found.extend((name, *box, one) for (name, box), one in zip(share, differences))
         step.advance(sum(box.numel * left.tensors[name].dtype.itemsize for name, box in share))
 
@@ -379,24 +471,96 @@ def _differences(
 
 
 @gc_paused()
-def _compare_share(left: _Side, right: _Side, how: How, share: Share) -> list[Difference]:
+def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_Difference]:
     found = []
-    equal = set() if any(how) else equal_as_bytes(left.tensors, right.tensors, share)
+    equal = set() if any(how) else _equal_as_bytes(left, right, share)
     for name, box in share:
         if name in equal:
-            found.append(SAME)
+            found.append(_SAME)
             continue
         try:
-            found.append(difference_within(left.tensors[name], right.tensors[name], box, how))
+            found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
             is_damage = isinstance(error, CorruptCheckpointError)
-            found.append(Difference(error=str(error), is_damage=is_damage))
+            found.append(_Difference(error=str(error), is_damage=is_damage))
     return found
+
+
+def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
+    """The small stored tensors that have the same bytes on both sides. All others are compared one by one, and so are
+    those near damage, to find out which of them are damaged."""
+    runs = []
+    for name, box in share:
+        x, y = left.tensors[name], right.tensors[name]
+        if isinstance(x, LazyTensor) and isinstance(y, LazyTensor) and box.numel * x.stored.itemsize <= _SMALL_BYTES:
+            with suppress(CheckpointError):
+                one, other = run_of(x.stored, box), run_of(y.stored, box)
+                if one and other:
+                    runs.append((name, one, other))
+    equal: set[str] = set()
+    for span in _spans(runs):
+        with suppress(CheckpointError):
+            equal.update(_equal_in(span))
+    return equal
+
+
+def _spans(runs: list[tuple[str, Run, Run]]) -> list[list[tuple[str, Run, Run]]]:
+    """Runs that follow each other in the files of both sides, together."""
+    spans: list[list[tuple[str, Run, Run]]] = []
+    for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
+        if spans:
+            _, first, _ = spans[-1][0]
+            _, last, before = spans[-1][-1]
+            follows = (last.source, last.stop, before.source, before.stop) == (*one[:2], *other[:2])
+            if follows and one.stop - first.start <= _SPAN_BYTES:
+                spans[-1].append((name, one, other))
+                continue
+        spans.append([(name, one, other)])
+    return spans
+
+
+def _equal_in(span: list[tuple[str, Run, Run]]) -> Iterator[str]:
+    """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
+    (_, x, y), (_, last, _) = span[0], span[-1]
+    nbytes = last.stop - x.start
+    a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))
+    for name, run, _ in span:
+        part = slice(run.start - x.start, run.stop - x.start)
+        if a[part] == b[part]:
+            yield name
+
+
+@dataclass(frozen=True)
+class _HeldBoxes:
+    """The boxes of a sharded tensor that this rank holds, each with its elements."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: Mapping[Box, torch.Tensor]
+
+    @classmethod
+    def of(cls, key: str, value: Any, group: Group) -> _HeldBoxes:
+        """Collective over the ranks that hold it, where they must find out together how it is sharded."""
+        live = LiveTensor(key, value)
+        layout = TensorLayout.of(live.spec, live.form_by_all())
+        parts = held_parts(live, layout, group.job_rank)
+        boxes = {box: local[inner.slices] for local, part in parts for box, inner in part.boxes()}
+        return cls(tuple(live.spec.shape), live.dtype, boxes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def elements(self, box: Box) -> torch.Tensor:
+        """The elements of a box within one of these."""
+        around = next(outer for outer in self.boxes if outer.contains(box))
+        return self.boxes[around][box.relative_to(around).slices]
 
 
 def _boxes_of(name: str, x: Any, y: Any) -> Collection[Box]:
     """The boxes of a tensor that this process has on both sides."""
-    held = [side.boxes.keys() for side in (x, y) if isinstance(side, HeldBoxes)]
+    held = [side.boxes.keys() for side in (x, y) if isinstance(side, _HeldBoxes)]
     if held and held[0] != held[-1]:
         raise LayoutError(
             f"{name!r} is sharded in two ways: compare each state with a checkpoint, or their fingerprints"
@@ -454,7 +618,7 @@ class _Side:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
         self.label = "the state dict"
         self.tensors = {
-            k: HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
+            k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
             for k, v in values.items()
             if is_tensor(v) or isinstance(v, LazyTensor)
         }
@@ -594,3 +758,84 @@ def _kind(value: Any) -> Any:
     if isinstance(value, np.ndarray) or is_tensor(value):
         return is_tensor(value), tuple(value.shape), value.dtype
     return isinstance(value, bool | np.bool_)
+
+
+def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
+    rtol, atol, is_measured = how
+    total = _SAME
+    itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
+    for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
+        box = part.shift(within.offsets)
+        pieces = elements_of(x, box), elements_of(y, box)
+        if not (rtol or atol or is_measured) and _same_bytes(*pieces):
+            continue
+        differs = _differing(*pieces, rtol, atol)
+        count = int(differs.sum())
+        if count and total.first is None:
+            local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
+            element = tuple(o + i for o, i in zip(box.offsets, local))
+            at = Box.of(element, (1,) * len(element))
+            values = _shown(*(_number(elements_of(side, at).reshape(-1)[0]) for side in (x, y)))
+            total += _Difference(first=(element, *values))
+        total += _Difference(count)
+        if is_measured:
+            total = total.measured(*pieces)
+    return total
+
+
+def _number(element: torch.Tensor) -> Any:
+    """The number that an element is; the bits of a packed one, such as float4."""
+    try:
+        return element.item()
+    except NotImplementedError:
+        return f"{raw_elements(element).item():#x}"
+
+
+def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both in a dtype that holds them, and their distances, of integers
+    without rounding these before.
+
+    Raises FormatError for packed numbers, such as float4.
+    """
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    try:
+        a, b = x.to(wide), y.to(wide)
+    except NotImplementedError as error:
+        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
+    if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
+        return a, b, (a - b).abs()
+    (high, low), (other_high, other_low) = _halves(x), _halves(y)
+    return a, b, ((high - other_high).to(wide) * 2**32 + (low - other_low)).abs()
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers as 2**32 times one, which has the sign, plus another one."""
+    is_unsigned = x.dtype == torch.uint64
+    whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
+    high = whole >> 32
+    return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
+
+
+def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.device == y.device and torch.equal(raw_bytes(x.contiguous()), raw_bytes(y.contiguous()))
+
+
+def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    """Return where two tensors of one shape differ, computed on their common device, or on the host."""
+    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
+        x, y = to_host([x, y])
+    if rtol or atol:
+        x, y, apart = _wide(x, y)
+        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True) | (apart > atol + rtol * y.abs())
+    size = x.dtype.itemsize
+    raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
+    return raw.reshape(*x.shape, size).any(dim=-1)
+
+
+def elements_of(tensor: Any, box: Box) -> torch.Tensor:
+    if isinstance(tensor, _HeldBoxes):
+        return tensor.elements(box).detach().resolve_conj().resolve_neg()
+    if isinstance(tensor, LazyTensor):
+        return read_box(tensor.stored, box)
+    piece: torch.Tensor = tensor[box.slices] if box.ndim else tensor
+    return piece.detach().resolve_conj().resolve_neg()

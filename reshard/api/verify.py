@@ -17,8 +17,7 @@ from planners.errors import ProofError
 from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box, Range
 from planners.plans.plan import verify as prove
-from reshard.api.compare import CompareReport, compare_sides
-from reshard.api.differences import WINDOW_BYTES, elements_of
+from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
