@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
 from io import BytesIO
-from itertools import takewhile
 from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,6 +30,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
+from reshard.api.key_suggestions import without_prefix
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -52,7 +51,7 @@ from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import encode_plain
+from reshard.live.plain_data import are_equal
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -69,7 +68,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import LazyTensor, Run, read_box, read_value, run_of
+from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
@@ -78,7 +77,6 @@ __all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "element
 
 _How = tuple[float, float, bool]
 """The relative and the absolute tolerance, and whether differences are measured."""
-
 
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
@@ -481,8 +479,7 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
         try:
             found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
-            is_damage = isinstance(error, CorruptCheckpointError)
-            found.append(_Difference(error=str(error), is_damage=is_damage))
+            found.append(_Difference(error=str(error), is_damage=isinstance(error, CorruptCheckpointError)))
     return found
 
 
@@ -504,9 +501,9 @@ def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
     return equal
 
 
-def _spans(runs: list[tuple[str, Run, Run]]) -> list[list[tuple[str, Run, Run]]]:
+def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, ByteRun, ByteRun]]]:
     """Runs that follow each other in the files of both sides, together."""
-    spans: list[list[tuple[str, Run, Run]]] = []
+    spans: list[list[tuple[str, ByteRun, ByteRun]]] = []
     for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
         if spans:
             _, first, _ = spans[-1][0]
@@ -519,10 +516,10 @@ def _spans(runs: list[tuple[str, Run, Run]]) -> list[list[tuple[str, Run, Run]]]
     return spans
 
 
-def _equal_in(span: list[tuple[str, Run, Run]]) -> Iterator[str]:
+def _equal_in(span: list[tuple[str, ByteRun, ByteRun]]) -> Iterator[str]:
     """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
-    (_, x, y), (_, last, _) = span[0], span[-1]
-    nbytes = last.stop - x.start
+    _, x, y = span[0]
+    nbytes = span[-1][1].stop - x.start
     a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))
     for name, run, _ in span:
         part = slice(run.start - x.start, run.stop - x.start)
@@ -671,7 +668,7 @@ def _prefix_hint(left: _Side, right: _Side) -> str:
     if left.names.nbytes.keys() & right.names.nbytes.keys():
         return ""
     for one, other, of in (left.names.nbytes, right.names.nbytes, ""), *_parts_of_more(left, right):
-        (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
+        (x, of_left), (y, of_right) = without_prefix(one), without_prefix(other)
         if not of_left or of_left != of_right:
             continue
         while x and y and x[-1] == y[-1]:
@@ -695,14 +692,6 @@ def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str],
             yield left.names.nbytes, below, f" in {left.label} and of {name!r} in {right.label}"
 
 
-def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
-    """Split all names into the parts of their common dotted prefix and the rest."""
-    parts = [name.split(".") for name in names]
-    one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
-    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
-    return shared, {".".join(name[len(shared) :]) for name in parts}
-
-
 def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
     """Report what only one side has."""
     for side, its, others in ((left, x, y), (right, y, x)):
@@ -711,7 +700,7 @@ def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     for key, value in left.objects.items():
-        if key in right.objects and not _equal(value, right.objects[key]):
+        if key in right.objects and not are_equal(value, right.objects[key]):
             shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
             yield key, shown
 
@@ -726,38 +715,8 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
             yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
         for rank in ranks:
-            if not _equal(read_value(x[rank]), read_value(y[rank])):
+            if not are_equal(read_value(x[rank]), read_value(y[rank])):
                 yield key, f"differs between {left.label} and {right.label} on rank {rank}"
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if type(a) is type(b) is dict and a.keys() == b.keys():
-        return all(_equal(value, b[key]) for key, value in a.items())
-    if _kind(a) != _kind(b):
-        return False
-    if not is_tensor(a):
-        try:
-            same = a == b
-            if bool(same.all() if hasattr(same, "all") else same):
-                return True
-        except (ValueError, RuntimeError, TypeError):  # arrays or tensors within
-            pass
-    try:  # as it is written: NaN is then equal to itself
-        return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
-    except FormatError:  # objects of other frameworks
-        return False
-
-
-def _kind(value: Any) -> Any:
-    """What two values must share to be equal.
-
-    1 equals 1.0, but not True. Arrays differ if their shapes or dtypes do.
-    """
-    if isinstance(value, np.ndarray) or is_tensor(value):
-        return is_tensor(value), tuple(value.shape), value.dtype
-    return isinstance(value, bool | np.bool_)
 
 
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:

@@ -22,7 +22,7 @@ from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.stored.source import Source
 
 __all__ = [
-    "MAX_BUFFER_BYTES", "Extent", "LazyChunks", "LazyTensor", "Run", "StoredChunk", "StoredTensor",
+    "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
     "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "whole",
 ]  # fmt: skip
 
@@ -437,7 +437,7 @@ def read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
     return _read_ranges(stored, [(start, 1, n) for start, n in zip(*box)])
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes [start, stop) of a source."""
 
     source: Source
@@ -445,13 +445,13 @@ class Run(NamedTuple):
     stop: int
 
 
-def run_of(stored: StoredTensor, box: Box) -> Run | None:
+def run_of(stored: StoredTensor, box: Box) -> ByteRun | None:
     """The bytes that are a box, row-major, if they are one run; else None. Nothing is read of it."""
     chunk = _holder(stored, box)
     if chunk is None:
         return None
     source, window, conjugate, _ = chunk.crop(box).place
-    return Run(source, window.offset, window.stop) if not conjugate and window.runs().count == 1 else None
+    return ByteRun(source, window.offset, window.stop) if not conjugate and window.runs().count == 1 else None
 
 
 def _holder(stored: StoredTensor, box: Box) -> StoredChunk | None:
