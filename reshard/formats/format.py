@@ -11,6 +11,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.native.manifest import HF_INDEX, MANIFEST
 
 if TYPE_CHECKING:
+    from planners.geometry.box import Shape
     from reshard.formats.canonical import Canonical, Hints
     from reshard.storage.base import Storage
     from reshard.stored.contents import Contents
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = ["Format", "Normalizer", "Widen", "Writing", "check_index", "read_index"]
+__all__ = ["Format", "Normalizer", "Widen", "Writing", "as_shape", "check_index", "read_index"]
 
 
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
@@ -80,6 +81,14 @@ class Format:
     """Whether only the name of a rank's file identifies what is beside model and optimizer."""
     writing: Callable[[], Writing] | None = None
     """None where it is read only."""
+
+
+def as_shape(values: Iterable[Any]) -> Shape:
+    """Offsets or sizes as a file has them. Raises ValueError for what are none."""
+    result = tuple(values)
+    if any(type(v) is not int or v < 0 for v in result):
+        raise ValueError(f"{result} should be integers >= 0")
+    return result
 
 
 def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
