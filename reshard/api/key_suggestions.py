@@ -210,8 +210,11 @@ def _numbers(name: str) -> list[str]:
 
 def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:
     """A line for all keys below a segment that the other side does not have, and the other keys."""
-    parts = [(key.partition("."), where, key) for key, where in keys.items() if there]
-    fronts = grouped(((front, where), key) for (front, dot, _), where, key in parts if dot and front not in there)
+    fronts: dict[tuple[str, str], list[str]] = {}
+    for key, where in keys.items():
+        front, dot, _ = key.partition(".")
+        if dot and there and front not in there:
+            fronts.setdefault((front, where), []).append(key)
     many = {at: names for at, names in fronts.items() if len(names) > _MOST_OF_A_FRONT}
     told = {name for names in many.values() for name in names}
     rows = [f"{front}.*{where}   ({len(names)}, such as {names[0]!r})" for (front, where), names in many.items()]

@@ -121,7 +121,8 @@ class InPlace:
         return total
 
     def _mark_right(self, pieces: Iterable[_TargetPiece]) -> None:
-        for source, its in grouped((piece.source, (piece.start, piece.stop)) for piece in pieces).items():
+        bounds = grouped((piece.source, (piece.start, piece.stop)) for piece in pieces)
+        for source, its in bounds.items():
             assert isinstance(source.checksums, BlockChecksums)
             source.checking.add(compared=source.checksums.mark_right(np.array(its, np.int64)))
 

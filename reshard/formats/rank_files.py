@@ -253,7 +253,8 @@ def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, Tensor
     Raises FormatError if torch itself cannot have sharded so, or if the shapes do not show how.
     """
     found: dict[int, TensorLayout] = {}
-    for layout, ranks in grouped((part.layout, rank) for rank, part in parts.items()).items():
+    alike = grouped((part.layout, rank) for rank, part in parts.items())
+    for layout, ranks in alike.items():
         try:
             true = _true_layout(layout, {rank: parts[rank].local.size for rank in ranks})
         except LayoutError as error:

@@ -235,7 +235,8 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
     def _encoded(self, buckets: Iterable[WeightBucket]) -> Iterator[_WeightMessage]:
         """Encode tensors in messages. A message has one dtype, and positions for all of its tensors or for none."""
         for bucket in buckets:
-            yield from map(_flush, grouped((change.values.dtype, change) for change in bucket.changes()).values())
+            alike = grouped((change.values.dtype, change) for change in bucket.changes())
+            yield from map(_flush, alike.values())
 
     def receive_weights(  # type: ignore[override]  # as verl's own engine of differences
         self, global_steps: int | None = None

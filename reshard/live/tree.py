@@ -20,8 +20,8 @@ from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 __all__ = [
     "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
-    "map_leaves", "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
-    "unresolved_class",
+    "map_leaves", "mapping_kind", "needs_class", "nested", "other_key_of", "rebuilt", "restore_types", "typed",
+    "unflatten", "unresolved_class",
 ]  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def restore_types(value: Any, live: Any) -> Any:
     in `live` (see `unresolved_class`)."""
     if unresolved_class(value) is not None:
         classes: dict[str, type] = {}  # those that a saved value may ask for, by name
-        for cls in map(type, _nested(live)):
+        for cls in map(type, nested(live)):
             if issubclass(cls, Enum) or _base(cls) not in (None, cls):
                 classes.setdefault(_name(cls), cls)
         value = _resolved(value, classes)
@@ -381,10 +381,10 @@ def restore_types(value: Any, live: Any) -> Any:
 
 def unresolved_class(value: Any) -> str | None:
     """The class of the first value of a nest that is still `CustomValue`."""
-    return next((one.name for one in _nested(value) if isinstance(one, CustomValue)), None)
+    return next((one.name for one in nested(value) if isinstance(one, CustomValue)), None)
 
 
-def _nested(value: Any) -> Iterator[Any]:
+def nested(value: Any) -> Iterator[Any]:
     """A value and all inside it: keys and values of mappings and namespaces, items of sequences and sets. Plain
     items are omitted where all are plain."""
     yield value
@@ -394,7 +394,7 @@ def _nested(value: Any) -> Iterator[Any]:
         value = (*value.keys(), *value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS:
         for part in value:
-            yield from _nested(part)
+            yield from nested(part)
 
 
 def needs_class(name: str) -> str:

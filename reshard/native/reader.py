@@ -71,7 +71,8 @@ _MOST_NAMES, _MOST_PLACES = 3, 16
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing one."""
+    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing
+    one."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:
@@ -93,8 +94,8 @@ def is_replaced(native: NativeFacts) -> bool:
 def open(files: Files) -> Contents:
     """Open the checkpoint, from its manifest alone: see `look_for_files`.
 
-    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest that is
-    lost, or of nonsense.
+    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a
+    manifest that is lost, or of nonsense.
     """
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
@@ -161,8 +162,8 @@ def look_for_files(
 
 
 def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
-    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are neighbors,
-    too."""
+    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are
+    neighbors, too."""
     manifest = native.manifest
     if manifest.table is not UNSET and share.number == 0:
         yield manifest.table.name, manifest.table.nbytes
@@ -198,7 +199,8 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
 
 
 class Once(Generic[T]):
-    """The result of a function for a name, computed once, whichever thread asks first. Errors are not kept."""
+    """The result of a function for a name, computed once, whichever thread asks first. Errors are
+    not kept."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self._make = make
@@ -214,8 +216,8 @@ class Once(Generic[T]):
 
 
 class NativeFacts(Facts):
-    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums, and tables of
-    parts, each read when first needed."""
+    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums,
+    and tables of parts, each read when first needed."""
 
     def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
         self.storage, self.manifest, self.plan = sources.storage, manifest, plan
@@ -292,7 +294,8 @@ class NativeFacts(Facts):
         }
 
     def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
-        """Yield where the elements of a tensor are that share one with a box, each with its file and array."""
+        """Yield where the elements of a tensor are that share one with a box, each with its file
+        and array."""
         spec = self.plan.layout[fqn].spec
         for rank, found in self.plan.writers_near(fqn, box):
             for part in self._parts(spec, rank, found):
@@ -305,7 +308,8 @@ class NativeFacts(Facts):
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """Add to an error the tensors whose bytes are missing or were changed, as far as the headers of files say."""
+        """Add to an error the tensors whose bytes are missing or were changed, as far as the
+        headers of files say."""
         found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self._arrays_at(*at).items()}
         words = [f"{key!r} (bytes [{start}, {stop}))" for key, (start, stop) in islice(found.items(), _MOST_NAMES)]
         if words:
@@ -324,7 +328,8 @@ class NativeFacts(Facts):
         return found
 
     def _parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
-        """Return what makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
+        """Return what makes up an array that the rank holds: itself, in the rank's own file, in
+        most cases."""
         found = self._tables[rank].get(entry_key(spec, box)) if rank in self._tables else None
         return found or (ArrayPart(box, box),)
 
@@ -470,7 +475,8 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
 
 
 def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range]]) -> int:
-    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
+    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes
+    those blocks have.
 
     Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.
     """

@@ -19,9 +19,8 @@ from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
-    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check",
-    "touched_ranges",
+    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS", "BlockChecksums",
+    "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
 
