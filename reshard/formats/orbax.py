@@ -1,6 +1,6 @@
 """Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read through tensorstore.
 
-`_METADATA` is the tree: which path is an array, a scalar, None or an empty container. What a chunk holds is
+`_METADATA` is the tree: which path is an array, a scalar, text, None, or an empty container. What a chunk holds is
 compressed, so a chunk is read whole.
 """
 
@@ -33,6 +33,7 @@ __all__ = ["FORMAT", "detect", "open"]
 _NAME = "orbax"
 
 _TREE = "_METADATA"
+_STRINGS = "_strings.json"
 _EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
 _SEQUENCE_KEY = 1
 _JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
@@ -85,17 +86,32 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
         key = found.claim(path)
         if kind == "None":
             found.add_object(key, lambda: None)
+        elif kind == "string":
+            found.add_object(key, partial(_string, storage, f"{folder}{_STRINGS}", key))
         else:
             found.add_tensor(key, partial(_tensor, key, root))
     return found.build(_NAME)
 
 
 def _json(storage: Storage, file: str) -> Any:
-    """An item that is no tree: settings, metrics, positions of a data loader."""
+    """Settings, metrics, positions of a data loader, or the text of a tree."""
     try:
         return json.loads(storage.read(file))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{storage.url}/{file} is not JSON: {error}") from None
+
+
+def _string(storage: Storage, file: str, key: str) -> str:
+    """A value of the file that has all text of an item. A "/" in a name means a level there."""
+    found = _json(storage, file)
+    try:
+        for part in key.split("/"):
+            found = found[part]
+    except (KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        raise CorruptCheckpointError(f"{storage.url}/{file} does not have the text {key!r}, which {_TREE} lists")
+    return found
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:
