@@ -175,7 +175,7 @@ def test_text_of_a_tree(tmp_path):
     checkpoint = reshard.open(tmp_path / "c")
     assert (checkpoint.objects["name"], checkpoint.objects["of/two"]) == ("llama", "levels")
     (tmp_path / "c/_strings.json").write_text("{}")
-    with pytest.raises(CorruptCheckpointError, match="_strings.json does not have the text 'name', which _METADATA"):
+    with pytest.raises(CorruptCheckpointError, match=r"_strings\.json does not have the text 'name', which _METADATA"):
         reshard.open(tmp_path / "c").objects["name"]
     (tmp_path / "c/_strings.json").unlink()
     assert not reshard.verify(tmp_path / "c").ok
