@@ -67,9 +67,12 @@ def open(files: Files) -> Contents:
     parts = [("" if len(folders) == 1 else folder[:-1], _open_item(storage, folder)) for folder in folders]
     plain = [(file, match[1]) for file in names if (match := _JSON_ITEM.fullmatch(file))] if folders != [""] else []
     found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
-    if not found and len(parts) == 1:
+    rest = {name.split("/")[0] for name in names if "/" in name} - {folder[:-1] for folder in folders} - found.keys()
+    others = sorted(rest) if folders != [""] else []
+    if not found and not others and len(parts) == 1:
         return parts[0][1]
-    return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME))])
+    warnings = (f"not opened, neither arrays nor JSON: {', '.join(others[:5])}",) if others else ()
+    return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME, warnings=warnings))])
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
@@ -171,8 +174,10 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     array = root.array(key)
     try:
         spec = TensorSpec(key, tuple(array.shape), array.dtype.name)
-    except PlanError as error:
-        raise FormatError(f"{root.label}: the array {key!r}: {error}") from None
+    except PlanError:
+        raise FormatError(
+            f"{root.label}: the array {key!r} has dtype {array.dtype.name!r}, which has no torch dtype"
+        ) from None
     grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
     # of several chunks each, where zarr 3 shards
     files = tuple(array.chunk_layout.write_chunk.shape or array.shape)

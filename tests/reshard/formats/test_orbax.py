@@ -179,3 +179,12 @@ def test_text_of_a_tree(tmp_path):
         reshard.open(tmp_path / "c").objects["name"]
     (tmp_path / "c/_strings.json").unlink()
     assert not reshard.verify(tmp_path / "c").ok
+
+
+def test_items_that_are_not_opened_are_named(tmp_path):
+    """Such as random keys, and what a program's own handler wrote."""
+    shutil.copytree(sample("orbax") / "items", tmp_path / "7")
+    assert reshard.open(tmp_path / "7").warnings == ()
+    (tmp_path / "7/key/jax_random_key").mkdir(parents=True)
+    (tmp_path / "7/key/jax_random_key/d").write_bytes(b"1")
+    assert reshard.open(tmp_path / "7").warnings == ("not opened, neither arrays nor JSON: key",)
