@@ -11,8 +11,8 @@ from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorLayout
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard, parse_placements
 
 __all__ = [
-    "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words", "parse_layout",
-    "short_form",
+    "axes_of", "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words",
+    "parse_layout", "short_form",
 ]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
     that say the same."""
     axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
     for dim in {p.dim for p in form.placements if isinstance(p, StridedShard) and p.dim in dims}:
-        places = _axes_of(form, dim)
+        places = axes_of(form, dim)
         its = [axes[place] for place in places]
         if not any(isinstance(placement, BlockShard) for _, _, placement in its):
             for place, (name, size, _) in zip(places, _in_order(its)):
@@ -136,7 +136,7 @@ def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
     return ProductForm.make(mesh, [placement for _, _, placement in axes])
 
 
-def _axes_of(form: ProductForm, dim: int) -> list[int]:
+def axes_of(form: ProductForm, dim: int) -> list[int]:
     """The numbers of the axes that shard a dim."""
     return [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
 
