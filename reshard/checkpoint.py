@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from planners.geometry.box import Box
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.units import format_bytes, format_count
 from reshard.arguments import check_options, no_attribute, renamed
@@ -345,11 +345,11 @@ def stored_layout(stored: StoredTensor) -> TensorLayout:
     if stored.layout is not None:
         return stored.layout
     numbers: dict[int | str, int] = {}
-    boxes: dict[int, list[Box]] = {}
     ints = all(isinstance(chunk.owner, int) for chunk in stored.chunks)
-    for chunk in stored.chunks:
-        rank = int(chunk.owner) if ints else numbers.setdefault(chunk.owner, len(numbers))
-        boxes.setdefault(rank, []).append(chunk.box)
+    boxes = grouped(
+        (int(chunk.owner) if ints else numbers.setdefault(chunk.owner, len(numbers)), chunk.box)
+        for chunk in stored.chunks
+    )
     return TensorLayout.from_boxes(stored.spec, boxes)
 
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    DOCS / "README.md",
-    DOCS / "manager.md",
+    *(DOCS / f"{name}.md" for name in ("README", "cost-model", "elastic", "fingerprint", "incremental", "live")),
+    *(DOCS / f"{name}.md" for name in ("manager", "normalization")),
     *sorted(DOCS.glob("migrate/*.md")),
     *sorted(DOCS.glob("recipes/*.md")),
 ]
@@ -36,7 +36,7 @@ NEEDS = {"from-dcp:0": requires("no_dist" in inspect.signature(dcp.load).paramet
 BLOCKS = [
     pytest.param(
         *(match[1], page, text[: match.start()].count("\n") + 1),
-        id=f"{page.stem}:{i}",
+        id=f"{'docs/' * (page.parent == DOCS)}{page.stem}:{i}",
         marks=NEEDS.get(f"{page.stem}:{i}", ()),
     )
     for page in PAGES

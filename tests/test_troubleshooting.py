@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,8 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+from reshard.execute.exchange import Exchange
 from reshard.ranks.liveness import PeerWatch, machine
 from reshard.ranks.store import StoreClient
 from tests import gloo
@@ -142,7 +146,17 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
 
     assert len(set(seen)) == len(PROVOKE) == 15
     others = [quote.partition(":")[0] for quote in QUOTED if quote not in seen]
-    assert others == ["ImportError", "KeyMismatchError", "RankFailedError", "DeadlineError"]
+    assert others == [
+        "ImportError",
+        "KeyMismatchError",
+        "LayoutError",
+        "LayoutError",
+        "LayoutError",
+        "RankFailedError",
+        "DeadlineError",
+        "ReplicaDriftError",
+        "UndefinedTargetsError",
+    ]
 
 
 def test_so_is_the_error_of_an_import(tmp_path: Path) -> None:
@@ -168,6 +182,31 @@ def _on_ranks(folder: str) -> None:
     assert _is_quoted(caught.value).startswith("DeadlineError")
 
 
+def _on_ranks_that_disagree(folder: str) -> list[str]:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    w = distribute_tensor(torch.arange(12.0).reshape(3, 4), mesh, [Shard(0)])
+    own = {"model": {"w": torch.full((2, 2), float(rank))}}
+    to = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(1)])
+    prepared = reshard.prepare({"w": w}, {"w": to})
+    provoke: list[Callable[[], object]] = [
+        lambda: reshard.save({"model": {"w": w.to_local()}}, f"{folder}/a"),
+        lambda: reshard.save({"model": {"w": w}}, f"{folder}/b{rank}", alone=True),
+        lambda: reshard.save({"model": {"w": w}}, f"{folder}/c", fingerprints=rank == 0),
+        lambda: reshard.fingerprint(own),
+        prepared.run,
+    ]
+    failing = mock.patch.object(Exchange, "move", side_effect=OSError("the network is down")) if rank else nullcontext()
+    seen = []
+    with failing:
+        for one in provoke:
+            with pytest.raises(reshard.ReshardError) as caught:
+                one()
+            seen.append(_is_quoted(caught.value).partition(":")[0])
+    return seen
+
+
 @pytest.mark.gloo
 def test_so_are_the_errors_of_several_ranks(tmp_path: Path) -> None:
     gloo.run(_on_ranks, 2, str(tmp_path))
+    wanted = ["LayoutError", "LayoutError", "LayoutError", "ReplicaDriftError", "UndefinedTargetsError"]
+    assert gloo.run(_on_ranks_that_disagree, 2, str(tmp_path)) == [wanted] * 2

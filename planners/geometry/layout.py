@@ -21,7 +21,7 @@ from planners.geometry.intervals import Ownership, ownership
 from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
 
 __all__ = [
-    "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Kind", "Part", "ProductForm",
+    "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Found", "Kind", "Part", "ProductForm",
     "ProductGeometry", "StateLayout", "TensorLayout", "TensorSpec", "check_rank", "flat_boxes", "form_from_json",
     "form_to_json", "itemsize", "local_boxes", "state_from_json", "state_to_json",
 ]  # fmt: skip
@@ -54,6 +54,8 @@ def itemsize(dtype: str) -> int:
 
 T = TypeVar("T")
 Intervals = tuple[Range, ...]
+Found = tuple[int, Box, Box]
+"""Who owns a chunk, the chunk, and what it has in common with a box that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,20 @@ class ProductGeometry:
         """The ranks that hold each combination of `owners` (some of each dim), ascending: a row each, row-major."""
         base = outer_sum(positions[its] for positions, its in zip(self.dim_positions, owners))
         return np.sort(self.mesh.ranks[base[:, None] + self.replica_positions], axis=1)
+
+    def covering(self, box: Box) -> Iterator[Found]:
+        """The chunks that meet `box`, found dim by dim; those of a product cover it once."""
+        if box.is_empty:
+            return
+        found = [
+            zip(*(column[own.meeting(start, stop)].tolist() for column in (own.owner_of, own.starts, own.stops)))
+            for own, start, stop in zip(self.dims, box.offsets, box.stops)
+        ]
+        for combo in itertools.product(*found):
+            chunk = Box.of(tuple(start for _, start, _ in combo), tuple(stop - start for _, start, stop in combo))
+            common = chunk & box
+            if common is not None:
+                yield self.lowest_rank(tuple(owner for owner, _, _ in combo)), chunk, common
 
 
 class ProductForm:
@@ -257,9 +273,7 @@ class ProductForm:
     __repr__ = __str__
 
 
-@lru_cache(maxsize=4096)
-def _product_form(mesh: Mesh, placements: tuple[Placement, ...]) -> ProductForm:
-    return ProductForm(mesh, placements)
+_product_form = lru_cache(maxsize=4096)(ProductForm)
 
 
 class _ListedForm(ABC):

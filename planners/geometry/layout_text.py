@@ -11,8 +11,8 @@ from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorLayout
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard, parse_placements
 
 __all__ = [
-    "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words", "parse_layout",
-    "short_form",
+    "axes_of", "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words",
+    "parse_layout", "short_form",
 ]  # fmt: skip
 
 
@@ -127,13 +127,18 @@ def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
     that say the same."""
     axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
     for dim in {p.dim for p in form.placements if isinstance(p, StridedShard) and p.dim in dims}:
-        places = [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+        places = axes_of(form, dim)
         its = [axes[place] for place in places]
         if not any(isinstance(placement, BlockShard) for _, _, placement in its):
             for place, (name, size, _) in zip(places, _in_order(its)):
                 axes[place] = name, size, Shard(dim)
     mesh = form.mesh.submesh(*(name for name, _, _ in axes))
     return ProductForm.make(mesh, [placement for _, _, placement in axes])
+
+
+def axes_of(form: ProductForm, dim: int) -> list[int]:
+    """The numbers of the axes that shard a dim."""
+    return [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
 
 
 def _by_dim(names: Sequence[str], placements: Mapping[str, Placement]) -> dict[int, list[str]]:

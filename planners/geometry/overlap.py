@@ -15,7 +15,7 @@ from planners.errors import CoverageError
 from planners.geometry.arrays import Ints, distinct
 from planners.geometry.box import Box, Dims, Shape
 from planners.geometry.intervals import Segments, overlap
-from planners.geometry.layout import Form, ProductForm, ProductGeometry, local_boxes
+from planners.geometry.layout import Form, Found, ProductForm, ProductGeometry, local_boxes
 
 __all__ = [
     "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
@@ -137,10 +137,6 @@ class SweepOverlap(Overlap):
         )
 
 
-Found = tuple[int, Box, Box]
-"""Who owns a chunk, the chunk, and what it has in common with a box that was asked for."""
-
-
 class Sweep:
     """Boxes sorted along the dim that they divide most, to quickly find those that overlap a given one."""
 
@@ -200,31 +196,10 @@ class Sweep:
         return out
 
 
-class _ProductChunks:
-    """The chunks of a product layout, found dim by dim: the same answers as those of a `Sweep` of them all."""
-
-    def __init__(self, geometry: ProductGeometry) -> None:
-        self._geometry = geometry
-
-    def covering(self, box: Box) -> Iterator[Found]:
-        """The chunks that meet `box`; those of a product cover it once."""
-        if box.is_empty:
-            return
-        found = [
-            zip(*(column[own.meeting(start, stop)].tolist() for column in (own.owner_of, own.starts, own.stops)))
-            for own, start, stop in zip(self._geometry.dims, box.offsets, box.stops)
-        ]
-        for combo in itertools.product(*found):
-            chunk = Box.of(tuple(start for _, start, _ in combo), tuple(stop - start for _, start, stop in combo))
-            common = chunk & box
-            if common is not None:
-                yield self._geometry.lowest_rank(tuple(owner for owner, _, _ in combo)), chunk, common
-
-
 @lru_cache(maxsize=1024)
-def chunks_of(shape: Shape, saved: Form) -> _ProductChunks | Sweep:
+def chunks_of(shape: Shape, saved: Form) -> ProductGeometry | Sweep:
     """The chunks of a form, to be asked by `covering` which of them make up a box; sorted once for each form."""
-    return _ProductChunks(saved.geometry(shape)) if isinstance(saved, ProductForm) else Sweep(saved.chunks(shape))
+    return saved.geometry(shape) if isinstance(saved, ProductForm) else Sweep(saved.chunks(shape))
 
 
 @lru_cache(maxsize=4096)

@@ -247,7 +247,7 @@ class View:
     def overlap(self, saved: Sequence[Form], wanted: Form) -> ViewOverlap:
         """Return what ranks that want the target placed as `wanted` take of sources that are placed
         as `saved`."""
-        return _overlap(self.geometry, tuple(saved), wanted)
+        return _overlap_of(self.geometry, tuple(saved), wanted)
 
     def rename(self, fqn: str) -> View:
         """The same under another name."""
@@ -416,11 +416,6 @@ class View:
     def _made(self, shape: Sequence[int], parts: Iterable[Patch | Fill]) -> View:
         spec = TensorSpec(self.spec.fqn, shape, self.spec.dtype)
         return _joined(spec, [(self.sources, part, (0,) * len(spec.shape)) for part in parts])
-
-
-@lru_cache(maxsize=1024)
-def _overlap(view: ViewGeometry, saved: tuple[Form, ...], wanted: Form) -> ViewOverlap:
-    return ViewOverlap(view, saved, wanted)
 
 
 def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:
@@ -614,6 +609,9 @@ class ViewOverlap(Overlap):
     def origins(self, box: Box) -> Iterator[Origin]:
         for patch, common in self.patches_meeting(box):
             yield Origin(common, patch.tensor, patch.to_source(common), patch.dims)
+
+
+_overlap_of = lru_cache(maxsize=1024)(ViewOverlap)
 
 
 class TargetSlot(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 from planners.errors import PlanError
 from planners.geometry.arrays import Ints, grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
-from planners.geometry.layout_text import in_both_forms, in_sharding_order, legend, short_form
+from planners.geometry.layout_text import axes_of, in_both_forms, in_sharding_order, legend, short_form
 from planners.geometry.mesh import Replicate, Shard
 from planners.plans.cost import Cluster, estimate
 from planners.plans.load import LoadPlan
@@ -252,14 +252,14 @@ def _table(story: _Story) -> str:
 def _rows(story: _Story) -> Iterator[tuple[str, int, str, int, list[str]]]:
     """(pattern, how many, shape, bytes, how each side places them): names that differ in
     numbers only are one row."""
-    found: dict[tuple[str, ...], list[str]] = {}
     sides = [side for _, side in story.sides]
     placements = [side.described(side, in_both_forms) for side in sides]
     specs = {fqn: side[fqn].spec for side in sides for fqn in side}
-    for fqn, spec in specs.items():
-        places = (words.get(fqn, "absent") for words in placements)
-        shape = f"{list(spec.shape)} {spec.dtype}"
-        found.setdefault((re.sub(r"\d+", "*", fqn), shape, *places), []).append(fqn)
+    shapes = {fqn: f"{list(spec.shape)} {spec.dtype}" for fqn, spec in specs.items()}
+    found = grouped(
+        ((re.sub(r"\d+", "*", fqn), shape, *(words.get(fqn, "absent") for words in placements)), fqn)
+        for fqn, shape in shapes.items()
+    )
     for (pattern, shape, *words), names in found.items():
         yield pattern if len(names) > 1 else names[0], len(names), shape, specs[names[0]].nbytes * len(names), words
 
@@ -343,7 +343,7 @@ def _outer(layout: TensorLayout) -> tuple[TensorLayout, list[str]]:
     for dim in range(len(layout.spec.shape[:2])):
         while isinstance(layout.form, ProductForm) and len(edges(layout, dim)) > _MAX_CELLS + 1:
             form = in_sharding_order(layout.form, {dim})
-            its = [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
+            its = axes_of(form, dim)
             if len(its) < 2 or {type(form.placements[axis]) for axis in its} != {Shard}:
                 break
             inner.append(form.mesh.names[its[-1]])

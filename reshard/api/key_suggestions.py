@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+from planners.geometry.arrays import grouped
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
     "OF_NUMBERED", "PrefixDifference", "by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
-    "named_from_numbers", "section", "shifted", "without_optimizers",
+    "named_from_numbers", "section", "shifted", "without_optimizers", "without_prefix",
 ]  # fmt: skip
 
 
@@ -227,17 +228,16 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     """Keys that differ only in numbers as one line; if there are too many patterns, by their common beginnings."""
-    patterns: dict[tuple[str, str], list[str]] = {}
-    for key, where in keys.items():
-        patterns.setdefault((re.sub(r"(?<![A-Za-z])\d+(?![A-Za-z])", "*", key), where), []).append(key)
+    plain = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
+    patterns = grouped(((plain.sub("*", key), where), key) for key, where in keys.items())
     depth = 4
     while len(patterns) > _MOST_LINES and depth:
-        grouped: dict[tuple[str, str], list[str]] = {}
+        shorter: dict[tuple[str, str], list[str]] = {}
         for (pattern, where), names in patterns.items():
             parts = pattern.split(".")
             front = ".".join(parts[:depth]) + (".**" if len(parts) > depth else "")
-            grouped.setdefault((front, where), []).extend(names)
-        patterns, depth = grouped, depth - 1
+            shorter.setdefault((front, where), []).extend(names)
+        patterns, depth = shorter, depth - 1
     rows = [
         f"{names[0]}{where}" if len(names) == 1 else f"{pattern}{where}   ({len(names)}, such as {names[0]!r})"
         for (pattern, where), names in patterns.items()
@@ -245,3 +245,11 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     rest = sum(map(len, list(patterns.values())[_MOST_LINES:]))
     more = [f"and {rest} more"] if rest else []
     return [*rows[:_MOST_LINES], *more]
+
+
+def without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
+    """Split all names into the parts of their common dotted prefix and the rest."""
+    parts = [name.split(".") for name in names]
+    one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
+    return shared, {".".join(name[len(shared) :]) for name in parts}

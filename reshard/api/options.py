@@ -6,7 +6,7 @@ import fnmatch
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
@@ -106,7 +106,7 @@ class LoadOptions:
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOAD_OWN}
+        return {name: value for name, value in vars(self).items() if name not in _LOAD_OWN}
 
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
@@ -167,7 +167,7 @@ class SaveOptions:
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SAVE_OWN}
+        return {name: value for name, value in vars(self).items() if name not in _SAVE_OWN}
 
 
 def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:

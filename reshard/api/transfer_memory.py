@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from planners.errors import CoverageError
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Dims
 from planners.geometry.layout import Part, StateLayout, TensorLayout
 from planners.plans.plan import verify
@@ -106,9 +107,10 @@ def _wanted_once(
     """(what each transfer moves, where this rank puts it if that is not all, what it copies
     afterwards)."""
     moved = {name: transfer.after for name, transfer in pairing.transfers.items()}
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, transfer in pairing.transfers.items():
-        alike.setdefault((transfer.source, pairing.after[transfer.target].spec.dtype), []).append(name)
+    alike = grouped(
+        ((transfer.source, pairing.after[transfer.target].spec.dtype), name)
+        for name, transfer in pairing.transfers.items()
+    )
     places: dict[str, tuple[HeldPlace, ...]] = {}
     repeats: list[tuple[str, str, Repeat]] = []
     for names in alike.values():

@@ -18,7 +18,7 @@ from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
 from reshard.live.state import take_apart
-from reshard.live.tensors import state_instead_of
+from reshard.live.tensors import resolved_bytes, state_instead_of
 from reshard.mapping.mapping import Mapping as StateMapping
 from reshard.ranks.global_state import take_global_state
 from reshard.ranks.group import Group
@@ -95,7 +95,7 @@ class WeightBucket:
 
         for places in _places(described(), bucket_bytes):
             taken = [waiting.pop(place.name) for place in places]
-            yield cls(places, torch.cat([_as_bytes(tensor) for tensor in taken]))
+            yield cls(places, torch.cat([resolved_bytes(tensor) for tensor in taken]))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return (name, tensor) pairs. The tensors share the memory of the bucket."""
@@ -310,10 +310,6 @@ def _places(
         held.append(WeightPlace(name, shape, dtype, start, start + nbytes))
     if held:
         yield tuple(held)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _words(elements: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Ints, grouped
 from planners.geometry.box import Range, merge_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
 from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
@@ -122,9 +121,7 @@ class InPlace:
         return total
 
     def _mark_right(self, pieces: Iterable[_TargetPiece]) -> None:
-        bounds: dict[FileSource, list[Range]] = defaultdict(list)
-        for piece in pieces:
-            bounds[piece.source].append((piece.start, piece.stop))
+        bounds = grouped((piece.source, (piece.start, piece.stop)) for piece in pieces)
         for source, its in bounds.items():
             assert isinstance(source.checksums, BlockChecksums)
             source.checking.add(compared=source.checksums.mark_right(np.array(its, np.int64)))

@@ -242,11 +242,9 @@ def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | St
             continue
         d = 0 if max(window.sizes) <= window.sizes[0] * 4 != 4 else int(np.argmax(window.sizes))
         step = max(1, window.sizes[d] * min(limit, MAX_BUFFER_BYTES) // window.nbytes)
-        parts = []
+        whole, parts = Box.full(window.sizes), []
         for start in range(0, window.sizes[d], step):
-            size = min(step, window.sizes[d] - start)
-            offsets = tuple(start if i == d else 0 for i in range(len(window.sizes)))
-            box = Box.of(offsets, tuple(size if i == d else n for i, n in enumerate(window.sizes)))
+            box = whole.cut(d, start, min(start + step, window.sizes[d]))
             parts.append((place.with_window(window.crop(box)), out[box.slices]))
         todo += reversed(parts)
 

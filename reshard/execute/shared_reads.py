@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 
-from planners.geometry.arrays import Flags, Ints
+from planners.geometry.arrays import Flags, Ints, grouped
 from planners.geometry.box import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
@@ -99,11 +99,8 @@ ReadFootprint = dict[str, FileFootprint]
 
 def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
     """Return the footprint of all reads, by file."""
-    by_file: dict[FileSource, list[Window]] = defaultdict(list)
-    for source, window in windows:
-        by_file[source].append(window)
     files = {}
-    for source, its in by_file.items():
+    for source, its in grouped(windows).items():
         size = segment_bytes(source)
         counts = np.zeros(-(-source.nbytes // size), np.int64)
         add_touched(counts, size, its, source.nbytes, max(source.max_gap_bytes, 1))
@@ -171,12 +168,10 @@ def _in_turns(touches: Flags, load: Ints) -> Ints:
     """Choose a reader for each of some segments, (ranks, segments). Ranks that touch the same
     segments take turns, the one with the fewest first. Adds to `load`."""
     who = np.zeros(touches.shape[1], np.int64)
-    alike: dict[bytes, list[int]] = defaultdict(list)
     if (touches == touches[:, :1]).all():  # as nearly always
-        alike[b""] = list(range(len(who)))
+        alike = {b"": list(range(len(who)))}
     else:
-        for i, key in enumerate(map(bytes, np.packbits(touches, axis=0).T)):
-            alike[key].append(i)
+        alike = grouped((bytes(key), i) for i, key in enumerate(np.packbits(touches, axis=0).T))
     for its in alike.values():
         sharers = np.flatnonzero(touches[:, its[0]])
         in_turn = sharers[np.argsort(load[sharers], kind="stable")]

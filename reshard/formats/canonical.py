@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from planners.units import format_count
 from reshard.errors import NormalizationError, did_you_mean, format_names
 from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
-from reshard.live.optimizer_state import is_flat_key, split_flat_key
+from reshard.live.optimizer_state import is_flat_key, settings_of, split_flat_key
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.stored.tensor import StoredTensor, read_place
 
@@ -369,11 +369,6 @@ def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             groups.append({**plain, "params": [name]})
     return groups
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without what lists its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _small(value: Any) -> Any:

@@ -11,6 +11,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.native.manifest import HF_INDEX, MANIFEST
 
 if TYPE_CHECKING:
+    from planners.geometry.box import Shape
     from reshard.formats.canonical import Canonical, Hints
     from reshard.storage.base import Storage
     from reshard.stored.contents import Contents
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = ["Format", "Normalizer", "Widen", "Writing", "check_index", "read_index"]
+__all__ = ["Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "read_index"]
 
 
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
@@ -82,13 +83,26 @@ class Format:
     """None where it is read only."""
 
 
+def as_shape(values: Iterable[Any]) -> Shape:
+    """Offsets or sizes as a file has them. Raises ValueError for what are none."""
+    result = tuple(values)
+    if any(type(v) is not int or v < 0 for v in result):
+        raise ValueError(f"{result} should be integers >= 0")
+    return result
+
+
+def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
+    """The files of the top folder whose names end so, in order."""
+    return sorted(name for name in names if "/" not in name and name.endswith(ends))
+
+
 def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
     """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
     is no index. An index that was opened by its path has its files beside it.
 
     Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that it names is missing.
     """
-    url, indexes = files.storage.url, sorted(n for n in files.listed if "/" not in n and n.endswith(ending))
+    url, indexes = files.storage.url, at_top(files.listed, ending)
     if not indexes:
         return None
     if len(indexes) > 1:

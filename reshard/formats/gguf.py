@@ -17,7 +17,7 @@ import numpy.typing as npt
 from planners.geometry.box import Box, Shape, Window
 from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format
+from reshard.formats.format import Format, at_top
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts, LazyMapping
@@ -529,7 +529,7 @@ class GgufFacts(Facts):
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if the top folder holds GGUF files."""
-    return any("/" not in n and n.endswith(".gguf") for n in names)
+    return bool(at_top(names, ".gguf"))
 
 
 def open(files: Files) -> Contents:
@@ -540,7 +540,7 @@ def open(files: Files) -> Contents:
         FormatError: several files that are not of one model, or of an unknown version, byte order or type.
     """
     storage, names = files.storage, files.listed
-    found = sorted(n for n in names if "/" not in n and n.endswith(".gguf"))
+    found = at_top(names, ".gguf")
     _check_names(storage.url, found)
     headers = {file: read_header(files[file]) for file in found}
     alone = _NUMBERED.fullmatch(found[0]) if len(names) == 1 and len(storage.list()) > 1 else None

@@ -16,7 +16,7 @@ from functools import partial
 
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.format import Format
+from reshard.formats.format import Format, at_top
 from reshard.formats.megatron import files as megatron
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.storage.base import Storage
@@ -37,7 +37,7 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return whether there are archives at the top, or what one holds."""
-    return any("/" not in n and n.endswith(".nemo") for n in names) or _folder(names) is not None
+    return bool(at_top(names, ".nemo")) or _folder(names) is not None
 
 
 def _folder(names: Mapping[str, int]) -> str | None:
@@ -56,7 +56,7 @@ def open(files: Files) -> Contents:
         CorruptCheckpointError: an archive is truncated, or a file in it is.
     """
     storage, names = files.storage, files.listed
-    archives = sorted(n for n in names if "/" not in n and n.endswith(".nemo"))
+    archives = at_top(names, ".nemo")
     if not archives:
         return _open(files)
     if len(archives) > 1:

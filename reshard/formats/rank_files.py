@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from reshard.errors import CorruptCheckpointError, FormatError, LayoutError
@@ -251,10 +252,8 @@ def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, Tensor
 
     Raises FormatError if torch itself cannot have sharded so, or if the shapes do not show how.
     """
-    alike: dict[TensorLayout, list[int]] = {}
-    for rank, part in parts.items():
-        alike.setdefault(part.layout, []).append(rank)
     found: dict[int, TensorLayout] = {}
+    alike = grouped((part.layout, rank) for rank, part in parts.items())
     for layout, ranks in alike.items():
         try:
             true = _true_layout(layout, {rank: parts[rank].local.size for rank in ranks})

@@ -13,7 +13,7 @@ import msgspec
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format, Writing, check_index, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, read_index
 from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -59,7 +59,7 @@ class HuggingFaceFacts(Facts):
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if the top folder holds safetensors files or an index of some."""
-    return any("/" not in n and n.endswith((".safetensors", _INDEX)) for n in names)
+    return bool(at_top(names, (".safetensors", _INDEX)))
 
 
 def open(files: Files) -> Contents:
@@ -72,7 +72,7 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     if (indexed := read_index(files, _INDEX)) is not None:
         return _open_indexed(*indexed)
-    found = sorted(n for n in names if "/" not in n and n.endswith(".safetensors"))
+    found = at_top(names, ".safetensors")
     part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
         warning = f"{found[0]} is one of several files, and the others were not opened"
@@ -329,7 +329,7 @@ class SafetensorsWriter(FormatWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        old = [n for n in out.storage.list() if "/" not in n and n.endswith(_SUFFIXES)]
+        old = at_top(out.storage.list(), _SUFFIXES)
         for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
             if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
                 out.retract(name)
@@ -343,7 +343,7 @@ class SafetensorsWriter(FormatWriter):
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""
-        return next((n for n in names if "/" not in n and n.endswith(_SUFFIXES)), None)
+        return next(iter(at_top(names, _SUFFIXES)), None)
 
 
 def _writing() -> Writing:

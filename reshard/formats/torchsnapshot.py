@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, framework
-from reshard.formats.format import Format
+from reshard.formats.format import Format, as_shape
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
 from reshard.state import IntKey, KeyPath
@@ -173,7 +173,7 @@ class _Snapshot:
 
     def _tensor(self, key: str, entry: _Entry, rank: int) -> StoredTensor:
         """A tensor that is stored whole, or in pieces that its entry lists."""
-        shape = _ints(entry["shape"])
+        shape = as_shape(entry["shape"])
         whole = {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
         pieces = entry["chunks"] if entry["type"] == "ChunkedTensor" else [whole]
         chunks = [self._chunk(key, piece, rank) for piece in pieces]
@@ -198,9 +198,9 @@ class _Snapshot:
 
     def _chunk(self, key: str, piece: _Entry, rank: int) -> StoredChunk:
         """A box of a tensor, and where its elements are."""
-        box, entry = Box(_ints(piece["offsets"]), _ints(piece["sizes"])), piece["tensor"]
+        box, entry = Box(as_shape(piece["offsets"]), as_shape(piece["sizes"])), piece["tensor"]
         dtype = _dtype(entry)
-        if _ints(entry["shape"]) != box.sizes:
+        if as_shape(entry["shape"]) != box.sizes:
             raise CorruptCheckpointError(f"{self.label}: {key!r}: a piece of shape {entry['shape']} at {box}")
         start, stop = self._range(key, entry)
         source = self.files[entry["location"]]
@@ -221,7 +221,7 @@ class _Snapshot:
         file, refuse = entry["location"], self.files.checking.refuse
         if (nbytes := self.names.get(file)) is None:
             refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
-        start, stop = _ints(entry.get("byte_range") or (0, nbytes or 0))
+        start, stop = as_shape(entry.get("byte_range") or (0, nbytes or 0))
         if nbytes is not None and not start <= stop <= nbytes:
             source = self.files[file]
             source.refuse(CorruptCheckpointError(
@@ -271,13 +271,6 @@ def _dtype(entry: _Entry) -> str:
     if dtype not in ITEM_SIZES:
         raise ValueError(f"{entry['dtype']!r} is not a dtype")
     return dtype
-
-
-def _ints(values: Iterable[Any]) -> tuple[int, ...]:
-    result = tuple(values)
-    if any(type(v) is not int or v < 0 for v in result):
-        raise ValueError(f"{result} should be integers >= 0")
-    return result
 
 
 def _primitive(kind: str, text: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+from planners.geometry.arrays import grouped
 from reshard.api.weights import ChangedElements, SinceLastPass, WeightBucket, WeightPlace, WeightSource, marked_last
 from reshard.errors import OptionError, ReshardError, framework
 from reshard.live.dtypes import dtype_from_name, dtype_name
@@ -234,10 +235,8 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
     def _encoded(self, buckets: Iterable[WeightBucket]) -> Iterator[_WeightMessage]:
         """Encode tensors in messages. A message has one dtype, and positions for all of its tensors or for none."""
         for bucket in buckets:
-            alike: dict[torch.dtype, list[ChangedElements]] = {}
-            for change in bucket.changes():
-                alike.setdefault(change.values.dtype, []).append(change)
-            yield from (_flush(changes) for changes in alike.values())
+            alike = grouped((change.values.dtype, change) for change in bucket.changes())
+            yield from map(_flush, alike.values())
 
     def receive_weights(  # type: ignore[override]  # as verl's own engine of differences
         self, global_steps: int | None = None

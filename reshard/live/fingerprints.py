@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.arrays import distinct
+from planners.geometry.arrays import distinct, grouped
 from planners.geometry.box import Box, Range, Shape, merge_ranges
 from planners.geometry.layout import Part
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
@@ -139,10 +139,8 @@ def partials(
     """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
     waited for once; small tensors of the host with one layout are summed up together."""
     given = list(parts)
-    together: dict[tuple[object, ...], list[int]] = {}
-    for i, (tensor, positions, shape) in enumerate(given):
-        if (kind := _small_kind(tensor, positions, shape)) is not None:
-            together.setdefault(kind, []).append(i)
+    kinds = ((_small_kind(*part), i) for i, part in enumerate(given))
+    together = grouped((kind, i) for kind, i in kinds if kind is not None)
     out: list[Partial | None] = [None] * len(given)
     with torch.no_grad():
         for alike in together.values():
@@ -150,9 +148,7 @@ def partials(
                 for i, found in zip(alike, _small_partials([given[i] for i in alike], key), strict=True):
                     out[i] = found
         begun = {i: _Begun.of(*given[i], key) for i, done in enumerate(out) if done is None}
-        under_way: dict[torch.device, list[Term]] = {}
-        for term in (term for each in begun.values() for term in each.terms):
-            under_way.setdefault(term.digits.device, []).append(term)
+        under_way = grouped((term.digits.device, term) for each in begun.values() for term in each.terms)
         ended = {device: iter(known(asked)) for device, asked in under_way.items()}
     return [begun[i].end(ended) if done is None else done for i, done in enumerate(out)]
 

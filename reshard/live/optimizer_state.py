@@ -28,7 +28,7 @@ from reshard.state import KeyPath, key_of
 
 __all__ = [
     "LazyOptimizerState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
-    "is_nested", "lost_state", "materialize", "split_flat_key",
+    "is_nested", "lost_state", "materialize", "settings_of", "split_flat_key",
 ]  # fmt: skip
 
 
@@ -253,6 +253,11 @@ def _is_own(key: str, listed: Container[str]) -> bool:
         return key not in listed
     section, _, name = key.partition(".")
     return section == "state" and name not in listed and owner_of(name, listed) is None
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without what lists its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def is_field(path: KeyPath) -> bool:

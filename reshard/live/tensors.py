@@ -36,8 +36,8 @@ __all__ = [
     "dtensor_of", "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of",
     "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard",
     "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes",
-    "reach_bytes", "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank", "warn_if_untried",
-    "with_local", "world_size", "wrapped_like", "wrappers",
+    "reach_bytes", "resolved_bytes", "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank",
+    "warn_if_untried", "with_local", "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
 
@@ -237,7 +237,8 @@ class LiveTensor:
 
     @cached_property
     def shape(self) -> Shape:
-        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
+        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses
+        some."""
         return global_shape(self.value)
 
     @cached_property
@@ -501,6 +502,11 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def resolved_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of any tensor in row-major order; a copy only where its memory has others."""
+    return raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
 # Which of torch's distributed tensors a value is, by the names of its classes: none is imported to
 # find that out.
 #
@@ -740,7 +746,8 @@ def tensor_class(value: object) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
+    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its
+    own."""
     return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
 
 

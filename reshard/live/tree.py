@@ -7,7 +7,7 @@ import copy
 import io
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -20,8 +20,8 @@ from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 __all__ = [
     "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
-    "map_leaves", "mapping_kind", "needs_class", "other_key_of", "rebuilt", "restore_types", "typed", "unflatten",
-    "unresolved_class",
+    "map_leaves", "mapping_kind", "needs_class", "nested", "other_key_of", "rebuilt", "restore_types", "typed",
+    "unflatten", "unresolved_class",
 ]  # fmt: skip
 
 
@@ -371,40 +371,35 @@ def restore_types(value: Any, live: Any) -> Any:
     of containers, too. Neither is changed. What stays `CustomValue` needs a class that is nowhere
     in `live` (see `unresolved_class`)."""
     if unresolved_class(value) is not None:
-        classes: dict[str, type] = {}
-        _collect(live, classes)
+        classes: dict[str, type] = {}  # those that a saved value may ask for, by name
+        for cls in map(type, nested(live)):
+            if issubclass(cls, Enum) or _base(cls) not in (None, cls):
+                classes.setdefault(_name(cls), cls)
         value = _resolved(value, classes)
     return _alike(value, live)
 
 
 def unresolved_class(value: Any) -> str | None:
     """The class of the first value of a nest that is still `CustomValue`."""
-    if isinstance(value, CustomValue):
-        return value.name
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = (*value, *value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS:
-        parts = value
-    return next((found for part in parts if (found := unresolved_class(part)) is not None), None)
+    return next((one.name for one in nested(value) if isinstance(one, CustomValue)), None)
+
+
+def nested(value: Any) -> Iterator[Any]:
+    """A value and all inside it: keys and values of mappings and namespaces, items of sequences and sets. Plain
+    items are omitted where all are plain."""
+    yield value
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = (*value.keys(), *value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)) and not set(map(type, value)) <= _ATOMS:
+        for part in value:
+            yield from nested(part)
 
 
 def needs_class(name: str) -> str:
     """Return what to say of a value of a class that no live value brings."""
     return f"saved as a {name}, which a load restores only if the target has one: put one there, or leave the key out"
-
-
-def _collect(live: Any, out: dict[str, type]) -> None:
-    """The classes of a live nest that a saved value may ask for, by name."""
-    if isinstance(live, Enum) or _base(type(live)) not in (None, type(live)):
-        out.setdefault(_name(type(live)), type(live))
-    if isinstance(live, argparse.Namespace | types.SimpleNamespace):
-        live = vars(live)
-    if isinstance(live, Mapping):
-        live = (*live, *live.values())
-    if isinstance(live, (list, tuple, set, frozenset, deque)) and not set(map(type, live)) <= _ATOMS:
-        for part in live:
-            _collect(part, out)
 
 
 def _resolved(value: Any, classes: Mapping[str, type]) -> Any:

@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planners.errors import PlanError
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.state import same_value
-from reshard.mapping.rules import Computing, Pattern, Rename, Rule, Site, sites, views_of
+from reshard.mapping.rules import Computing, Rename, Rule, Site, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -99,7 +100,7 @@ class Mapping:
                         follow.append(current)
                         continue
                     taken.add(name)
-                    follow += hit.targets_without_numbers()
+                    follow += hit.target_names(None)
                 out[name] = tuple(follow)
         return {name: now for name, now in out.items() if name in taken}
 
@@ -143,7 +144,7 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
     matcher = Matcher(rules)
     groups, rest = matcher.groups(specs)
     out = {name: View.of(specs[name]) for name in rest}
-    shapes = {site.name: specs[name].shape for name, site in matcher.parameters(specs)}
+    shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
     for group in groups:
         sources = [specs[name] for name in group.members]
         for name, view in _group_views(group, sources, shapes).items():
@@ -184,7 +185,7 @@ class MappingStage:
         }
         for alias, kept in aliases.items():
             self.tensors[alias] = partial(lambda a, k: contents.tensors[k].renamed(a), alias, kept)
-        self._parameters = {site.name: name for name, site in self.matcher.parameters(self.tensors)}
+        self._parameters = {hit.site.name: name for name, hit in self.matcher.parameters(self.tensors)}
         self.made: dict[str, Callable[[], Any]] = {}
         self.objects: dict[str, Callable[[], Any]] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
@@ -363,7 +364,7 @@ class MappingStage:
         out: dict[str, None] = {}
         for name in names:
             hit = self.matcher.match(name)
-            found = (name,) if hit is None else hit.targets_of(self._counted(hit.site.name, hit.rule))
+            found = (name,) if hit is None else hit.target_names(self._counted(hit.site.name, hit.rule))
             out.update(dict.fromkeys(found))
         return list(out)
 
@@ -388,11 +389,8 @@ _LIST_ITEM = re.compile(r"(.*\.param_groups\.\d+\.params)\.(\d+)")
 
 def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
     """The keys of lists of parameters that were saved item by item, list by list, in order."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for key in objects:
-        match = _LIST_ITEM.fullmatch(key)
-        if match is not None:
-            found.setdefault(match[1], []).append((int(match[2]), key))
+    matches = filter(None, map(_LIST_ITEM.fullmatch, objects))
+    found = grouped((match[1], (int(match[2]), match[0])) for match in matches)
     return [[key for _, key in sorted(items)] for items in found.values()]
 
 
@@ -415,14 +413,6 @@ class Application:
     """Of several names, the first one's."""
     words: dict[str, str]
 
-
-@dataclass(frozen=True)
-class Hit(Application):
-    """A name that a rule takes."""
-
-    source: int
-    """Of the rule's sources, this one."""
-
     @property
     def identity(self) -> tuple[Any, ...]:
         """The rule and the words in common: the same for parameters that belong together, and for their states."""
@@ -433,21 +423,21 @@ class Hit(Application):
         """The words but the one that counts the sources."""
         return {word: value for word, value in self.words.items() if word != self.rule.sources[0].number}
 
-    def targets_without_numbers(self) -> list[str]:
-        """The names that this one becomes part of, where no number is needed to say them."""
-        return [self.site.key(p.fill(self.common)) for p in self.rule.targets if p.number is None]
+    def target_names(self, count: int | None) -> list[str]:
+        """The keys that are made; `count` is how many targets there are where they are numbered."""
+        words, out = self.common, list[str]()
+        for pattern in self.rule.targets:
+            numbers = [{}] if pattern.number is None else [{pattern.number: str(i)} for i in range(count or 0)]
+            out += [self.site.key(pattern.fill({**words, **number})) for number in numbers]
+        return out
 
-    def targets_of(self, count: int | None) -> list[str]:
-        """The names that this one becomes part of; `count` is how many targets there are where they are numbered."""
-        return list(_filled(self.rule.targets, self.site, self.common, count))
 
+@dataclass(frozen=True)
+class Hit(Application):
+    """A name that a rule takes."""
 
-def _filled(targets: Sequence[Pattern], site: Site, words: Dict[str, str], count: int | None) -> Iterator[str]:
-    for pattern in targets:
-        if pattern.number is None:
-            yield site.key(pattern.fill(words))
-        else:
-            yield from (site.key(pattern.fill({**words, pattern.number: str(i)})) for i in range(count or 0))
+    source: int
+    """Of the rule's sources, this one."""
 
 
 @dataclass(frozen=True)
@@ -469,18 +459,9 @@ class RuleGroup(Application):
             out.insert(place, filling)
         return out
 
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The rule and its words: the same for a parameter and its states."""
-        return self.number, tuple(sorted(self.words.items()))
-
     def numbered(self, count: int) -> RuleGroup:
         """The same with this many numbered targets."""
         return replace(self, numbers=tuple(range(count)))
-
-    def target_names(self, count: int | None) -> list[str]:
-        """The keys that are made."""
-        return list(_filled(self.rule.targets, self.site, self.words, count))
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
         """Return True if the members do not have one value for each element of their parameters: then they go
@@ -525,11 +506,8 @@ class Matcher:
                     best = Hit(number, self.rules[number], site, words, source)
         return best
 
-    def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Site]]:
-        """The keys that are parameters that rules take, and where in the key they stand."""
-        return ((key, hit.site) for key, hit in self._parameters(keys))
-
-    def _parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Hit]]:
+    def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Hit]]:
+        """The keys that are parameters that rules take."""
         for key in keys:
             hit = self.match(key)
             if hit is not None and not hit.site.is_state:
@@ -568,7 +546,7 @@ class Matcher:
     def counts(self, keys: Iterable[str]) -> Counts:
         """Return how many numbered parameters among the keys belong together, by rule and words."""
         out: dict[tuple[Any, ...], int] = {}
-        for _, hit in self._parameters(keys):
+        for _, hit in self.parameters(keys):
             _count(out, hit)
         return out
 

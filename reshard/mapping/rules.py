@@ -28,9 +28,8 @@ from reshard.mapping.tensors import cast, dequantized, is_floating, mxfp4, offse
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename",
-    "Reshape", "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "renames",
-    "sites", "views_of",
+    "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename", "Reshape",
+    "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "renames", "sites", "views_of",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from planners.geometry.box import Box, Range, Shape
+from planners.geometry.box import Box, Range
 from planners.geometry.layout import TensorSpec
 from planners.plans.save import SavePlan, WriteItem
 from reshard.errors import CorruptCheckpointError, FormatError, StorageError
@@ -453,25 +454,22 @@ def blocks_of(box: Box, itemsize: int) -> list[Box]:
 
     A function of the box and the item size alone. Where it changes, files of blocks need another name.
     """
-    return [] if box.is_empty else list(_cut(box.offsets, box.sizes, 0, itemsize))
+    return [] if box.is_empty else list(_cut(box, 0, itemsize))
 
 
-def _cut(offsets: Shape, sizes: Shape, dim: int, itemsize: int) -> Iterator[Box]:
+def _cut(box: Box, dim: int, itemsize: int) -> Iterator[Box]:
     """Yield the blocks of a box whose dims before `dim` have one index each."""
-    inner = itemsize
-    for size in sizes[dim + 1 :]:
-        inner *= size
-    if dim == len(sizes) or sizes[dim] * inner <= DIGEST_BLOCK_BYTES:
-        yield Box.of(offsets, sizes)
+    inner = itemsize * math.prod(box.sizes[dim + 1 :])
+    if dim == box.ndim or box.sizes[dim] * inner <= DIGEST_BLOCK_BYTES:
+        yield box
         return
-    rows = max(DIGEST_BLOCK_BYTES // inner, 1)
-    for at in range(0, sizes[dim], rows):
-        first = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
-        some = (*sizes[:dim], min(rows, sizes[dim] - at), *sizes[dim + 1 :])
+    rows, stop = max(DIGEST_BLOCK_BYTES // inner, 1), box.stops[dim]
+    for at in range(box.offsets[dim], stop, rows):
+        some = box.cut(dim, at, min(at + rows, stop))
         if inner > DIGEST_BLOCK_BYTES:
-            yield from _cut(first, some, dim + 1, itemsize)
+            yield from _cut(some, dim + 1, itemsize)
         else:
-            yield Box.of(first, some)
+            yield some
 
 
 def probe_of(head: bytes | memoryview) -> int:

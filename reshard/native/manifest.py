@@ -158,7 +158,8 @@ class _SaveId(msgspec.Struct):
     save_id: SaveId
 
 
-_DIGEST = b',"digest":"%b"}'
+_DIGEST_FIELD = b',"digest":"'
+_DIGEST = _DIGEST_FIELD + b'%b"}'
 _DIGEST_BYTES = len(_DIGEST % bytes(32))
 
 
@@ -170,11 +171,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def has_digest(storage: Storage) -> bool:
     """Return True if the manifest has a digest of itself, which older versions lack."""
-    return _is_digested(storage.read(MANIFEST))
-
-
-def _is_digested(data: bytes) -> bool:
-    return data[-_DIGEST_BYTES:].startswith(_DIGEST[:11])
+    return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST_FIELD)
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -208,9 +205,9 @@ def _read(storage: Storage, kind: Any) -> Any:
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
         _check_version(data, where)
-        if not _is_digested(data):
-            return msgspec.json.decode(data, type=Manifest)
         body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if not tail.startswith(_DIGEST_FIELD):
+            return msgspec.json.decode(data, type=Manifest)
         if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
             raise CorruptCheckpointError(
                 f"{where} was changed since it was written: its digest is another one. Restore the file, or load "

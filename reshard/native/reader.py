@@ -71,7 +71,8 @@ _MOST_NAMES, _MOST_PLACES = 3, 16
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing one."""
+    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing
+    one."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:
@@ -93,8 +94,8 @@ def is_replaced(native: NativeFacts) -> bool:
 def open(files: Files) -> Contents:
     """Open the checkpoint, from its manifest alone: see `look_for_files`.
 
-    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a manifest that is
-    lost, or of nonsense.
+    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a
+    manifest that is lost, or of nonsense.
     """
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
@@ -161,8 +162,8 @@ def look_for_files(
 
 
 def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
-    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are neighbors,
-    too."""
+    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are
+    neighbors, too."""
     manifest = native.manifest
     if manifest.table is not UNSET and share.number == 0:
         yield manifest.table.name, manifest.table.nbytes
@@ -198,7 +199,8 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
 
 
 class Once(Generic[T]):
-    """The result of a function for a name, computed once, whichever thread asks first. Errors are not kept."""
+    """The result of a function for a name, computed once, whichever thread asks first. Errors are
+    not kept."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         self._make = make
@@ -214,8 +216,8 @@ class Once(Generic[T]):
 
 
 class NativeFacts(Facts):
-    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums, and tables of
-    parts, each read when first needed."""
+    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums,
+    and tables of parts, each read when first needed."""
 
     def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
         self.storage, self.manifest, self.plan = sources.storage, manifest, plan
@@ -232,12 +234,13 @@ class NativeFacts(Facts):
             self.files = table = FileTable(self.storage, manifest.table, linked)
             self._file_of = table.of_rank
         # these are made of no method of this: a circle would keep files mapped until garbage is collected
-        self.sums = Once(partial(_sums, self.storage, self.files))
+        storage, files = self.storage, self.files
+        self.sums = Once(lambda file: _unchanged(storage, f"{file}.sums", files[file].sums))
         """The block checksums of a file of this name, checked."""
-        self.source = Once(partial(_source, sources, self.files, self.sums, manifest.block_bytes))
+        self.source = Once(partial(_source, sources, files, self.sums, manifest.block_bytes))
         """The data file of this name."""
-        self._headers = Once(partial(_header, self.source, self.files))
-        self._tables = LazyMapping({int(r): partial(read_parts, self.storage, t) for r, t in manifest.tables.items()})
+        self._headers = Once(partial(_header, self.source, files))
+        self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self._is_checked = sources.checking.enabled
 
     def prefetch(self, ranks: Iterable[int]) -> None:
@@ -291,7 +294,8 @@ class NativeFacts(Facts):
         }
 
     def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
-        """Yield where the elements of a tensor are that share one with a box, each with its file and array."""
+        """Yield where the elements of a tensor are that share one with a box, each with its file
+        and array."""
         spec = self.plan.layout[fqn].spec
         for rank, found in self.plan.writers_near(fqn, box):
             for part in self._parts(spec, rank, found):
@@ -304,7 +308,8 @@ class NativeFacts(Facts):
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """Add to an error the tensors whose bytes are missing or were changed, as far as the headers of files say."""
+        """Add to an error the tensors whose bytes are missing or were changed, as far as the
+        headers of files say."""
         found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self._arrays_at(*at).items()}
         words = [f"{key!r} (bytes [{start}, {stop}))" for key, (start, stop) in islice(found.items(), _MOST_NAMES)]
         if words:
@@ -323,7 +328,8 @@ class NativeFacts(Facts):
         return found
 
     def _parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
-        """Return what makes up an array that the rank holds: itself, in the rank's own file, in most cases."""
+        """Return what makes up an array that the rank holds: itself, in the rank's own file, in
+        most cases."""
         found = self._tables[rank].get(entry_key(spec, box)) if rank in self._tables else None
         return found or (ArrayPart(box, box),)
 
@@ -382,11 +388,11 @@ def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRe
     return read_offsets(source, record.header_bytes)
 
 
-def _sums(storage: Storage, records: Mapping[str, FileRecord], file: str) -> bytes:
-    record = records[file]
-    data = storage.read(f"{record.name}.sums")
-    if xxhash.xxh3_128_hexdigest(data) != record.sums:
-        raise CorruptCheckpointError(f"{storage.url}: {record.name}.sums was changed since it was written")
+def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
+    """The content of a small file, which must have this digest."""
+    data = storage.read(file)
+    if xxhash.xxh3_128_hexdigest(data) != digest:
+        raise CorruptCheckpointError(f"{storage.url}: {file} was changed since it was written")
     return data
 
 
@@ -444,9 +450,7 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
     """Read what `write_parts` stored. Raises CorruptCheckpointError."""
-    data = storage.read(record.name)
-    if xxhash.xxh3_128_hexdigest(data) != record.digest:
-        raise CorruptCheckpointError(f"{storage.url}: {record.name} was changed since it was written")
+    data = _unchanged(storage, record.name, record.digest)
     try:
         table = msgspec.msgpack.decode(data, type=_PartTable)
         return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}
@@ -471,7 +475,8 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
 
 
 def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range]]) -> int:
-    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes those blocks have.
+    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes
+    those blocks have.
 
     Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.
     """

@@ -1,9 +1,8 @@
 """One layout, and one nested structure, from the descriptions of all ranks. There is no
 coordinator: every rank computes the same.
 
-Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one
-value: were lists of different lengths put together key by key, a rank would get back what it never
-had.
+Ranks may hold other keys of a dict, as pipeline stages do. But a list of plain values is one value:
+were lists of different lengths put together key by key, a rank would get back what it never had.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import (
     BoxesForm,
     FlatForm,
@@ -165,10 +165,7 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
     if any(not possible for _, possible, _ in rows):
         raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
     # ranks of one mesh have one form among them; other meshes may have copies
-    by_mesh: dict[int, list[tuple[Form, ...]]] = {}
-    for _, possible, _ in rows:
-        mesh, _ = job.of(possible[0])
-        by_mesh.setdefault(mesh, []).append(possible)
+    by_mesh = grouped((job.of(possible[0])[0], possible) for _, possible, _ in rows)
     try:
         agreed = [agreed_form(spec.shape, said) for said in by_mesh.values()]
     except LayoutError as error:

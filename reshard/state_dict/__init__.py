@@ -18,8 +18,7 @@ from reshard.state_dict.options import Cast, OptimizerReport, SetReport, StateDi
 from reshard.state_dict.raw import Normalized, NormalizeReport, normalize
 
 __all__ = [
-    "Cast", "FqnEntry", "FqnMap", "NormalizeReport", "Normalized", "OptimizerReport", "SetReport",
-    "Stage", "StateDictOptions", "fqn_map", "get_model_state_dict", "get_optimizer_state_dict",
-    "get_state_dict", "iter_full", "normalize", "set_model_state_dict", "set_optimizer_state_dict",
-    "set_state_dict",
+    "Cast", "FqnEntry", "FqnMap", "NormalizeReport", "Normalized", "OptimizerReport", "SetReport", "Stage",
+    "StateDictOptions", "fqn_map", "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict",
+    "iter_full", "normalize", "set_model_state_dict", "set_optimizer_state_dict", "set_state_dict",
 ]  # fmt: skip

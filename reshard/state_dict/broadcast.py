@@ -17,7 +17,7 @@ import torch.distributed as dist
 from planners.geometry.box import Box, Shape
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.fsdp1 import FlatPiece
-from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharded, raw_bytes
+from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharded, resolved_bytes
 from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
@@ -253,7 +253,7 @@ def _one_for_all(views: list[tuple[Box, torch.Tensor]], source: torch.Tensor | N
     for box, view in views:
         data = view if source is None else source[box.slices]
         buffer = data.detach().to(_wire(), copy=True).contiguous()
-        dist.broadcast(_as_bytes(buffer), src=0)
+        dist.broadcast(resolved_bytes(buffer), src=0)
         view.copy_(buffer)
 
 
@@ -267,7 +267,7 @@ def _send_all(
             for (_, view), piece in zip(views, pieces, strict=True):
                 view.copy_(piece)
         elif sum(piece.numel() for piece in pieces):
-            data = torch.cat([_as_bytes(piece) for piece in pieces]).to(_wire())
+            data = torch.cat([resolved_bytes(piece) for piece in pieces]).to(_wire())
             ops.append(dist.P2POp(dist.isend, data, rank, tag=tag))  # which keeps the data until it is sent
     _wait_for(ops)
 
@@ -287,10 +287,6 @@ def _receive(views: list[tuple[Box, torch.Tensor]], tag: int) -> None:
     _wait_for([dist.P2POp(dist.irecv, data, 0, tag=tag)])
     for (_, view), piece in zip(views, data.split_with_sizes(sizes)):
         view.copy_(piece.clone().view(view.dtype).view(view.shape))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return raw_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _wire() -> torch.device:

@@ -24,6 +24,7 @@ from reshard.live.tensors import (
     lines_of,
     mesh_line,
     raw_bytes,
+    resolved_bytes,
     tensor_class,
     this_rank,
 )
@@ -76,7 +77,7 @@ def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
             "full tensors with reshard.open; or get a sharded state and pass it to reshard.dequantized"
         )
     form, shape, dtype = tensor.form_by_all(), tensor.shape, tensor.dtype
-    data = torch.cat([_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
+    data = torch.cat([resolved_bytes(local) for local in tensor.local]) if tensor.local else _nothing(value)
     if is_dtensor(value):
         held = _along_axes(value, form, shape, data, to_rank)
     else:
@@ -145,10 +146,6 @@ def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collect
 def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequence[int]]) -> list[int]:
     """Bytes that each list of ranks holds together."""
     return [sum(part.numel for rank in own for part in form.parts(shape, rank)) * dtype.itemsize for own in ranks]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _nothing(tensor: Any) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import LazyOptimizerState, is_nested
+from reshard.live.optimizer_state import LazyOptimizerState, is_nested, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
-from reshard.live.wrappers import has_torchs_setstate, loads_itself
+from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
 from reshard.state_dict.model import Spans, all_apart, apart, like, listed, overlapping, spans_of, write_all
 from reshard.state_dict.module_names import LiveModel, where
@@ -67,11 +67,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                         state[name] = copy_containers(values)
         extra = {saved_optimizer.EXTRA: beside} if (beside := saved_optimizer.extra_of(saved)) else {}
         for group in saved["param_groups"]:
-            fields = {
-                field: copy_containers(value)
-                for field, value in {**group, **extra}.items()
-                if field not in ("params", "param_names")
-            }
+            fields = {field: copy_containers(value) for field, value in settings_of({**group, **extra}).items()}
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
 
@@ -210,10 +206,8 @@ class _OptimizerMatch:
         known = {key for _, key, _ in self.other}
         unread = [
             saved_optimizer.EXTRA
-            for optimizer, own in zip(live.optimizers, live.parameters)
-            if own
-            and saved_optimizer.EXTRA in saved.fields.get(own[0].name, _NO_FIELDS)
-            and not loads_itself(optimizer)
+            for loads_itself, own in zip(live.loads_itself, live.parameters)
+            if own and saved_optimizer.EXTRA in saved.fields.get(own[0].name, _NO_FIELDS) and not loads_itself
         ]
         strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
@@ -376,7 +370,7 @@ def apply_optimizers(
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
         groups[group_write.optimizer].append(group_write.fields)
-    special = [loads_itself(optimizer) for optimizer in live.optimizers]
+    special = live.loads_itself
     # an optimizer that loads itself is given a dict of its own, the state of the others is written directly
     given: list[dict[Any, Any]] = [{} for _ in live.optimizers]
     own = [saved_optimizer.saved_by(one).get("state", {}) if k else {} for one, k in zip(live.optimizers, special)]
@@ -607,8 +601,8 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
     what is given."""
     # not by the parameters themselves, whose hash is a function of Python
     held = [
-        {} if loads_itself(optimizer) else dict(zip(map(id, optimizer.state), optimizer.state.values()))
-        for optimizer in live.optimizers
+        {} if loads_itself else dict(zip(map(id, optimizer.state), optimizer.state.values()))
+        for optimizer, loads_itself in zip(live.optimizers, live.loads_itself)
     ]
     rows: list[tuple[OptimizedParameter, dict[Any, Any], State]] = []
     targets: list[torch.Tensor] = []

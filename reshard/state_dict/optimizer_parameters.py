@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
@@ -113,12 +114,7 @@ class LiveOptimizers:
     def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:
         """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one
         consists of."""
-        found: list[dict[int, list[OptimizedParameter]]] = []
-        for own in self.parameters:
-            found.append({})
-            for one in own:
-                found[-1].setdefault(one.id, []).append(one)
-        return found
+        return [grouped((one.id, one) for one in own) for own in self.parameters]
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
         names_of, pieces_of, number, make = self.live.names_of, self.live.pieces_of, 0, tuple.__new__

@@ -19,6 +19,7 @@ from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
+from reshard.state_dict.saved_optimizer import extra_of
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
 
@@ -120,8 +121,7 @@ class _Normalizing:
         for group in groups:
             fields = {field: value for field, value in group.items() if field != "param_names"}
             packed.append({**fields, "params": [self.key(key, wrappers, what) for key in group["params"]]})
-        rest = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
-        return {**rest, "state": state, "param_groups": packed}
+        return {**extra_of(raw), "state": state, "param_groups": packed}
 
     def flat_optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
         parts = [key.partition(".") for key in raw]

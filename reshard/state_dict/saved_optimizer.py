@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
-from reshard.live.optimizer_state import is_nested, split_flat_key
+from reshard.live.optimizer_state import is_nested, settings_of, split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
@@ -101,7 +101,7 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     fields: dict[str, Mapping[str, Any]] = {}
     empty: list[Mapping[str, Any]] = []
     for group in groups:
-        own = {field: value for field, value in group.items() if field not in ("params", "param_names")}
+        own = settings_of(group)
         if extra:
             own.setdefault(EXTRA, extra)
         if not group["params"]:
@@ -316,7 +316,7 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
 
 
 def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, Any]) -> GroupWrite:
-    own = [field for field in group if field not in ("params", "param_names")]
+    own = settings_of(group)
     fields = {}
     for field, value in given.items():
         try:
@@ -456,7 +456,7 @@ class StateKind:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.name = type(optimizer).__name__
-        self._optimizer = optimizer
+        self._optimizer, self._loads_itself = optimizer, loads_itself(optimizer)
         self._base = _torch_class(optimizer)
         self._schema = _SCHEMAS.get(self._base)
         self._asked = tuple(self._schema.under) if self._schema is not None else ()
@@ -472,7 +472,7 @@ class StateKind:
         had `fields`; or None."""
         # a model has many parameters, one after another in few groups, and few kinds of state
         known = fields is self._fields and one.group == self._group
-        if self._optimizer_has_a_say or (known and list(values) == self.fitting):
+        if self._loads_itself or (known and list(values) == self.fitting):
             return None
         if not known:
             self._fields, self._group, self.fitting = fields, one.group, None
@@ -516,11 +516,7 @@ class StateKind:
     def keeps_state(self) -> bool:
         """Return True if it is known to keep state of every parameter that it has stepped."""
         has_state_of_all = self._schema is not None and bool(self._schema.always) and self._base != "LBFGS"
-        return has_state_of_all and not self._optimizer_has_a_say
-
-    @functools.cached_property
-    def _optimizer_has_a_say(self) -> bool:
-        return loads_itself(self._optimizer)
+        return has_state_of_all and not self._loads_itself
 
     def _has_no_use_for(self, key: str) -> bool:
         """Return whether the optimizer neither knows the key nor holds state under it; not where

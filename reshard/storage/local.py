@@ -24,7 +24,7 @@ from reshard.storage.base import PlacedWriter, Storage, Writer, check_name, chec
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LocalStorage", "make_folder", "sync_folder"]
+__all__ = ["LocalStorage", "make_folder", "os_errors", "sync_folder"]
 
 T = TypeVar("T")
 
@@ -323,6 +323,15 @@ class _LocalPlacedWriter(_LocalWriter, PlacedWriter):
                 done = os.pwrite(self._file, data[:_WRITE_BYTES], self.at)
                 self.at += done
                 data = data[done:]
+
+
+@contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Raise StorageError, which says what cannot be done, for an error of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot {what}: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path) -> None:

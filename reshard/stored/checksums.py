@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.arrays import Flags, Ints
-from planners.geometry.box import ByteRuns, Range, Shape, Window
+from planners.geometry.arrays import Flags, Ints, grouped
+from planners.geometry.box import ByteRuns, Range, Window
 from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
 __all__ = [
-    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS",
-    "BlockChecksums", "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check",
-    "touched_ranges",
+    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS", "BlockChecksums",
+    "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check", "touched_ranges",
 ]  # fmt: skip
 
 
@@ -335,10 +334,10 @@ def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int,
 
     Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
     """
-    alike: dict[tuple[Shape, Shape, int, int], list[int]] = {}
-    for window in windows:
-        key = window.sizes, window.strides, window.itemsize, window.offset % grain_bytes
-        alike.setdefault(key, []).append(window.offset - key[3])
+    alike = grouped(
+        ((it.sizes, it.strides, it.itemsize, it.offset % grain_bytes), it.offset - it.offset % grain_bytes)
+        for it in windows
+    )
     for (sizes, strides, itemsize, lead), starts in alike.items():
         runs = Window(lead, sizes, strides, itemsize).runs()
         if runs.count:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean
+from reshard.live.tree import nested
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
 from reshard.stored.source import FileSource
@@ -289,13 +290,8 @@ def make_record_type(module: str, name: str) -> type[Record]:
 
 def unknown_class(value: Any) -> str | None:
     """Return the class of the first record in nested values. Only its own code could restore it."""
-    if isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record)):
-        return value.path
-    if isinstance(value, dict):
-        value = (*value, *value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return next((found for part in value if (found := unknown_class(part)) is not None), None)
-    return None
+    classes = (one if isinstance(one, type) else type(one) for one in nested(value))
+    return next((cls.path for cls in classes if issubclass(cls, Record)), None)
 
 
 # How torch.distributed.checkpoint names its files: to recognize them without importing

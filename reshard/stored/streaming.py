@@ -23,6 +23,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.storage.base import Storage, Writer
@@ -247,15 +248,14 @@ def _narrow(window: Window) -> Iterator[Box]:
     """The window in parts that are compact: of a mapped file, all pages between count as memory when touched."""
     span = window.stop - window.offset
     dims = [d for d, n in enumerate(window.sizes) if n > 1]
+    whole = Box.full(window.sizes)
     if span <= PIECE_BYTES or window.is_contiguous or not dims:
-        yield Box.full(window.sizes)
+        yield whole
         return
     far = max(dims, key=lambda d: window.strides[d])
     step = max(1, PIECE_BYTES // max(window.strides[far], 1))
     for start in range(0, window.sizes[far], step):
-        size = min(step, window.sizes[far] - start)
-        offsets = tuple(start if d == far else 0 for d in range(len(window.sizes)))
-        yield Box.of(offsets, tuple(size if d == far else n for d, n in enumerate(window.sizes)))
+        yield whole.cut(far, start, min(start + step, window.sizes[far]))
 
 
 # What the writers of all formats share: a plan of files, each streamed from stored tensors,
@@ -508,15 +508,7 @@ S = TypeVar("S", TensorSpec, FilePart)
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
     """Tensors, or parts of them, in order, in groups of at most `max_bytes`; what is larger has a group of its own."""
-    groups: list[list[S]] = [[]]
-    room = max_bytes
-    for thing in things:
-        if groups[-1] and thing.nbytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(thing)
-        room -= thing.nbytes
-    return groups
+    return list(batches(things, lambda thing: thing.nbytes, max_bytes)) or [[]]
 
 
 def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:

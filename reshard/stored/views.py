@@ -63,8 +63,7 @@ def _select_chunk(chunk: StoredChunk, dim: int, at: int) -> StoredChunk:
 
 def narrow(tensor: StoredTensor, dim: int, start: int, stop: int, fqn: str | None = None) -> StoredTensor:
     """`tensor[..., start:stop, ...]`: the true rows of a padded vocabulary, one half of two that were joined."""
-    shape = tensor.spec.shape
-    region = Box((*(0,) * dim, start, *(0,) * (len(shape) - dim - 1)), (*shape[:dim], stop - start, *shape[dim + 1 :]))
+    region = Box.full(tensor.spec.shape).cut(dim, start, stop)
     back = [-o for o in region.offsets]
     parts = [(chunk, common) for chunk in tensor.chunks if (common := chunk.box & region) is not None]
     spec = TensorSpec(tensor.fqn if fqn is None else fqn, region.sizes, tensor.spec.dtype)
@@ -102,7 +101,7 @@ def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
         if len(shape) != len(first) or len(shape) <= dim or _without(shape, dim) != _without(first, dim):
             shapes = " and ".join(str(list(p.spec.shape)) for p in parts)
             raise CorruptCheckpointError(f"tensor {fqn!r}: parts of shapes {shapes} cannot be joined along dim {dim}")
-        pieces.append((Box((*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), shape), part))
+        pieces.append((Box.full(shape).cut(dim, at, at + shape[dim]), part))
         at += shape[dim]
     return assemble(fqn, (*first[:dim], at, *first[dim + 1 :]), pieces)
 

@@ -453,3 +453,16 @@ def test_only_one_of_a_number_and_the_same_as_text_gets_its_own(tmp_path: Path) 
         assert torch.equal(both[key], ones(value))  # type: ignore[index]
         assert torch.equal(both[1 if key == "1" else "1"], ones(0))
         assert len(report.missing) == 1
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
+def test_a_value_of_a_class_in_a_namespace_is_refused_by_name_where_the_target_has_none(
+    kind: type, tmp_path: Path
+) -> None:
+    saved(tmp_path, {"step": 3, "color": Color.RED})
+
+    assert loaded(tmp_path, kind(step=0, color=Color.BLUE)) == kind(step=3, color=Color.RED)
+    with pytest.raises(
+        KeyMismatchError, match=r"v: saved as a [\w.]+\.Color, which a load restores only if the target"
+    ):
+        loaded(tmp_path, kind(step=0, color=None))

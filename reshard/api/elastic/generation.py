@@ -40,7 +40,7 @@ from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.storage.base import NOTHING, Storage, Writer, is_temporary
-from reshard.storage.local import LocalStorage, make_folder, sync_folder
+from reshard.storage.local import LocalStorage, make_folder, os_errors, sync_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -127,12 +127,11 @@ def kept_in(folder: Path) -> dict[GenerationFolder, Recorded]:
     Raises StorageError if it cannot be read.
     """
     found: dict[GenerationFolder, Recorded] = {}
-    try:
-        names = [entry.name for entry in os.scandir(folder)]
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise StorageError(f"cannot list {folder}: {error.strerror or error}") from error
+    with os_errors(f"list {folder}"):
+        try:
+            names = [entry.name for entry in os.scandir(folder)]
+        except FileNotFoundError:
+            return {}
     for name in names:
         if match := _NAME.fullmatch(name):
             storage = LocalStorage(folder / name)
@@ -346,7 +345,7 @@ class Survivors(Storage):
                 f"layout it has {len(header)}"
             )
         beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        try:
+        with os_errors(f"make {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(beside, "xb") as out:
                 out.write(header)
@@ -354,8 +353,6 @@ class Survivors(Storage):
             with suppress(FileExistsError):
                 os.link(beside, path)
             beside.unlink()
-        except OSError as error:
-            raise StorageError(f"cannot make {path}: {error.strerror or error}") from error
 
 
 def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
@@ -456,7 +453,7 @@ def _layout(side: Places, sizes: Mapping[str, int], world: int) -> StateLayout:
 
 def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
     """Create the file and reserve its memory. Without memory, a later write would end the process."""
-    try:
+    with os_errors(f"make {sum(stop - start for start, stop in ranges)} bytes of {path}"):
         make_folder(path.parent)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -466,33 +463,24 @@ def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
                 os.posix_fallocate(file, start, stop - start)
         finally:
             os.close(file)
-    except OSError as error:
-        raise StorageError(
-            f"cannot make {sum(stop - start for start, stop in ranges)} bytes of {path}: {error.strerror or error}"
-        ) from error
 
 
 def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
     """Map the bytes of a file."""
-    try:
-        with open(path, "r+b" if shared else "rb") as file:
-            flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE  # torch wants memory that could be written to
-            memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise StorageError(f"cannot map {path}: {error.strerror or error}") from error
+    with os_errors(f"map {path}"), open(path, "r+b" if shared else "rb") as file:
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE  # torch wants memory that could be written to
+        memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _sync(path: Path) -> None:
-    try:
+    with os_errors(f"make {path} durable"):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(file)
         finally:
             os.close(file)
         sync_folder(path.parent)
-    except OSError as error:
-        raise StorageError(f"cannot make {path} durable: {error.strerror or error}") from error
 
 
 # Which rank is on which host, and whose the folder of a host is.
@@ -598,10 +586,8 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
 
 def free_bytes(folder: Path) -> int:
     """Return the free space of the file system of a folder. Raises StorageError if this fails."""
-    try:
+    with os_errors(f"determine the free space in {folder}"):
         found = os.statvfs(folder)
-    except OSError as error:
-        raise StorageError(f"cannot determine the free space in {folder}: {error.strerror or error}") from error
     return found.f_bavail * found.f_frsize
 
 

@@ -18,7 +18,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
-from reshard.formats.format import Format, Writing
+from reshard.formats.format import Format, Writing, as_shape
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
@@ -108,7 +108,8 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
 
 
 def _empty_dicts(paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
-    """Empty dicts, which torch leaves out: in lists they show, and without them the items after them would move up."""
+    """Empty dicts, which torch leaves out: in lists they show, and without them the items after
+    them would move up."""
     seen = {(path[:i], part) for path in paths for i, part in enumerate(path) if type(part) is int}
     stops = dict(sorted(seen, key=lambda at: at[1]))
     every = ((path, i) for path, stop in stops.items() for i in range(min(stop, _MAX_GAP)))
@@ -140,8 +141,8 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
                 index.tensors.setdefault(str(key), []).append(meta)
         for at, info in fields["storage_data"].items():
             at, info = _said(at), _said(info)
-            offset = None if at.get("offset") is None else _ints(at["offset"])
-            start, length = _ints((info["offset"], info["length"]))
+            offset = None if at.get("offset") is None else as_shape(at["offset"])
+            start, length = as_shape((info["offset"], info["length"]))
             descriptors = info.get("transform_descriptors")
             transforms = tuple(map(str, descriptors)) if descriptors else ()
             item = Item(str(info["relative_path"]), start, length, transforms)
@@ -162,20 +163,14 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
 
 
 def _said(record: Record) -> Mapping[str, Any]:
-    """Return the record's fields: usually its state itself, without a copy, since each tensor has several records."""
+    """Return the record's fields: usually its state itself, without a copy, since each tensor has
+    several records."""
     return record.state if type(record.state) is dict else record.fields
 
 
-def _ints(values: Iterable[Any]) -> Shape:
-    result = tuple(values)
-    for v in result:
-        if type(v) is not int or v < 0:
-            raise ValueError(f"{result} should be integers >= 0")
-    return result
-
-
 def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
-    """The files that are named, and there. Refuses those that are missing, or end before an item does."""
+    """The files that are named, and there. Refuses those that are missing, or end before an item
+    does."""
     names, where = files.listed, f"{files.storage.url}/{folder}"
     needed: dict[str, tuple[int, str]] = {}
     for key, items in index.items.items():
@@ -204,7 +199,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
     try:
         spec = _spec(key, metas[0])
         boxes = [
-            Box(_ints(chunk.fields["offsets"]), _ints(chunk.fields["sizes"]))
+            Box(as_shape(chunk.fields["offsets"]), as_shape(chunk.fields["sizes"]))
             for meta in metas
             for chunk in meta.fields["chunks"]
         ]
@@ -229,11 +224,12 @@ def _spec(key: str, meta: Record) -> TensorSpec:
     properties = meta.fields["properties"]
     # torch pickles the properties as a tuple that begins with the dtype, others may as a dict
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
-    return TensorSpec(key, _ints(meta.fields["size"]), _dtype_named(dtype))
+    return TensorSpec(key, as_shape(meta.fields["size"]), _dtype_named(dtype))
 
 
 def _dtype_named(dtype: Any) -> str:
-    """Return the dtype's name, even if this torch has no such dtype: only reading the tensor needs one."""
+    """Return the dtype's name, even if this torch has no such dtype: only reading the tensor needs
+    one."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     path = dtype.path if isinstance(dtype, type) and issubclass(dtype, Record) else ""
@@ -258,7 +254,8 @@ _PIECE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A byte range of a file, and the transforms that its bytes went through, the last one first."""
+    """A byte range of a file, and the transforms that its bytes went through, the last one
+    first."""
 
     file: str
     offset: int
@@ -315,7 +312,8 @@ class Items:
             raise type(error)(f"object {key!r}: {error}") from None
 
     def file(self, key: str, item: Item | None) -> TorchFile:
-        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises CorruptCheckpointError."""
+        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises
+        CorruptCheckpointError."""
         source, start, length = self._object(key, item)
         archive = TorchArchive(source, start, length)
         return TorchFile(source, archive.value(), archive.place)
@@ -326,7 +324,8 @@ class Items:
         return self._payload(item, _MOST_BYTES)
 
     def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
-        """The bytes of an item, with transforms undone; damage if these are more than `most_bytes`."""
+        """The bytes of an item, with transforms undone; damage if these are more than
+        `most_bytes`."""
         file = self._files[self._folder + item.file]
         if not item.transforms:
             return file, item.offset, item.length

@@ -446,7 +446,7 @@ def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gate
     for half in range(halves):
         for rank, shard in enumerate(shards):
             at = half * rows * len(shards) + rank * rows
-            region = Box((*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), (*shape[:dim], rows, *shape[dim + 1 :]))
+            region = Box.full(shape).cut(dim, at, at + rows)
             pieces.append((region, narrow(shard, dim, half * rows, (half + 1) * rows)))
     whole = (*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
     return assemble(name, whole, pieces)

@@ -271,9 +271,8 @@ def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
     return head[pickle_at : at - _LOCAL.size], at + header[9] + header[10], "0"
 
 
-@lru_cache(maxsize=4096)  # shards of one shape have the same pickle, byte by byte
-def _parse_cached(pickled: bytes) -> Any:
-    return load_pickle(pickled, where="the item")
+_parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
+"""Shards of one shape have the same pickle, byte by byte."""
 
 
 def _parse(pickled: bytes, where: str) -> TensorRef:

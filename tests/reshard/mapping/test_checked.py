@@ -1,6 +1,6 @@
 """What is said of each ready mapping is what was checked.
 
-python -m tests.reshard.mapping.test_checked      # prints the table
+python -m tests.reshard.mapping.test_checked      # prints the lists
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ TINY = {*DECODERS, *SEEING}
 BY_HAND = ("gemma3n",)
 COMPUTED = {*MIXTURES, *DENSE}
 TRANSFORMERS = (
-    "All tensors that transformers 5.24 saves of a tiny model, as a round trip, bit by bit, and the names in memory"
+    "transformers 5.24 saved a tiny model of each. A round trip returned all its tensors bit by bit, with the names "
+    "that transformers uses in memory"
 )
-MEGATRON = "Loaded and saved by Megatron-core 0.16, with the logits of transformers within 2e-6"
-BY_NAME = "Not loaded there: a round trip of all tensors, with its converters' names"
-TITAN = "Llama and Qwen3-MoE: checkpoints of torchtitan; the others: a round trip of all tensors"
-ENGINE = "Not run: follows the weight loaders of vLLM 0.33 and SGLang 0.5.23"
+SHARED = "It has the code and names of DeepSeek-V3, so the same rules apply. It was not tried separately"
+SEEN_BY_HAND = "Checked like the first list, but by hand, because its vision tower needs timm"
+MEGATRON = (
+    "Megatron-core 0.16 loaded and saved a tiny model of each. Its logits were within 2e-6 of those of transformers"
+)
+BY_NAME = (
+    "Not loaded in Megatron. A round trip returned all tensors, and the names are those of Megatron's own converters"
+)
+TITAN = "A round trip returned all tensors. For Llama and Qwen3-MoE, checkpoints of torchtitan were converted, too"
+ENGINE = "The engines were not run. The names follow the weight loaders of vLLM 0.33 and SGLang 0.5.23"
+GGUF = "llama.cpp was not run. The names and the order of rows are llama.cpp's"
+TE = "TransformerEngine was not run. The names follow its documentation"
 
 
 def rows() -> Iterator[tuple[str, str, list[str]]]:
@@ -33,30 +42,30 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
     }
     yield "`transformers`, `plain`", TRANSFORMERS, [family for family in ARCHITECTURES if family in TINY]
     yield (
-        "the same",
-        "Same code and names as DeepSeek-V3",
+        "`transformers`, `plain`",
+        SHARED,
         [family for family in ARCHITECTURES if family not in (*TINY, *BY_HAND)],
     )
-    yield "the same", "As the first row, by hand: its vision tower needs timm", list(BY_HAND)
+    yield "`transformers`, `plain`", SEEN_BY_HAND, list(BY_HAND)
     yield "`megatron`", MEGATRON, [family for family in known["megatron"] if family in COMPUTED]
     yield "`megatron`", BY_NAME, [family for family in known["megatron"] if family not in COMPUTED]
     yield "`torchtitan`", TITAN, known["torchtitan"]
     assert known["vllm"] == known["sglang"]
     yield "`vllm`, `sglang`", ENGINE, known["vllm"]
-    yield "`gguf`", "Not run: follows llama.cpp's names and row order", known["gguf"]
-    yield "`transformer_engine`", "Not run: follows its documentation", known["transformer_engine"]
+    yield "`gguf`", GGUF, known["gguf"]
+    yield "`transformer_engine`", TE, known["transformer_engine"]
 
 
-def table() -> str:
-    """The table of the page."""
-    lines = ["| Naming scheme | What was checked | `model_type` |", "|---|---|---|"]
-    lines += [f"| {naming} | {checked} | {', '.join(families)} |" for naming, checked, families in rows()]
-    return "\n".join(lines) + "\n"
+def lists() -> str:
+    """The lists of the page, each in alphabetical order."""
+    return "\n".join(
+        f"- {naming}: {checked}:\n\n    {', '.join(sorted(families))}\n" for naming, checked, families in rows()
+    )
 
 
 def test_the_page_says_what_was_checked() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page.partition(BLOCK[0])[2].partition(BLOCK[1])[0] == table()
+    assert page.partition(BLOCK[0])[2].partition(BLOCK[1])[0] == lists()
 
 
 def test_every_architecture_is_in_the_table() -> None:
@@ -66,4 +75,4 @@ def test_every_architecture_is_in_the_table() -> None:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(lists())
