@@ -72,7 +72,8 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         for rank in ranks:
             if not 0 <= rank < world_size:
                 raise option_error(f"ranks must be between 0 and {world_size - 1}, got {rank}", LayoutError)
-            trace.alike[rank] = _reached(trace.run(rank), rank)
+            meshes = _meshes(trace.run(rank), rank)  # all ranks that share one with this rank
+            trace.alike[rank] = {rank, *(int(other) for mesh in meshes for other in mesh.ranks)}
         if not trace.alike:
             raise option_error("ranks is empty: leave it out", LayoutError)
     return trace.layout()
@@ -178,8 +179,3 @@ def _meshes(run: Described, rank: int) -> list[Mesh]:
     forms = map(form_from_json, run.forms)
     meshes = dict.fromkeys(form.mesh for form in forms if isinstance(form, ProductForm))
     return [mesh for mesh in meshes if rank in mesh]
-
-
-def _reached(run: Described, rank: int) -> set[int]:
-    """All ranks that share a mesh with `rank`."""
-    return {rank, *(int(other) for mesh in _meshes(run, rank) for other in mesh.ranks)}

@@ -186,9 +186,10 @@ class StoredTensor:
         """Raises CorruptCheckpointError for a chunk that is outside the tensor."""
         if isinstance(self.chunks, LazyChunks):
             return
-        whole = Box.full(self.spec.shape)
+        shape = self.spec.shape
         for chunk in self.chunks:
-            if chunk.box.ndim != whole.ndim or not _within(chunk.box, whole):
+            # an empty box, too, starts and ends inside
+            if chunk.box.ndim != len(shape) or any(stop > size for stop, size in zip(chunk.box.stops, shape)):
                 raise CorruptCheckpointError(
                     f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} is outside the shape "
                     f"{list(self.spec.shape)} that the metadata gives"
@@ -231,11 +232,6 @@ class StoredTensor:
         spec = TensorSpec(fqn, self.spec.shape, self.spec.dtype)
         layout = None if self.layout is None else TensorLayout.of(spec, self.layout.form)
         return StoredTensor(spec, self.chunks, layout)
-
-
-def _within(box: Box, whole: Box) -> bool:
-    """Return whether an empty box, too, starts and ends inside `whole`."""
-    return all(stop <= size for stop, size in zip(box.stops, whole.sizes))
 
 
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
