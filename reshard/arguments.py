@@ -151,7 +151,7 @@ _OF_OTHERS = {
     "map_location": "tensors are filled on the device they are on",
     "weights_only": "leave it out: no code from a checkpoint runs",
 }
-"""Arguments of other calls, and of the same calls in torch and Orbax, and what to write here."""
+"""Arguments of other calls, also of torch and Orbax, and what to write here."""
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:

@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         for name in self:
             try:
                 stored = self.contents.tensors[name]
-                # equal for tensors whose chunks have equal boxes; None if that is not known
+                # equal where chunks have equal boxes
                 geometry = stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
                 if geometry not in whole:
                     check_cover(stored)

@@ -74,7 +74,7 @@ class OptionError(CheckpointError, ValueError):
 
 
 def option_error(message: str, was: Any, kind: Any = OptionError) -> Any:
-    """An `OptionError`, or one of another `kind`, that is also a `was`, as in earlier releases or in torch."""
+    """An error of a `kind` that is also a `was`, as in earlier releases or in torch."""
     return also(kind, was)(message)
 
 

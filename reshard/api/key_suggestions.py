@@ -117,7 +117,7 @@ OF_NUMBERED = re.compile(r"(?:.*\.)?(?:state|param_groups)\.\d+\..*")
 
 
 def by_number(missing: Iterable[str], known: Iterable[str]) -> str:
-    """The first state of an optimizer that is wanted by the number of a parameter, if such are saved under names."""
+    """The first state that is wanted by a number, if such are saved under names."""
     return next(filter(NUMBERED.fullmatch, missing), "") if any(map(_BY_NAME.fullmatch, known)) else ""
 
 

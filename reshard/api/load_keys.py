@@ -409,7 +409,7 @@ _ITS_KIND = (
 
 _NAMED = "  it has the optimizer's state under names of parameters, and the state to load into has it under integer ids"
 _BY_NAME = (
-    "load into state = reshard.optimizer_destinations(model, optimizer, path), which has the same names, then call "
+    "load into state = reshard.optimizer_destinations(model, optimizer, path), then call "
     "reshard.set_optimizer_state_dict(model, optimizer, state)"
 )
 

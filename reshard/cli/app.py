@@ -144,7 +144,7 @@ _OF_OTHERS = {
     "compare": "write reshard diff",
     "check": "write reshard verify",
     "version": "write reshard --version",
-    "help": "write reshard --help, or reshard COMMAND --help",
+    "help": "write reshard COMMAND --help",
     "completion": "write reshard --install-completion",
     **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
     "prune": "in Python, reshard.prune(folder, keep_last=3) removes old checkpoints of a run",

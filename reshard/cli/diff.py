@@ -97,9 +97,7 @@ def diff(
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
         but = "--normalized, --model, --names, and --select"
-        raise UsageError(
-            f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one first"
-        )
+        raise UsageError(f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one")
     given = read_hints(hint, used=normalized or model)
     mapping, engine = mapping_of(names, config, naming), executor_on(on)
     sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]

@@ -44,7 +44,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
         tensors = _tensors(contents, leaves, hints)
         names = [name for name, _ in tensors]
         others = [name for _, saved in named for name in saved.state]
-        # all names of Lightning's begin with an attribute of the training module; what Fabric saves is the model itself
+        # an attribute of Lightning's module; what Fabric saves is the model itself
         front = common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
         rename = NameMap(names or others, hints, front, others)
         renames[prefix] = _renamer(prefix, rename, result)

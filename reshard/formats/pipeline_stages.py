@@ -48,7 +48,7 @@ class StageFacts(Facts):
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if all files of the top folder are those of stages, of which the first may be missing."""
+    """Return True if all files of the top folder are those of stages."""
     sections = numbered(names)
     if len(sections) != 1:
         return False
@@ -62,7 +62,7 @@ def is_later_stage(names: Mapping[str, int]) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The files of all stages. Raises CorruptCheckpointError if one is missing before another."""
+    """The files of all stages. Raises CorruptCheckpointError if one is missing."""
     (found,) = numbered(files.listed).values()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:

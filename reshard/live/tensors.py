@@ -1,5 +1,4 @@
-"""Layouts, local tensors, and placements of Tensors, DTensors, and ShardedTensors. Private names
-of torch."""
+"""Layouts, local tensors, and placements of Tensors, DTensors, and ShardedTensors. Private names of torch."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ NEWEST_TRIED = (2, 15)
 
 
 def warn_if_untried(version: str) -> None:
-    """Warn of a torch newer than was tried: a release may change what this module reads. It is used
-    all the same."""
+    """Warn of a torch newer than was tried."""
     major, minor = map(int, version.split(".")[:2])
     if (major, minor) > NEWEST_TRIED:
         tried = ".".join(map(str, NEWEST_TRIED))

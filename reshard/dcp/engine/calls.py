@@ -1,6 +1,4 @@
-"""One save or load of the drop-in API: its ranks and errors, its storages, and torch's planning
-protocol.
-"""
+"""One save or load of the drop-in API: its ranks, errors, storages, and protocol."""
 
 from __future__ import annotations
 
@@ -24,16 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.dcp.engine.states import refuse_lost_state
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
-from reshard.errors import (
-    CheckpointError,
-    DeadlineError,
-    OptionError,
-    RankFailedError,
-    ReshardError,
-    StorageError,
-    format_value,
-    option_error,
-)
+from reshard.errors import CheckpointError, DeadlineError, RankFailedError, ReshardError, StorageError, option_error
 from reshard.live.dtypes import dtype_name
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.ranks.group import Group
@@ -155,7 +144,7 @@ def pickled(error: BaseException, beside: Any = None) -> bytes:
 def _both(error: Exception, failures: Failures) -> Any:
     """Return `error` as an instance of a class that derives from both its own class and torch's."""
     kind = _class_of(type(error))  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    # of an error that is a ValueError, too, that one's would come first, and refuse
+    # a ValueError's would refuse
     made = (OSError if isinstance(error, OSError) else kind).__new__(kind, *error.args)
     made.args = error.args
     if isinstance(error, OSError):  # they are in neither
@@ -352,14 +341,15 @@ def storage_by_position(call: Function) -> Function:
             args = args[:1]
         for what, verb in ((name, "reset"), ("planner", "set_up_planner")):
             if not hasattr(given := kwargs.get(what), verb) and given is not None:
-                raise OptionError(f"{what} must be one of DCP's or of reshard.dcp, got {format_value(given)}")
+                words = f"{what} must be one of DCP's or of reshard.dcp, got {given!r:.80}"
+                raise option_error(words, AttributeError)
         return call(*args, **kwargs)
 
     return cast("Function", either_way)
 
 
 def _storage_for(checkpoint_id: Id | None, given: Any, *, kind: str, of_files: Any) -> Any:
-    """Return what a call writes to, or reads from. Raises OptionError if it names neither a storage nor a path."""
+    """Return the storage of a call. Raises OptionError if it names none."""
     if given is not None:
         if checkpoint_id is not None:
             given.reset(checkpoint_id)

@@ -70,7 +70,7 @@ def test_version(say) -> None:
         (["nosuch"], 2, "error: no such command 'nosuch'. See reshard --help"),
         (["ls", "run"], 2, "error: there is no command 'ls': write reshard inspect"),
         (["compare", "a", "b"], 2, "error: there is no command 'compare': write reshard diff"),
-        (["help", "inspect"], 2, "there is no command 'help': write reshard --help, or reshard COMMAND --help"),
+        (["help", "inspect"], 2, "there is no command 'help': write reshard COMMAND --help"),
         (["load", "run"], 2, "there is no command 'load': in Python, reshard.save(state, path) and reshard.load(st"),
         (["verify", ".", "--againts", "."], 2, "no such option: --againts: did you mean '--against'? See reshard ver"),
         (["prune", "run"], 2, "error: there is no command 'prune': in Python, reshard.prune(folder, keep_last=3)"),
