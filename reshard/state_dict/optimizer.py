@@ -14,7 +14,7 @@ import torch
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import LazyOptimizerState, is_nested, settings_of
+from reshard.live.optimizer_state import LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
@@ -50,7 +50,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
             )
         # ids are positions, unless several parameters share one
         plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        keys = listed_in(saved["param_groups"])
         named = {key: _names(key, live, k) for key in keys if type(key) is not int or key not in plain}
         for key, values in saved["state"].items():
             known = plain.get(key) if type(key) is int else None
