@@ -11,16 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from io import BytesIO
-from itertools import takewhile
 from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +30,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
+from reshard.api.key_suggestions import without_prefix
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -51,7 +51,7 @@ from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import encode_plain
+from reshard.live.plain_data import are_equal
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -68,7 +68,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import LazyTensor, box_bytes, read_box, read_value
+from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
@@ -78,12 +78,13 @@ __all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "element
 _How = tuple[float, float, bool]
 """The relative and the absolute tolerance, and whether differences are measured."""
 
-
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
 _NOWHERE = "was not compared: no rank has it on both sides"
 _SMALL_BYTES = 64 << 10
-"""Stored tensors up to this size are compared as bytes first."""
+"""Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
+_SPAN_BYTES = 1 << 20
+"""Neighbors are read together up to this size."""
 
 
 @renamed()
@@ -192,7 +193,7 @@ def compare_sides(
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
     findings: list[Finding] = []
     for kind in ("nbytes", "objects", "own"):
-        x, y = getattr(left.names, kind), getattr(right.names, kind)
+        x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
         findings += _only_findings(left, right, x, y)
         if kind != "nbytes":
             findings += [Finding(_NOWHERE, key) for key in x if key in y and key not in found.compared]
@@ -404,7 +405,7 @@ class _JointFindings:
         text = f"{elements - distinct} of {elements} elements were not compared: no rank has them"
         return Finding(text, name) if distinct < elements else None
 
-    @property
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes of the first side that were read and compared, those of copies once."""
         read = (name for name, total in self.totals.items() if not total.error)
@@ -470,13 +471,60 @@ def _differences(
 @gc_paused()
 def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_Difference]:
     found = []
+    equal = set() if any(how) else _equal_as_bytes(left, right, share)
     for name, box in share:
+        if name in equal:
+            found.append(_SAME)
+            continue
         try:
             found.append(_difference(left.tensors[name], right.tensors[name], box, how))
         except CheckpointError as error:
-            is_damage = isinstance(error, CorruptCheckpointError)
-            found.append(_Difference(error=str(error), is_damage=is_damage))
+            found.append(_Difference(error=str(error), is_damage=isinstance(error, CorruptCheckpointError)))
     return found
+
+
+def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
+    """The small stored tensors that have the same bytes on both sides. All others are compared one by one, and so are
+    those near damage, to find out which of them are damaged."""
+    runs = []
+    for name, box in share:
+        x, y = left.tensors[name], right.tensors[name]
+        if isinstance(x, LazyTensor) and isinstance(y, LazyTensor) and box.numel * x.stored.itemsize <= _SMALL_BYTES:
+            with suppress(CheckpointError):
+                one, other = run_of(x.stored, box), run_of(y.stored, box)
+                if one and other:
+                    runs.append((name, one, other))
+    equal: set[str] = set()
+    for span in _spans(runs):
+        with suppress(CheckpointError):
+            equal.update(_equal_in(span))
+    return equal
+
+
+def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, ByteRun, ByteRun]]]:
+    """Runs that follow each other in the files of both sides, together."""
+    spans: list[list[tuple[str, ByteRun, ByteRun]]] = []
+    for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
+        if spans:
+            _, first, _ = spans[-1][0]
+            _, last, before = spans[-1][-1]
+            follows = (last.source, last.stop, before.source, before.stop) == (*one[:2], *other[:2])
+            if follows and one.stop - first.start <= _SPAN_BYTES:
+                spans[-1].append((name, one, other))
+                continue
+        spans.append([(name, one, other)])
+    return spans
+
+
+def _equal_in(span: list[tuple[str, ByteRun, ByteRun]]) -> Iterator[str]:
+    """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
+    _, x, y = span[0]
+    nbytes = span[-1][1].stop - x.start
+    a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))
+    for name, run, _ in span:
+        part = slice(run.start - x.start, run.stop - x.start)
+        if a[part] == b[part]:
+            yield name
 
 
 @dataclass(frozen=True)
@@ -620,7 +668,7 @@ def _prefix_hint(left: _Side, right: _Side) -> str:
     if left.names.nbytes.keys() & right.names.nbytes.keys():
         return ""
     for one, other, of in (left.names.nbytes, right.names.nbytes, ""), *_parts_of_more(left, right):
-        (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
+        (x, of_left), (y, of_right) = without_prefix(one), without_prefix(other)
         if not of_left or of_left != of_right:
             continue
         while x and y and x[-1] == y[-1]:
@@ -644,14 +692,6 @@ def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str],
             yield left.names.nbytes, below, f" in {left.label} and of {name!r} in {right.label}"
 
 
-def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
-    """Split all names into the parts of their common dotted prefix and the rest."""
-    parts = [name.split(".") for name in names]
-    one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
-    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
-    return shared, {".".join(name[len(shared) :]) for name in parts}
-
-
 def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
     """Report what only one side has."""
     for side, its, others in ((left, x, y), (right, y, x)):
@@ -660,7 +700,7 @@ def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     for key, value in left.objects.items():
-        if key in right.objects and not _equal(value, right.objects[key]):
+        if key in right.objects and not are_equal(value, right.objects[key]):
             shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
             yield key, shown
 
@@ -675,45 +715,13 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
             yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
         for rank in ranks:
-            if not _equal(read_value(x[rank]), read_value(y[rank])):
+            if not are_equal(read_value(x[rank]), read_value(y[rank])):
                 yield key, f"differs between {left.label} and {right.label} on rank {rank}"
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if type(a) is type(b) is dict and a.keys() == b.keys():
-        return all(_equal(value, b[key]) for key, value in a.items())
-    if _kind(a) != _kind(b):
-        return False
-    if not is_tensor(a):
-        try:
-            same = a == b
-            if bool(same.all() if hasattr(same, "all") else same):
-                return True
-        except (ValueError, RuntimeError, TypeError):  # arrays or tensors within
-            pass
-    try:  # as it is written: NaN is then equal to itself
-        return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
-    except FormatError:  # objects of other frameworks
-        return False
-
-
-def _kind(value: Any) -> Any:
-    """What two values must share to be equal.
-
-    1 equals 1.0, but not True. Arrays differ if their shapes or dtypes do.
-    """
-    if isinstance(value, np.ndarray) or is_tensor(value):
-        return is_tensor(value), tuple(value.shape), value.dtype
-    return isinstance(value, bool | np.bool_)
 
 
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
     rtol, atol, is_measured = how
     total = _SAME
-    if not any(how) and _are_equal_bytes(x, y, within):
-        return total
     itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
     for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
         box = part.shift(within.offsets)
@@ -765,14 +773,6 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
     high = whole >> 32
     return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
-
-
-def _are_equal_bytes(x: Any, y: Any, box: Box) -> bool:
-    """Whether a small box of two stored tensors is the same, if bytes alone can say so; else False."""
-    if not (isinstance(x, LazyTensor) and isinstance(y, LazyTensor)) or box.numel * x.stored.itemsize > _SMALL_BYTES:
-        return False
-    one, other = box_bytes(x.stored, box), box_bytes(y.stored, box)
-    return one is not None and other is not None and bytes(one) == bytes(other)
 
 
 def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:

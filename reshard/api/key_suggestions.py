@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from planners.geometry.arrays import grouped
@@ -14,7 +14,7 @@ from reshard.state import NUMBERED
 
 __all__ = [
     "OF_NUMBERED", "PrefixDifference", "are_by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
-    "named_from_numbers", "section", "shifted",
+    "named_from_numbers", "section", "shifted", "without_prefix",
 ]  # fmt: skip
 
 
@@ -240,3 +240,11 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     rest = sum(map(len, list(patterns.values())[_MOST_LINES:]))
     more = [f"and {rest} more"] if rest else []
     return [*rows[:_MOST_LINES], *more]
+
+
+def without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
+    """Split all names into the parts of their common dotted prefix and the rest."""
+    parts = [name.split(".") for name in names]
+    one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1]))]
+    return shared, {".".join(name[len(shared) :]) for name in parts}

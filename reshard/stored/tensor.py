@@ -22,8 +22,8 @@ from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.stored.source import Source
 
 __all__ = [
-    "MAX_BUFFER_BYTES", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "box_bytes", "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "whole",
+    "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
+    "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "whole",
 ]  # fmt: skip
 
 
@@ -437,17 +437,21 @@ def read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
     return _read_ranges(stored, [(start, 1, n) for start, n in zip(*box)])
 
 
-def box_bytes(stored: StoredTensor, box: Box) -> bytes | memoryview | None:
-    """The elements of a box, row-major, without a copy where there is a view; None unless they are one run of bytes.
+class ByteRun(NamedTuple):
+    """Bytes [start, stop) of a source."""
 
-    Raises what reading raises.
-    """
+    source: Source
+    start: int
+    stop: int
+
+
+def run_of(stored: StoredTensor, box: Box) -> ByteRun | None:
+    """The bytes that are a box, row-major, if they are one run; else None. Nothing is read of it."""
     chunk = _holder(stored, box)
     if chunk is None:
         return None
     source, window, conjugate, _ = chunk.crop(box).place
-    is_run = not conjugate and window.runs().count == 1
-    return source.read(window.offset, window.nbytes, elements=True) if is_run else None
+    return ByteRun(source, window.offset, window.stop) if not conjugate and window.runs().count == 1 else None
 
 
 def _holder(stored: StoredTensor, box: Box) -> StoredChunk | None:

@@ -71,3 +71,35 @@ def test_unsigned_integers() -> None:
     assert reshard.compare({"w": big}, {"w": near}, atol=1).ok
     assert not reshard.compare({"w": big}, {"w": torch.tensor([-1])}, atol=0.5).ok
     assert reshard.compare({"w": torch.tensor([True])}, {"w": torch.tensor([1])}, atol=0.5).ok
+
+
+def test_small_neighbors(tmp_path: Path) -> None:
+    """Tensors that follow each other in both files are read together. Each difference counts, wherever it is."""
+    dtypes = (torch.float32, torch.int8, torch.complex64, torch.bfloat16)
+    state = {f"t{i:03}": torch.arange(i % 7, dtype=torch.float32).to(dtypes[i % 4]) for i in range(200)}
+    state |= {"step": torch.tensor(3.0), "turned": torch.arange(6).view(2, 3).T}
+    other = {name: state[name].contiguous().clone() for name in sorted(state, reverse=True)}
+    for name in ("t001", "t006", "step", "turned"):
+        other[name].view(-1)[-1:] += 1
+    reshard.save(state, tmp_path / "a")
+    reshard.save(other, tmp_path / "b")
+    reshard.convert(tmp_path / "b", tmp_path / "c", format="dcp")
+    for b in ("b", "c"):
+        report = reshard.compare(tmp_path / "a", tmp_path / b)
+        assert {finding.fqn for finding in report.findings} == {"t001", "t006", "step", "turned"}
+
+
+def test_damage_among_small_neighbors(tmp_path: Path) -> None:
+    """Only tensors of the damaged block count as damaged, although they are read with others."""
+    state = {f"t{i:03}": torch.full((512,), float(i)) for i in range(200)}
+    reshard.save(state, tmp_path / "a")
+    reshard.save(state, tmp_path / "b")
+    (file,) = (tmp_path / "b").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    report = reshard.compare(tmp_path / "a", tmp_path / "b")
+    assert "t199" in report.damaged
+    assert len(report.damaged) <= (64 << 10) // 2048 + 1
+    assert {finding.fqn for finding in report.findings} == report.damaged.keys()
+    assert all("were changed since they were written" in error for error in report.damaged.values())
