@@ -139,8 +139,8 @@ def partials(
     """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
     waited for once; small tensors of the host with one layout are summed up together."""
     given = list(parts)
-    kinds = ((_small_kind(*part), i) for i, part in enumerate(given))
-    together = grouped((kind, i) for kind, i in kinds if kind is not None)
+    together = grouped((_small_kind(*part), i) for i, part in enumerate(given))
+    together.pop(None, None)
     out: list[Partial | None] = [None] * len(given)
     with torch.no_grad():
         for alike in together.values():
