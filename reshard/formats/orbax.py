@@ -1,6 +1,6 @@
 """Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read through tensorstore.
 
-`_METADATA` is the tree: which path is an array, a scalar, None or an empty container. What a chunk holds is
+`_METADATA` is the tree: which path is an array, a scalar, text, None, or an empty container. What a chunk holds is
 compressed, so a chunk is read whole.
 """
 
@@ -33,6 +33,7 @@ __all__ = ["FORMAT", "detect", "open"]
 _NAME = "orbax"
 
 _TREE = "_METADATA"
+_STRINGS = "_strings.json"
 _EMPTY = {"Tuple": "tuple", "List": "list", "Dict": "dict", "NamedTuple": "tuple"}
 _SEQUENCE_KEY = 1
 _JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
@@ -66,9 +67,12 @@ def open(files: Files) -> Contents:
     parts = [("" if len(folders) == 1 else folder[:-1], _open_item(storage, folder)) for folder in folders]
     plain = [(file, match[1]) for file in names if (match := _JSON_ITEM.fullmatch(file))] if folders != [""] else []
     found = {item: _json(storage, file) for file, item in plain if f"{item}/" not in folders}
-    if not found and len(parts) == 1:
+    rest = {name.split("/")[0] for name in names if "/" in name} - {folder[:-1] for folder in folders} - found.keys()
+    others = sorted(rest) if folders != [""] else []
+    if not found and not others and len(parts) == 1:
         return parts[0][1]
-    return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME))])
+    warnings = (f"not opened, neither arrays nor JSON: {', '.join(others[:5])}",) if others else ()
+    return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME, warnings=warnings))])
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
@@ -85,17 +89,32 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
         key = found.claim(path)
         if kind == "None":
             found.add_object(key, lambda: None)
+        elif kind == "string":
+            found.add_object(key, partial(_string, storage, f"{folder}{_STRINGS}", key))
         else:
             found.add_tensor(key, partial(_tensor, key, root))
     return found.build(_NAME)
 
 
 def _json(storage: Storage, file: str) -> Any:
-    """An item that is no tree: settings, metrics, positions of a data loader."""
+    """Settings, metrics, positions of a data loader, or the text of a tree."""
     try:
         return json.loads(storage.read(file))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{storage.url}/{file} is not JSON: {error}") from None
+
+
+def _string(storage: Storage, file: str, key: str) -> str:
+    """A value of the file that has all text of an item. A "/" in a name means a level there."""
+    found = _json(storage, file)
+    try:
+        for part in key.split("/"):
+            found = found[part]
+    except (KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        raise CorruptCheckpointError(f"{storage.url}/{file} does not have the text {key!r}, which {_TREE} lists")
+    return found
 
 
 def _tree(storage: Storage, file: str) -> dict[str, Any]:
@@ -155,8 +174,10 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     array = root.array(key)
     try:
         spec = TensorSpec(key, tuple(array.shape), array.dtype.name)
-    except PlanError as error:
-        raise FormatError(f"{root.label}: the array {key!r}: {error}") from None
+    except PlanError:
+        raise FormatError(
+            f"{root.label}: the array {key!r} has dtype {array.dtype.name!r}, which has no torch dtype"
+        ) from None
     grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
     # of several chunks each, where zarr 3 shards
     files = tuple(array.chunk_layout.write_chunk.shape or array.shape)

@@ -160,3 +160,31 @@ def test_items_of_a_step(tmp_path):
     (tmp_path / "c" / "meta" / "metadata").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"meta/metadata is not JSON"):
         reshard.open(tmp_path / "c")
+
+
+def test_text_of_a_tree(tmp_path):
+    """As Orbax 0.12.8 writes it: all text of an item is in one file, by name, and a "/" in a name is a level there."""
+    shutil.copytree(sample("orbax") / "zarr", tmp_path / "c")
+    tree = json.loads((tmp_path / "c/_METADATA").read_text())
+    for key in ("name", "of/two"):
+        part = {"key": key, "key_type": 2}
+        value = {"value_type": "string", "skip_deserialize": False}
+        tree["tree_metadata"][f"('{key}',)"] = {"key_metadata": [part], "value_metadata": value}
+    (tmp_path / "c/_METADATA").write_text(json.dumps(tree))
+    (tmp_path / "c/_strings.json").write_text(json.dumps({"name": "llama", "of": {"two": "levels"}}))
+    checkpoint = reshard.open(tmp_path / "c")
+    assert (checkpoint.objects["name"], checkpoint.objects["of/two"]) == ("llama", "levels")
+    (tmp_path / "c/_strings.json").write_text("{}")
+    with pytest.raises(CorruptCheckpointError, match=r"_strings\.json does not have the text 'name', which _METADATA"):
+        reshard.open(tmp_path / "c").objects["name"]
+    (tmp_path / "c/_strings.json").unlink()
+    assert not reshard.verify(tmp_path / "c").ok
+
+
+def test_items_that_are_not_opened_are_named(tmp_path):
+    """Such as random keys, and what a program's own handler wrote."""
+    shutil.copytree(sample("orbax") / "items", tmp_path / "7")
+    assert reshard.open(tmp_path / "7").warnings == ()
+    (tmp_path / "7/key/jax_random_key").mkdir(parents=True)
+    (tmp_path / "7/key/jax_random_key/d").write_bytes(b"1")
+    assert reshard.open(tmp_path / "7").warnings == ("not opened, neither arrays nor JSON: key",)
