@@ -16,7 +16,7 @@ import torch
 
 from planners.geometry.arrays import distinct, grouped
 from planners.geometry.box import Box, Range, Shape, merge_ranges
-from planners.geometry.layout import Part
+from planners.geometry.layout import Part, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_arithmetic import (
@@ -510,6 +510,11 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """`Partial.to_bytes()` of them."""
     holders: int = 0
     """How many ranks hold them, this one included; 0 if it is not known."""
+
+    @classmethod
+    def nothing(cls, spec: TensorSpec) -> Holding:
+        """No element of a tensor, so that some rank names it."""
+        return cls(spec.fqn, spec.dtype, spec.shape, b"", Partial().to_bytes())
 
 
 class _SummedTensor(msgspec.Struct, array_like=True):
