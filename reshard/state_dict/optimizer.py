@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from planners.geometry.arrays import grouped
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
@@ -332,9 +333,8 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
         odd = [f"{name}, the model has no parameter of this name" for name in match.strangers]
-        unused: dict[tuple[Any, str], list[str]] = {}
-        for one, key in match.unused:
-            unused.setdefault((key, type(live.optimizers[one.optimizer]).__name__), []).append(one.name)
+        kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
+        unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in match.unused)
         odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
         lines += listed("Unexpected key", odd)
     lines += listed("Mismatched", faults)
