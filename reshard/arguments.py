@@ -17,14 +17,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments",
-    "check_options",
-    "named_arguments",
-    "no_attribute",
-    "options_of",
-    "renamed",
-    "with_options",
-]
+    "check_arguments", "check_options", "named_arguments", "no_attribute", "options_of", "renamed", "with_options",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
@@ -103,6 +103,11 @@ class State(Generic[T]):
     def path_of(self, key: str) -> KeyPath:
         """Where in the nest a key is."""
         return self.paths.get(key, (key,))
+
+    def containers_above(self, paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
+        """The kinds of the containers that hold something at these paths, and of those that are there."""
+        above = {path[:i] for path in paths for i in range(len(path) + 1)}
+        return {path: kind for path, kind in self.containers.items() if path in above}
 
 
 def count_objects(state: State[Any]) -> int:

@@ -247,15 +247,9 @@ def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
         aliases=aliases,
         paths=paths,
         per_rank=own,
-        containers=contents.containers if whole else _containers(contents.containers, paths.values()),
+        containers=contents.containers if whole else contents.containers_above(paths.values()),
     )
     return Checkpoint(made, state.url)
-
-
-def _containers(known: Mapping[Any, str], paths: Iterable[tuple[Any, ...]]) -> dict[Any, str]:
-    """Return the kinds of the containers that still hold something."""
-    above = {path[:i] for path in paths for i in range(len(path) + 1)}
-    return {path: kind for path, kind in known.items() if path in above}
 
 
 # The files, each a task: written from the source, and recorded in the journal.

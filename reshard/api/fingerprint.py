@@ -191,7 +191,7 @@ def holdings(
             holders = _holders(layout, rank, len(ranks))
             found.append(Holding(fqn, spec.dtype, spec.shape, _place(part), next(sums).to_bytes(), holders))
         if not held[fqn]:
-            found.append(Holding(fqn, spec.dtype, spec.shape, b"", Partial().to_bytes()))
+            found.append(Holding.nothing(spec))
     for fqn, stored in lazy.items():
         shape, read = tuple(stored.shape), _read(stored, key).to_bytes()
         found.append(Holding(fqn, stored.stored.spec.dtype, shape, _place(Part.of_box(Box.full(shape))), read))

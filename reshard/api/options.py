@@ -32,7 +32,7 @@ Mode = Literal["strict", "subset", "partial"]
 DtypePolicy = Literal["error", "cast", "saved"]
 ReadOnce = Literal["job", "host", "rank"]
 """Among whom no byte is read twice."""
-_LOAD_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
+_OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
 """What each rank may choose for itself."""
 
 
@@ -52,8 +52,16 @@ class Wording:
     """Advice where no key is missing."""
 
 
+class _Agreed:
+    """Options of a call of many ranks."""
+
+    def shared(self) -> dict[str, object]:
+        """Those that must be equal on all ranks."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
+
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(_Agreed):
     """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
 
     strict: bool | Mode | Mapping[str, Mode] = True
@@ -104,10 +112,6 @@ class LoadOptions:
         globs = self.strict if isinstance(self.strict, Mapping) else ()
         return [glob for glob in globs if not any(fnmatch.fnmatchcase(key, glob) for key in keys)]
 
-    def shared(self) -> dict[str, object]:
-        """The options that must be equal on all ranks."""
-        return {name: value for name, value in vars(self).items() if name not in _LOAD_OWN}
-
 
 def _check_choice(what: str, value: object, known: tuple[str, ...], others: str = "") -> None:
     if value not in known:
@@ -115,10 +119,6 @@ def _check_choice(what: str, value: object, known: tuple[str, ...], others: str 
         raise OptionError(
             f"{what} must be one of {', '.join(map(repr, known))}{others}; got {format_value(value)}{meant}"
         )
-
-
-_SAVE_OWN = frozenset({"memory_budget_bytes", "progress"})
-"""What each rank may choose for itself."""
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -136,7 +136,7 @@ class SaveKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(_Agreed):
     """What the caller of `save` chose; see there. Raises OptionError for values that are not allowed."""
 
     select: str | Iterable[str] | None = None
@@ -164,10 +164,6 @@ class SaveOptions:
     def globs(self) -> tuple[str, ...] | None:
         """`select`, None for everything."""
         return None if self.select is None else tuple(self.select)
-
-    def shared(self) -> dict[str, object]:
-        """The options that must be equal on all ranks."""
-        return {name: value for name, value in vars(self).items() if name not in _SAVE_OWN}
 
 
 def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -31,7 +31,7 @@ from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, raw_elements
-from reshard.live.fingerprints import HeldSums, Holding, Partial, add_holdings, conclude, partial as partial_sum, sum_up
+from reshard.live.fingerprints import HeldSums, Holding, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
 from reshard.ranks.timespans import Span
@@ -463,7 +463,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
     if tensor is None:
         return
     spec = layout.spec
-    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())
+    yield Holding.nothing(spec)
     for elements, part in held_parts(tensor, layout, rank):
         if part.numel:
             found = _one_nan(elements) if key in pairing.cast else elements
@@ -474,7 +474,7 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
     """Return the part that this rank's sources add to the fingerprint of a target."""
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
-    yield Holding(key, spec.dtype, spec.shape, b"", Partial().to_bytes())  # so that some rank names it
+    yield Holding.nothing(spec)
     for number, source in enumerate(view.sources):
         patches = [patch for patch in view.patches if patch.tensor == number]
         for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):

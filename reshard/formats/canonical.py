@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 from planners.units import format_count
 from reshard.errors import NormalizationError, did_you_mean, format_names
 from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
-from reshard.live.optimizer_state import is_flat_key, settings_of, split_flat_key
+from reshard.live.optimizer_state import is_flat_key, listed_in, settings_of, split_flat_key
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
     "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
-    "elementwise", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
+    "elementwise", "listed_in", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
@@ -301,7 +301,7 @@ class StoredOptimizer:
     @property
     def by_id(self) -> bool:
         """True if parameters have integer ids instead of names."""
-        listed = [p for group in self.groups for p in group.get("params", ())]
+        listed = listed_in(self.groups)
         are_ids = all(isinstance(p, int) for p in listed) and all(map(str.isdigit, self.state))
         return bool(listed or self.state) and are_ids
 
@@ -385,8 +385,8 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     if not saved.by_id:
         return saved
     names = _stored_names(saved) or hints.ids(scope) or (hints.ids() if scope is not None else None)
-    listed = {i for g in saved.groups for i in g.get("params", ())}
-    used = sorted({int(i) for i in saved.state} | listed)
+    listed = set(listed_in(saved.groups))
+    used = sorted(listed.union(map(int, saved.state)))
     if names is None and hints.model_only and not any("fp32" in states for states in saved.state.values()):
         return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
     if names is None:
@@ -439,7 +439,7 @@ def take_optimizer(result: Canonical, saved: StoredOptimizer, rename: Any) -> No
         for key, value in states.items():
             result.add_state(fqn, key, value)
     result.groups += [_with_names(group, rename) for group in saved.groups]
-    listed = {p for group in result.groups for p in group.get("params", ())}
+    listed = set(listed_in(result.groups))
     missing = [fqn for fqn in result.state if fqn not in listed]
     if result.groups and missing:
         result.notes.append(

@@ -24,6 +24,7 @@ from reshard.formats.canonical import (
     StoredOptimizer,
     Value,
     find_scope,
+    listed_in,
     name_ids,
     settings_of,
     take_optimizer,
@@ -384,7 +385,7 @@ def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what
     states = {rank: found.optim[i].get("state") or {} for i, rank in enumerate(ranks)}
     groups = saved_groups(found.optim[0], files[ranks[0]])
     keys = list(dict.fromkeys(key for of in states.values() for key in of))
-    listed = [p for group in groups for p in group.get("params", ())]
+    listed = listed_in(groups)
     if any(not isinstance(key, int) for key in keys):
         state = {str(key): _named(str(key), key, states, files) for key in keys}
         return StoredOptimizer(state, groups)

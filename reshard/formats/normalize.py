@@ -159,12 +159,11 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
         kept.append(path)
         if found[1]:
             notes.append(f"{key!r} is kept without {', '.join(found[1])}, of classes that are not known here")
-    above = {path[:i] for path in kept for i in range(len(path) + 1)}
     return replace(
         canonical,
         objects=objects,
         paths=paths,
-        containers={path: kind for path, kind in source.containers.items() if path in above},
+        containers=source.containers_above(kept),
         left_out=tuple(dict.fromkeys(lost)),
         warnings=(*canonical.warnings, *notes),
     )

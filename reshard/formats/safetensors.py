@@ -184,7 +184,7 @@ def _tensor(key: str, parts: list[tuple[str, Header, Shape]]) -> StoredTensor:
             f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; the checkpoint "
             "does not say which one is right"
         )
-    shape = tuple(max(ends) for ends in zip(*(box.stops for box in boxes)))
+    shape = tuple(map(max, zip(*(box.stops for box in boxes))))
     stored = [StoredChunk(box, header.place(key), _owner(file)) for box, (file, header, _) in zip(boxes, parts)]
     return StoredTensor(TensorSpec(key, shape, dtypes[0]), tuple(stored))
 

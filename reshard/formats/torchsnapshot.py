@@ -193,7 +193,7 @@ class _Snapshot:
                 f"{self.label}: the shards of {key!r} have the dtypes {sorted(dtypes)} and the boxes {list(chunks)[:4]}"
             )
         self.inferred.append(key)
-        shape = tuple(max(stops) for stops in zip(*(box.stops for box in chunks)))
+        shape = tuple(map(max, zip(*(box.stops for box in chunks))))
         return StoredTensor(TensorSpec(key, shape, dtypes.pop()), tuple(chunks.values()))
 
     def _chunk(self, key: str, piece: _Entry, rank: int) -> StoredChunk:

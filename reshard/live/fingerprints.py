@@ -16,7 +16,7 @@ import torch
 
 from planners.geometry.arrays import distinct, grouped
 from planners.geometry.box import Box, Range, Shape, merge_ranges
-from planners.geometry.layout import Part
+from planners.geometry.layout import Part, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_arithmetic import (
@@ -139,8 +139,8 @@ def partials(
     """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
     waited for once; small tensors of the host with one layout are summed up together."""
     given = list(parts)
-    kinds = ((_small_kind(*part), i) for i, part in enumerate(given))
-    together = grouped((kind, i) for kind, i in kinds if kind is not None)
+    together = grouped((_small_kind(*part), i) for i, part in enumerate(given))
+    together.pop(None, None)
     out: list[Partial | None] = [None] * len(given)
     with torch.no_grad():
         for alike in together.values():
@@ -510,6 +510,11 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """`Partial.to_bytes()` of them."""
     holders: int = 0
     """How many ranks hold them, this one included; 0 if it is not known."""
+
+    @classmethod
+    def nothing(cls, spec: TensorSpec) -> Holding:
+        """No element of a tensor, so that some rank names it."""
+        return cls(spec.fqn, spec.dtype, spec.shape, b"", Partial().to_bytes())
 
 
 class _SummedTensor(msgspec.Struct, array_like=True):

@@ -28,7 +28,7 @@ from reshard.state import KeyPath, key_of
 
 __all__ = [
     "LazyOptimizerState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
-    "is_nested", "lost_state", "materialize", "settings_of", "split_flat_key",
+    "is_nested", "listed_in", "lost_state", "materialize", "settings_of", "split_flat_key",
 ]  # fmt: skip
 
 
@@ -258,6 +258,11 @@ def _is_own(key: str, listed: Container[str]) -> bool:
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without what lists its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def listed_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The parameters of all param groups, by name or id as these list them."""
+    return [one for group in groups for one in group.get("params", ())]
 
 
 def is_field(path: KeyPath) -> bool:

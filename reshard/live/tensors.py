@@ -235,8 +235,7 @@ class LiveTensor:
 
     @cached_property
     def shape(self) -> Shape:
-        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses
-        some."""
+        """Shape of the full tensor. It works for every kind of tensor, while `spec` refuses some."""
         return global_shape(self.value)
 
     @cached_property
@@ -744,8 +743,7 @@ def tensor_class(value: object) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its
-    own."""
+    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
     return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
 
 

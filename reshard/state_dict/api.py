@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer
+from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, listed_in
 from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
@@ -264,7 +264,7 @@ def _optimizer_state(
     if not cold:
         return out
     with_state = whole["state"].keys() - offered.keys()
-    named = {name for group in whole["param_groups"] for name in group["params"]}
+    named = set(listed_in(whole["param_groups"]))
     listed = named - with_state
     if options.flatten_optimizer_state_dict:
         # so that it can be distinguished from state that was lost

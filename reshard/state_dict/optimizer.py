@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from planners.geometry.arrays import grouped
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import LazyOptimizerState, is_nested, settings_of
+from reshard.live.optimizer_state import LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of
@@ -50,7 +51,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
             )
         # ids are positions, unless several parameters share one
         plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        keys = listed_in(saved["param_groups"])
         named = {key: _names(key, live, k) for key in keys if type(key) is not int or key not in plain}
         for key, values in saved["state"].items():
             known = plain.get(key) if type(key) is int else None
@@ -332,9 +333,8 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
         odd = [f"{name}, the model has no parameter of this name" for name in match.strangers]
-        unused: dict[tuple[Any, str], list[str]] = {}
-        for one, key in match.unused:
-            unused.setdefault((key, type(live.optimizers[one.optimizer]).__name__), []).append(one.name)
+        kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
+        unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in match.unused)
         odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
         lines += listed("Unexpected key", odd)
     lines += listed("Mismatched", faults)

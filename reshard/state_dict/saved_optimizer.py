@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
-from reshard.live.optimizer_state import is_nested, settings_of, split_flat_key
+from reshard.live.optimizer_state import is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
@@ -95,7 +95,7 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
         raise NormalizationError(
             "an optimizer state dict must hold a dict 'state' and a list 'param_groups' of dicts with 'params'"
         )
-    by_id = any(isinstance(key, int) for group in groups for key in group["params"])
+    by_id = any(isinstance(key, int) for key in listed_in(groups))
     names: dict[Any, str] = _names_of_ids(groups, live) if by_id else {}
     extra = extra_of(given)
     fields: dict[str, Mapping[str, Any]] = {}
@@ -123,7 +123,7 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
             f"the optimizer state dict names parameters by integer ids, which say nothing about {len(live.optimizers)} "
             "optimizers: give each its own dict, or one by parameter names"
         )
-    ids = [key for group in groups for key in group["params"]]
+    ids = listed_in(groups)
     own = live.by_id[0]
     if len(ids) != len(own):
         raise NormalizationError(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Box, Range, Window, merge_ranges
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
@@ -526,10 +527,7 @@ class Hosts:
     @cached_property
     def places(self) -> dict[str, list[int]]:
         """The ranks of each host, by their places in the group."""
-        found: dict[str, list[int]] = {}
-        for place, name in enumerate(self.names):
-            found.setdefault(name, []).append(place)
-        return found
+        return grouped((name, place) for place, name in enumerate(self.names))
 
     @property
     def name(self) -> str:

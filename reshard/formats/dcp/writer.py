@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.formats.format import Writing
@@ -104,9 +105,7 @@ class DcpWriter(FormatWriter):
         """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
-        names: dict[str, list[str]] = {}
-        for alias, kept in self.contents.aliases.items():
-            names.setdefault(kept, []).append(alias)
+        names = grouped((kept, alias) for alias, kept in self.contents.aliases.items())
         for name, written in out.done.items():
             for key, offsets, sizes, start, length in written.facts["items"]:
                 info = _StorageInfo(name.removeprefix(folder), start, length)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
@@ -186,10 +187,8 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
     """Names of tensors that are the same elements, each with those of the others: parameters that are tied."""
-    found: dict[TensorRef, list[str]] = {}
-    for name, ref in module.items():
-        if isinstance(ref, TensorRef) and 0 not in ref.size:
-            found.setdefault(ref, []).append(str(name))
+    refs = ((ref, str(name)) for name, ref in module.items() if isinstance(ref, TensorRef) and 0 not in ref.size)
+    found = grouped(refs)
     return {a: b for names in found.values() for a in names for b in names if a != b}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, settings_of, ties
+from reshard.formats.canonical import Canonical, Hints, listed_in, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing
@@ -171,7 +171,7 @@ def deepspeed_form(
     still = [fqn for fqn in found.model if fqn not in trained and fqn not in tied]
     tensors.update((fqn, found.model[fqn]) for fqn in still)
     client, unplaced = _client(contents)
-    listed = {p for group in found.groups for p in group.get("params", ())}
+    listed = set(listed_in(found.groups))
     notes = [f"{fqn!r} is in a param group and has no state: written as frozen" for fqn in still if fqn in listed]
     facts = DeepSpeedState(
         groups=tuple(groups),
