@@ -182,7 +182,7 @@ def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if all files of the top folder are numbered by rank, and the first of one kind holds pieces."""
+    """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
         return False  # one file is a checkpoint of its own

@@ -368,7 +368,7 @@ def _of_fsspec(checkpoint_id: Id, name: str) -> Any:
     """Return torch's fsspec storage for a URL that only fsspec supports, or None for a URL that
     reshard supports.
 
-    Raises StorageError, which is also a RuntimeError as in torch, if neither supports it.
+    Raises StorageError, also a RuntimeError as in torch, if neither does.
     """
     if is_known(checkpoint_id):
         return None

@@ -196,7 +196,7 @@ _MISSING = "Missing key in checkpoint state_dict"
 
 
 MISFIT = also(KeyMismatchError, ValueError)
-"""A key has another shape or kind than the checkpoint. It is also a ValueError, as in torch."""
+"""A key has another shape or kind than the checkpoint."""
 
 ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or another kind of value", _ALLOW, MISFIT)
 
