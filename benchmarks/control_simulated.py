@@ -22,7 +22,7 @@ import msgspec
 
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
-from reshard.api import load_keys, save as repeated, save_job
+from reshard.api import load_matching, save as repeated, save_job
 from reshard.api.options import LoadOptions, SaveOptions
 from reshard.execute.machine_reading import MachineReading, OwnMemory
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally
@@ -86,8 +86,8 @@ def load(group: Group, match: Any) -> None:
     with group.together("load"):
         group.same_options("load", LoadOptions().shared())
         machine = f"machine {group.rank // PER_MACHINE}"
-        load_keys.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
-        load_keys.gather_mismatches(match, group)
+        load_matching.socket = SimpleNamespace(gethostname=lambda: machine)  # type: ignore[attr-defined]
+        load_matching.gather_mismatches(match, group)
         own = OwnMemory(0, 4096)
         own.machine = machine
         MachineReading.agree([], own, group).confirm(group)

@@ -16,7 +16,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import ReadItem, plan_reads
 from planners.plans.plan import verify
 from planners.units import format_bytes, format_count
-from reshard.api.load_keys import KeyMatch, gather_mismatches, match_keys
+from reshard.api.load_matching import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport

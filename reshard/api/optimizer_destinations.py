@@ -21,7 +21,7 @@ from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
 from reshard.state import NUMBERED, KeyPath
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
-from reshard.state_dict.module_names import Models
+from reshard.state_dict.live_model import Models
 
 __all__ = ["optimizer_destinations"]
 

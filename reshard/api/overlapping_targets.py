@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from planners.geometry.layout import TensorLayout
-from reshard.api.load_keys import KeyMatch
+from reshard.api.load_matching import KeyMatch
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.dtypes import as_array

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from planners.geometry.box import Box
 from planners.geometry.overlap import Sweep, tiling_fault
-from reshard.api.load_keys import needs_code
+from reshard.api.load_matching import needs_code
 from reshard.api.overlapping_targets import refuse_overlaps
 from reshard.dcp.engine.states import (
     HeldRegion,

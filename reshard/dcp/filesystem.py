@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from planners.geometry.box import Box
-from reshard.api.load_keys import needs_code
+from reshard.api.load_matching import needs_code
 from reshard.api.task_shares import absolute
 from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu

@@ -19,7 +19,7 @@ from reshard.state_dict.api import (
     set_optimizer_state_dict as set_optimizer_state_dict,
     set_state_dict as set_state_dict,
 )
-from reshard.state_dict.module_names import Models
+from reshard.state_dict.live_model import Models
 from reshard.state_dict.options import InChunks, SetReport, StateDictOptions as StateDictOptions, as_options
 
 __getattr__ = partial(getattr, _torch)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from reshard.api.load import load
-from reshard.api.manager.live_objects import LiveObjects
+from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ReshardError, framework

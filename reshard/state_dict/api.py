@@ -18,8 +18,8 @@ from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, 
 from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
+from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
-from reshard.state_dict.module_names import LiveModel, Models
 from reshard.state_dict.optimizer import apply_optimizers, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options

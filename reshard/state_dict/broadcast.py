@@ -21,8 +21,8 @@ from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharde
 from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
+from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry
 from reshard.state_dict.model import plan_model
-from reshard.state_dict.module_names import LiveModel, SelfLoadingModule, StateEntry
 from reshard.state_dict.optimizer import plan_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions

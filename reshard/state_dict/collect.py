@@ -32,8 +32,8 @@ from reshard.live.tensors import (
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.ranks.group import Group
 from reshard.state_dict.gather import as_chunks, gather, member_ranks
+from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import read_model
-from reshard.state_dict.module_names import LiveModel, Models
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.options import StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import is_zero_redundancy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from reshard.arguments import renamed
-from reshard.state_dict.module_names import LiveModel, Models, Stage, StateEntry
+from reshard.state_dict.live_model import LiveModel, Models, Stage, StateEntry
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = ["FqnEntry", "FqnMap", "fqn_map"]

@@ -40,7 +40,7 @@ from reshard.live.tensors import (
 )
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
 from reshard.state_dict.gather import exchange_rows, gather, scatter
-from reshard.state_dict.module_names import LiveModel, SelfLoadingModule, StateEntry, where
+from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [

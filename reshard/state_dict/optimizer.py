@@ -21,8 +21,8 @@ from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_name
 from reshard.live.tree import copy_containers, leaves_of
 from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
+from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import Spans, all_apart, apart, like, listed, overlapping, spans_of, write_all
-from reshard.state_dict.module_names import LiveModel, where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, filled_names, joined_pieces
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved

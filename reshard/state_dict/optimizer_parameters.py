@@ -15,8 +15,8 @@ from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece, join_state
 from reshard.live.wrappers import loads_itself
+from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
-from reshard.state_dict.module_names import LiveModel, where
 
 __all__ = [
     "LiveOptimizers", "OptimizedParameter", "as_optimizers", "filled_names", "joined_pieces",

@@ -20,7 +20,7 @@ from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
 from reshard.live.wrappers import loads_itself
-from reshard.state_dict.module_names import where
+from reshard.state_dict.live_model import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
 __all__ = [

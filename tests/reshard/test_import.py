@@ -89,7 +89,7 @@ def test_a_save_imports_what_it_uses(tmp_path):
         "planners.plans.load",
         "reshard.checkpoint",
         "reshard.api.load",
-        "reshard.api.load_keys",
+        "reshard.api.load_matching",
     )
     assert imported_by("reshard.save(state, 'ckpt')", tmp_path, unused) == []
 

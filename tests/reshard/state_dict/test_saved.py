@@ -12,7 +12,7 @@ from torch import nn
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.state_dict.module_names import LiveModel
+from reshard.state_dict.live_model import LiveModel
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.saved_optimizer import SavedOptimizer, read_saved
 

@@ -19,7 +19,7 @@ from reshard.state_dict.api import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from reshard.state_dict.module_names import Stage
+from reshard.state_dict.live_model import Stage
 from reshard.state_dict.options import StateDictOptions
 
 __all__ = ["LiveObjects"]
