@@ -607,15 +607,15 @@ def conclude(held: HeldSums, *, key: Key = PUBLIC) -> dict[str, str]:
                 f"but {dtype}{list(shape)} on rank {rank}"
             )
     drifted = [
-        f"{fqn}: " + " differ from ".join(format_ranks(_ranks(runs)) for runs in versions.values())
+        f"{fqn}: " + " vs. ".join(format_ranks(_ranks(runs)) for runs in versions.values())
         for fqn, tensor in tensors.items()
         for _, versions in tensor.places.values()
     ]
     if drifted:
         raise ReplicaDriftError(
-            f"{len(drifted)} replicated parts of tensors do not have the same bits on all ranks that hold them: "
+            "replicas have different bits: "
             + "; ".join(drifted[:8])
-            + (" ..." if len(drifted) > 8 else "")
+            + (f"; and {len(drifted) - 8} more" if len(drifted) > 8 else "")
         )
     found = {}
     for fqn, tensor in tensors.items():

@@ -306,8 +306,7 @@ class Group:
         parties = sorted((ranks for _, ranks in answers), key=lambda ranks: (-len(ranks), ranks))  # largest first
         words = [format_ranks(ranks) for ranks in parties[:10]]
         more = f", and {len(parties) - 10} more parties" if len(parties) > 10 else ""
-        told = " differ from ".join(words[:2]) + "".join(f", and from {word}" for word in words[2:]) + more
-        self.refuse(error(f"the ranks differ in {what}: {told}"))
+        self.refuse(error(f"the ranks differ in {what}: {' vs. '.join(words)}{more}"))
 
     def same_options(self, verb: str, options: Mapping[str, object]) -> None:
         """Make sure that all ranks were called with equal options.

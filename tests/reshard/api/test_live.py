@@ -172,7 +172,7 @@ def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_n
         assert "after, but" in message
         kind, words = found["drift"]
         assert kind == "ReplicaDriftError"
-        assert "b: ranks 0, 2-3 differ from rank 1" in words
+        assert "b: ranks 0, 2-3 vs. rank 1" in words
 
 
 @pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
