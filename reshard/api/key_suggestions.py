@@ -27,7 +27,7 @@ _MOST_KNOWN = 5000
 
 
 class PrefixDifference(NamedTuple):
-    """All or nearly all missing keys are in the checkpoint, with one prefix more or less."""
+    """All or nearly all missing keys are in the checkpoint, with one prefix more or less, or another one."""
 
     names: Mapping[str, str]
     """Missing key -> its name in the checkpoint."""
@@ -44,7 +44,8 @@ def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | 
     within = ((key, dot.end()) for key in ends for dot in re.finditer(r"\.", key))
     fronts = (_level_at(keys, names, key, 0) for key in ends)
     levels = (_level_at(keys, names, key, at) for key, at in within)
-    return next(filter(None, fronts), None) or _wrapped(keys, names) or next(filter(None, levels), None)
+    nearest = next(filter(None, fronts), None) or _wrapped(keys, names) or next(filter(None, levels), None)
+    return nearest or _other_front(keys, names)
 
 
 def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> PrefixDifference | None:
@@ -64,6 +65,27 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
         if _are_most(found, keys):
             return PrefixDifference(found, *_told(found, front, level, "the state to load into", _taken_out(level)))
     return None
+
+
+def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
+    """Another top-level key, such as "optimizer" for "optim", if there is only one choice."""
+    front = keys[0].partition(".")[0]
+    there = set(names)
+    for name in names:  # a level may be missing as one key, such as param_groups
+        there.update(name[: dot.start()] for dot in re.finditer(r"\.", name))
+    fitting = []
+    for other in {name.partition(".")[0] for name in names} - {front}:
+        found = {}
+        for key in keys:
+            first, dot, rest = key.partition(".")
+            name = other + dot + rest
+            if dot and first == front and name in there:
+                found[key] = name
+        if _are_most(found, keys):
+            what = f"{_differing(found)} only by the top-level key, {front!r} in place of {other!r}"
+            fix = f"call it {other!r}, or rename keys with mapping="
+            fitting.append(PrefixDifference(found, f"{what}: {_first(found)}", fix))
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:

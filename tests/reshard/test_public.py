@@ -574,6 +574,21 @@ def test_of_several_prefixes_all_ranks_tell_the_same(tmp_path) -> None:
     assert dict(found.names) == {"a": "rr.a", "b": "rr.b"}
 
 
+def test_another_top_level_key_is_told(tmp_path) -> None:
+    optimizer = torch.optim.Adam(NET.parameters())
+    NET(torch.ones(1, NET.in_features)).sum().backward()
+    optimizer.step()
+    model, optim = reshard.get_state_dict(NET, optimizer)
+    reshard.save({"model": model, "optimizer": optim}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as error:
+        reshard.load({"model": model, "optim": optim}, tmp_path / "c")
+
+    assert "only by the top-level key, 'optim' in place of 'optimizer'" in str(error.value)
+    assert "fix: call it 'optimizer', or rename keys with mapping=" in str(error.value)
+    assert shifted(["a.w", "a.v"], ["b.w", "b.v", "c.w", "c.v"]) is None  # either may be meant
+
+
 def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
     optimizer = torch.optim.Adam(NET.parameters())
     NET(torch.ones(1, NET.in_features)).sum().backward()
