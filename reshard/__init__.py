@@ -70,6 +70,7 @@ _ELSEWHERE = {
     "diff": "reshard.compare compares checkpoints, reshard.planners.diff plans",
     "to_html": "plans, checkpoints, and comparisons have it: plan.to_html()",
     "inspect": "reshard.open(path) reads a checkpoint without a model",
+    "latest_checkpoint": "reshard.latest_complete(folder) returns its path",
 }
 """Names that other libraries have for what is called otherwise here."""
 

@@ -297,16 +297,17 @@ def match_keys(
 
     Raises KeyMismatchError for a mapping of keys that the target does not have.
     """
+    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
     unknown = [key for key in mapping if key not in targets.paths]
     if unknown:
         key, name = unknown[0], mapping[unknown[0]]
         meant = did_you_mean(key, targets.paths) or "."
-        turned = f". Write it the other way round: {{{name!r}: {key!r}}}" if name in targets.paths else ""
+        is_swapped = name in targets.paths and key in match.names
+        turned = f". Swap them: {{{name!r}: {key!r}}}" if is_swapped else ""
         raise KeyMismatchError(
             f"the mapping names {key!r}, which the state to load into does not have{meant} "
             f"mapping= goes from keys of the state to names in the checkpoint{turned}"
         )
-    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
     match.match_tensors()
     if match.tensor_classes:
         match.compare_classes()
@@ -402,8 +403,8 @@ def _is_number(value: Any) -> bool:
 
 
 _ITS_KIND = (
-    "pass a torch.Tensor where a tensor was saved (torch.from_numpy shares an array's memory), and a plain value where "
-    "one was saved"
+    "pass what was saved: a torch.Tensor (torch.from_numpy shares an array's memory), a plain value, or a "
+    "reshard.PerRank"
 )
 
 
@@ -481,7 +482,7 @@ class Mismatches:
             idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
-                _log.warning("no key matches %s in strict=", ", ".join(map(repr, idle)))
+                _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
@@ -545,7 +546,7 @@ class Mismatches:
             fixes.append(wording.ignore)
         every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in every), *lines])
+        return "\n".join([head, *what, *lines, *(f"  fix: {fix}" for fix in every)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []
@@ -656,7 +657,7 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
         if is_saved and (name in checkpoint) != (key in targets.tensors):
             saved = "a tensor" if name in checkpoint else "a plain value"
             if name in checkpoint.contents.per_rank:
-                saved = "each rank's own value"
+                saved = "a PerRank value"
             found = "a tensor" if key in targets.tensors else class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"
     return out

@@ -69,8 +69,8 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
     models = accelerator._models
     if len(models) != 1:
         raise ReshardError(
-            f"the accelerator has prepared {len(models)} models, expected one: save several with reshard.save, each "
-            "under its own name"
+            f"the accelerator has prepared {len(models)} models, not one: call prepare(model, optimizer) first, "
+            "or save several models with reshard.save"
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {
