@@ -92,7 +92,7 @@ def planned_writes(
         raise LayoutError(
             "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
             f"of them all. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
-            f"{findings[0]} (1 of {len(findings)} problems)"
+            f"{findings[0]} (problem 1 of {len(findings)})"
         )
     return census, plan
 

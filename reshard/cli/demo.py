@@ -28,7 +28,7 @@ def demo(
     """Train a small transformer, save it, load it on other meshes, and compare.
 
     Trains on 2 × 2 ranks, loads on 3 ranks and on 2 ranks, compares every tensor bit by bit, and resumes training.
-    Uses CPU processes on this machine. Takes 2 minutes on 2 cores and writes 35 MiB.
+    Uses CPU processes on this machine. Takes about 2 minutes on 2 cores, and writes 35 MiB.
 
     Exits with 1 if a comparison fails.
     """
@@ -110,9 +110,8 @@ def _show_result(screen: Console, result: Result) -> None:
         ]
         print_rows(screen, rows)
     screen.print()
-    print_text(screen, result.checkpoint, "checkpoint")
-    for command in ("inspect {}", "plan {} fsdp=3 --items"):
-        print_text(screen, f"reshard {command.format(result.checkpoint)}", "try")
+    print_text(screen, f"{result.checkpoint}   (try: reshard inspect {result.checkpoint})", "checkpoint")
+    print_text(screen, f"reshard plan {result.checkpoint} fsdp=3 --items   (what each rank reads)", "try")
     for name, file in result.pictures.items():
         print_text(screen, f"{file}   (the plan onto {name})", "page")
     for problem in result.problems:

@@ -66,7 +66,8 @@ def verify(
         right = ""
         if (covered := report.covered) is not None:
             same = against if report.ok else None
-            right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open.replace("unchecked: the format", "the format"))))
+            left = covered.leaves_open.replace("unchecked: the format", "the format")
+            right = "; ".join(filter(None, (_verdict(covered, same), left)))
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), given), style="red")
         print_report(report, right=right, path=given)

@@ -366,9 +366,9 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
             r"'format': .*; reshard.convert\(path, target, format=...\) writes",
         ),
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
-        (lambda: reshard.save({}, "c", 5), r"^save\(\) takes state_dict, path by position, .*=: got 5, too$"),
-        (lambda: reshard.open("c", 5), r"^open\(\) takes path by position, and all else by name, such as step=: got 5"),
-        (lambda: reshard.prune("c", 5), r"^prune\(\) takes folder by position, .* such as keep_last=: got 5, too$"),
+        (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .* such as .*=$"),
+        (lambda: reshard.open("c", 5), r"^open\(\) takes only path by position, .* got 5: pass all others by name, such as step=$"),
+        (lambda: reshard.prune("c", 5), r"^prune\(\) takes only folder by position, .* got 5: .* such as keep_last=$"),
         (lambda: reshard.prune("c", keep=5), r"'keep': did you mean 'keep_last'\?$"),
         (lambda: reshard.open(checkpoint_id="c"), r"'checkpoint_id': pass the path without a name: .*, open\(path\)$"),
         (lambda: reshard.open("c", framework="pt"), r"'framework': leave it out: tensors are torch's$"),
@@ -618,7 +618,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
     assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, omitted 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
-    assert repr(due) == "StepReport(step 2, save to storage begun: every 2 steps)"
+    assert repr(due) == "StepReport(step 2, saving to storage (every 2 steps))"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"
     assert not again
     assert restored is not None

@@ -236,7 +236,7 @@ def test_a_relative_path_without_files_is_said_with_its_folder(tmp_path: Path, m
 
 def test_globs_that_match_nothing_are_shown_the_names(tmp_path: Path) -> None:
     reshard.save(STATE, tmp_path / "c")
-    with pytest.raises(KeyMismatchError, match=r"matches 'zzz'; names there: 2 \('w', 'step'\)$"):
+    with pytest.raises(KeyMismatchError, match=r"matches 'zzz'; it has 2 \('w', 'step'\)$"):
         reshard.convert(tmp_path / "c", tmp_path / "d", select="zzz")
 
 
@@ -244,7 +244,7 @@ def test_signs_of_plans_and_layouts_are_explained(tmp_path: Path) -> None:
     reshard.save(STATE, tmp_path / "c")
     run = CliRunner().invoke
     shown = run(app, ["plan", str(tmp_path / "c"), "fsdp=2", "--items"]).stdout
-    assert "items of rank 0: a tensor, Box[first:end, ...] of it <- the same in a stored chunk" in shown
+    assert "read items of rank 0: a tensor, Box[first:end, ...] of it <- the same in a stored chunk" in shown
     shown = run(app, ["explain", "R on world=2", "--legend"]).stdout
     assert "all ranks that hold the tensor, where no mesh was recorded" in shown
 

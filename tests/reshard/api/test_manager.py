@@ -221,7 +221,7 @@ def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
     assert (report, value) == (None, -1.0)
     with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (None, [])
-        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* its complete steps are none"):
+        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* complete steps there: none"):
             manager.restore({"w": torch.zeros(3)}, 7)
 
 
@@ -816,7 +816,7 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
     for mine in said:
         assert "call CheckpointManager with different options" in mine[0]
         assert "does not take base=: full_every=k lets all but one of k saves reuse data" in mine[1]
-        assert mine[2] == "CheckpointError: the ranks save different steps, from 2 to 3: nothing was saved"
+        assert mine[2] == "CheckpointError: ranks call save with different steps, 2 to 3: nothing was saved"
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' is NaN")
@@ -838,7 +838,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
     assert found[1][0][0].startswith("5 RankFailedError: rank 0 failed in 'write': StorageError: the disk is full")
     for said, steps, files in found:
         assert len(said) == 2
-        assert said[1].endswith("is closed and saves nothing")
+        assert said[1].endswith("is closed: create a new one")
         assert steps == [2, 6]
         assert files == ["manager.json", "step-2", "step-6"]
 
@@ -878,7 +878,7 @@ def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> No
 
 
 def test_without_a_schedule_the_error_says_what_to_pass(tmp_path):
-    with pytest.raises(TypeError, match=r"CheckpointManager\(\) got no every=: .*reshard.Every\(steps=500\)"):
+    with pytest.raises(TypeError, match=r"CheckpointManager\(\) needs every=, .*reshard.Every\(steps=500\)"):
         reshard.CheckpointManager(tmp_path / "run")
 
 
