@@ -115,6 +115,6 @@ def _show_result(screen: Console, result: Result) -> None:
     for name, file in result.pictures.items():
         print_text(screen, f"{file}   (the plan onto {name})", "page")
     for problem in result.problems:
-        print_text(screen, problem, "wrong", "red bold")
+        print_text(screen, problem, "failed", "red bold")
     if not result.problems:
         print_text(screen, "All parameters and optimizer states are the same, bit by bit.", style="green")
