@@ -93,8 +93,8 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a verb that takes these by name say so where its signature is asked for, as `help` does, with defaults. `but`
-    these, which it does not take."""
+    """Let a verb that takes these by name say so in its signature, with defaults. `but` these, which it does not
+    take."""
 
     def told(verb: Callable[P, R]) -> Callable[P, R]:
         own = [each for each in signature(verb).parameters.values() if each.kind != each.VAR_KEYWORD]

@@ -135,7 +135,7 @@ def _fix(value: object) -> str:
     has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
     if isinstance(value, torch.utils.data.DataLoader):
         if has_state:
-            return "save reshard.PerRank(loader.state_dict()), or reshard.PerRank(loader) in a CheckpointManager"
+            return "save reshard.PerRank(loader.state_dict()); a CheckpointManager takes PerRank(loader)"
         return "give it a reshard.ElasticSampler, and save that"
     if has_state:
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"
