@@ -38,7 +38,7 @@ from uuid import uuid4
 
 from reshard.arguments import check_options
 from reshard.errors import CheckpointError, OptionError, ReshardError
-from reshard.native.version import __version__
+from reshard.version import __version__
 
 __all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
 
@@ -57,7 +57,8 @@ IN_FLIGHT = 256
 STOP_S = 10.0
 """How long running tasks are waited for when the work is given up."""
 _PROBE_S = 0.2
-_VERSION = "reshard.native.version:__version__"
+_VERSION = "reshard:__version__"
+"""A public name: workers with any release can look it up."""
 
 
 class Work(Protocol[T_in, R_out]):
