@@ -22,9 +22,7 @@ from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
 
-__all__ = [
-    "FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads",
-]  # fmt: skip
+__all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads"]
 
 
 class ReadItem(NamedTuple):

@@ -94,7 +94,7 @@ class InPlace:
 
         Args:
             overwritten: the names of targets that were written to already.
-            on_bytes: called with the bytes of each lot that is done, and several times a second; may raise to end it.
+            on_bytes: called with the bytes of each lot, and several times a second; may raise to end it.
 
         Raises CorruptCheckpointError or StorageError, which says what was overwritten.
         """
@@ -128,8 +128,8 @@ class InPlace:
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
-    """Return the pieces that are compared, and those that are only read because they are compared elsewhere or were
-    before."""
+    """Return the pieces that are compared, and those that are only read, as they are compared
+    elsewhere or were before."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)
     assert isinstance(source.checksums, BlockChecksums)

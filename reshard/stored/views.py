@@ -12,8 +12,7 @@ from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
-    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten",
-    "ungrid", "unstack",
+    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid", "unstack",
 ]  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
 
 
 def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:
-    """Check the files of a generation block by block, by checksums: every `of`-th file, from `part` on."""
+    """Check every `of`-th file of a generation, from `part` on, block by block."""
     names = storage.list()
     found: Held = {}
     for rank, record in sorted(manifest.files.items(), key=lambda row: int(row[0]))[part::of]:
@@ -272,9 +272,9 @@ class _SealedLineage(msgspec.Struct, frozen=True):
 
 
 class Survivors(Storage):
-    """What a host has of a generation. Complete files are read in place. Other files are in a folder of fetched
-    files, where each begins as a sparse file with its header, which follows from the plan. So a load can be planned
-    before anything is fetched.
+    """What a host has of a generation. Complete files are read in place. The others are in a folder
+    of fetched files, where each begins as a sparse file with the header that follows from the plan.
+    So a load can be planned before anything is fetched.
 
     Args:
         here: the folder of the generation on this host.
