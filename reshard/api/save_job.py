@@ -47,9 +47,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
-    "Choice", "SaveJob", "Stage", "ToWrite", "alike", "base_at",
-    "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
-    "holdings_of", "planned_writes", "staged", "summed_up", "write",
+    "Choice", "SaveJob", "Stage", "ToWrite", "alike", "base_at", "check_stage", "choose_base", "doubtful", "entries_of",
+    "file_group_of", "file_groups", "holdings_of", "open_base", "planned_writes", "staged", "summed_up", "write",
 ]  # fmt: skip
 
 
@@ -399,6 +398,16 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
     if save_id not in (None, contents.facts.manifest.save_id):
         raise CheckpointNotFoundError(f"{where} was replaced since the first rank opened it")
     return Base(storage, there, here, contents.facts)
+
+
+def open_base(path: Any, choice: Choice, group: Group) -> tuple[Base | None, Choice]:
+    """The chosen one; None if it is gone or unreadable. This rank then writes all of its data, and the
+    choice says why."""
+    try:
+        return base_at(path, choice.folder, choice.save_id, Share(group.rank, group.world_size)), choice
+    except (CheckpointError, StorageError) as error:
+        _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
+        return None, choice._replace(skipped=(*choice.skipped, str(error)))
 
 
 def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:
