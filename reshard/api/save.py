@@ -23,7 +23,7 @@ from planners.units import format_bytes, format_count, format_some
 from reshard.api import background_saves, save_job
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
-from reshard.api.save_job import Stage, ToWrite, check_stage, staged
+from reshard.api.staging import Stage, ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run

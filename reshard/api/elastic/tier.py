@@ -38,7 +38,8 @@ from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
 from reshard.api.save import PendingSave, agreed_plan
-from reshard.api.save_job import Choice, SaveJob, ToWrite, entries_of, staged, write
+from reshard.api.save_job import Choice, SaveJob, entries_of, write
+from reshard.api.staging import ToWrite, staged
 from reshard.arguments import check_arguments, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group
