@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from planners.geometry.arrays import Ints, grouped
-from planners.geometry.box import Range, merge_ranges
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
+from reshard.execute.reading import ComparePlan, Copy, on_threads
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import Flags, Ints
-from planners.geometry.box import Box, Range, Window, merge_ranges
+from planners.geometry.box import Box, Range
+from planners.geometry.byte_ranges import Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
@@ -27,8 +28,7 @@ from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_p
 
 __all__ = [
     "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
-    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
-    "wanted_by_file",
+    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "wanted_by_file",
 ]  # fmt: skip
 
 
@@ -288,24 +288,6 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
     for wanted in found.values():
         wanted.ranges = merge_ranges(wanted.ranges)
     return found
-
-
-def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """Return the parts of `ranges` outside of `holes`. Both are in order, and so is the result."""
-    out: list[Range] = []
-    at = 0
-    for start, stop in ranges:
-        while at < len(holes) and holes[at][1] <= start:
-            at += 1
-        i = at
-        while i < len(holes) and holes[i][0] < stop:
-            if start < holes[i][0]:
-                out.append((start, holes[i][0]))
-            start = holes[i][1]
-            i += 1
-        if start < stop:
-            out.append((start, stop))
-    return out
 
 
 # Which blocks of files a load compares with their checksums, and what stays unchecked.

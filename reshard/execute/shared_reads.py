@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from planners.geometry.arrays import Flags, Ints, grouped
-from planners.geometry.box import Window
+from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.live.fingerprint_arithmetic import kernel

@@ -32,7 +32,8 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Shape, Window
+from planners.geometry.box import Shape
+from planners.geometry.byte_ranges import Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
 from reshard.live.fingerprint_arithmetic import Kernel

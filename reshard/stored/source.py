@@ -14,7 +14,8 @@ from types import MappingProxyType
 import numpy as np
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Range, Window
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.base import Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes

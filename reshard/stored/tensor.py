@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.overlap import Sweep, tiling_fault
 from reshard.errors import CheckpointError, CorruptCheckpointError

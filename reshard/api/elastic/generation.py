@@ -21,7 +21,8 @@ import torch.distributed as dist
 import xxhash
 
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Box, Range, Window, merge_ranges
+from planners.geometry.box import Box, Range
+from planners.geometry.byte_ranges import Window, merge_ranges, subtract_ranges
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
@@ -34,7 +35,7 @@ from reshard.api.reports import HostsReport
 from reshard.arguments import renamed
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
-from reshard.execute.reading import on_threads, subtract_ranges
+from reshard.execute.reading import on_threads
 from reshard.native.data_file import arrays_of, header_of
 from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from reshard.native.reader import NativeFacts
