@@ -399,7 +399,7 @@ class FlatForm(_ListedForm):
 
 
 Form = ProductForm | BoxesForm | FlatForm
-"""What a layout's form knows once the shape is known. Hashable; equal forms place tensors in the same way."""
+"""What a layout's form knows once the shape is known. Hashable; equal forms place the same way."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
@@ -569,7 +569,7 @@ class TensorLayout:
         return self.form.parts(self.spec.shape, rank)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """Return the regions that `rank` holds, in global coordinates and in local order; () if it has no elements."""
+        """Return the regions that `rank` holds, in global coordinates and local order; () if there are none."""
         return tuple(box for part in self.parts(rank) for box, _ in part.boxes())
 
     def numel(self, rank: int) -> int:
