@@ -16,7 +16,8 @@ from planners.notebooks import draw_pages_with
 if TYPE_CHECKING:
     from planners.errors import CodecError, CoverageError, LayoutMismatchError, PlanError, ProofError
     from planners.findings import Finding, Report
-    from planners.geometry.box import Box, ByteRuns, Window
+    from planners.geometry.box import Box
+    from planners.geometry.byte_ranges import ByteRuns, Window
     from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
     from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard
     from planners.geometry.topologies import (
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "errors": "CodecError CoverageError LayoutMismatchError PlanError ProofError",
     "findings": "Finding Report",
-    "geometry.box": "Box ByteRuns Window",
+    "geometry.box": "Box",
+    "geometry.byte_ranges": "ByteRuns Window",
     "geometry.layout": "StateLayout TensorLayout TensorSpec",
     "geometry.mesh": "BlockShard Mesh Placement Replicate Shard StridedShard",
     "geometry.topologies": (

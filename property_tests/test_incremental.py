@@ -18,7 +18,8 @@ from planners.testing.strategies import boxes, layouts, shapes, specs
 from property_tests.budget import examples
 from reshard.api import save_job
 from reshard.api.options import SaveOptions
-from reshard.api.save_job import ToWrite, alike, base_at, choose_base, doubtful
+from reshard.api.save_job import alike, base_at, choose_base, doubtful
+from reshard.api.staging import ToWrite
 from reshard.native import commit, data_file as blocks, reuse
 from reshard.native.commit import Generation
 from reshard.native.data_file import Entry

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from hypothesis import given, strategies as st
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.stored import views
 from reshard.stored.source import BytesSource

@@ -38,12 +38,12 @@ _PUBLIC = {
     "live.tensor_classes": "dequantized register_tensor_class",
     "live.tensors": "layout_of",
     "mapping": "Mapping",
-    "native.version": "__version__",
     "state_dict": (
         "FqnMap OptimizerReport SetReport Stage StateDictOptions fqn_map get_model_state_dict "
         "get_optimizer_state_dict get_state_dict iter_full normalize set_model_state_dict "
         "set_optimizer_state_dict set_state_dict"
     ),
+    "version": "__version__",
 }
 """The public names of each module."""
 
@@ -121,7 +121,6 @@ if TYPE_CHECKING:
     from reshard.live.tensor_classes import dequantized as dequantized, register_tensor_class as register_tensor_class
     from reshard.live.tensors import layout_of as layout_of
     from reshard.mapping import Mapping as Mapping
-    from reshard.native.version import __version__ as __version__
     from reshard.state_dict import (
         FqnMap as FqnMap,
         OptimizerReport as OptimizerReport,
@@ -138,6 +137,7 @@ if TYPE_CHECKING:
         set_optimizer_state_dict as set_optimizer_state_dict,
         set_state_dict as set_state_dict,
     )
+    from reshard.version import __version__ as __version__
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

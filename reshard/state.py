@@ -51,7 +51,10 @@ def plain_key(part: str | int | IntKey) -> Any:
 
 def key_of(path: KeyPath) -> str:
     """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
-    return ".".join(map(str, path))
+    try:
+        return ".".join(path)  # type: ignore[arg-type]  # nearly always text alone
+    except TypeError:
+        return ".".join(map(str, path))
 
 
 def is_selected(key: str, globs: Collection[str]) -> bool:
@@ -71,6 +74,8 @@ def path_to_json(path: KeyPath) -> list[Any]:
 
 def path_from_json(data: Sequence[Any]) -> KeyPath:
     """Inverse of `path_to_json`. Raises FormatError for anything else."""
+    if {str, int}.issuperset(map(type, data)):
+        return tuple(data)
     parts: list[str | int | IntKey] = []
     for part in data:
         if isinstance(part, str) or type(part) is int:

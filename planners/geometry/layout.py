@@ -399,7 +399,7 @@ class FlatForm(_ListedForm):
 
 
 Form = ProductForm | BoxesForm | FlatForm
-"""What a layout's form knows once the shape is known. Hashable; equal forms place tensors in the same way."""
+"""What a layout's form knows once the shape is known. Hashable; equal forms place the same way."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
@@ -443,18 +443,28 @@ class TensorSpec:
 
     def __init__(self, fqn: str, shape: Sequence[int], dtype: str) -> None:
         """Raises PlanError for a name that is not a string, a negative size, or an unknown dtype."""
-        object.__setattr__(self, "fqn", fqn)
-        object.__setattr__(self, "shape", tuple(map(int, shape)))
-        object.__setattr__(self, "dtype", dtype)
         if not isinstance(fqn, str):
             raise PlanError(f"the name of a tensor must be a string, got {fqn!r}")
-        if self.shape and min(self.shape) < 0:
-            raise PlanError(f"sizes must be >= 0, got shape {self.shape}", fqn=fqn)
-        object.__setattr__(self, "itemsize", itemsize(dtype))
-        object.__setattr__(self, "numel", math.prod(self.shape))
-        object.__setattr__(self, "nbytes", self.numel * self.itemsize)
-        if max((self.nbytes, *self.shape)) >= 1 << 63:
-            raise PlanError(f"a tensor has less than 2**63 bytes, got shape {self.shape}", fqn=fqn)
+        try:
+            sizes = _sizes(tuple(shape), dtype)
+        except (PlanError, TypeError) as error:
+            raise PlanError(str(error), fqn=fqn) from None
+        for put, value in zip(_SPEC_SLOTS, (fqn, *sizes)):
+            put(self, value)
+
+
+_SPEC_SLOTS = [vars(TensorSpec)[name].__set__ for name in TensorSpec.__slots__]  # faster than object.__setattr__
+
+
+@lru_cache(maxsize=4096)  # a state has few shapes
+def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
+    shape = tuple(map(int, shape))
+    if shape and min(shape) < 0:
+        raise PlanError(f"sizes must be >= 0, got shape {shape}")
+    each, numel = itemsize(dtype), math.prod(shape)
+    if max((numel * each, *shape)) >= 1 << 63:
+        raise PlanError(f"a tensor has less than 2**63 bytes, got shape {shape}")
+    return shape, dtype, each, numel, numel * each
 
 
 class TensorLayout:
@@ -488,8 +498,8 @@ class TensorLayout:
         except PlanError as error:
             raise PlanError(str(error), fqn=spec.fqn) from None
         layout = object.__new__(cls)
-        object.__setattr__(layout, "spec", spec)
-        object.__setattr__(layout, "form", form)
+        _put_spec(layout, spec)
+        _put_form(layout, form)
         return layout
 
     def named(self, axes: Mapping[tuple[int, int], str]) -> TensorLayout:
@@ -559,7 +569,7 @@ class TensorLayout:
         return self.form.parts(self.spec.shape, rank)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """Return the regions that `rank` holds, in global coordinates and in local order; () if it has no elements."""
+        """Return the regions that `rank` holds, in global coordinates and local order; () if there are none."""
         return tuple(box for part in self.parts(rank) for box, _ in part.boxes())
 
     def numel(self, rank: int) -> int:
@@ -592,6 +602,9 @@ class TensorLayout:
 
     def __repr__(self) -> str:
         return f"TensorLayout({self.spec.fqn!r}, {self.spec.shape}, {self.spec.dtype}, {self.form})"
+
+
+_put_spec, _put_form = (vars(TensorLayout)[name].__set__ for name in ("spec", "form"))
 
 
 def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
@@ -753,14 +766,7 @@ def state_to_json(state: StateLayout) -> dict[str, Any]:
     return {"world_size": state.world_size, "forms": [form_to_json(form) for form in forms], "tensors": tensors}
 
 
-MALFORMED = (
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    ValueError,
-    OverflowError,
-)
+MALFORMED = KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError
 """What becomes of data that no layout or plan can have become."""
 
 
@@ -786,12 +792,7 @@ LAYOUT_KINDS: dict[str, Kind] = {
     "mesh": Kind(Mesh, lambda m: {"mesh": str(m)}, lambda d: Mesh.parse(d["mesh"])),
     "tensor_layout": Kind(
         TensorLayout,
-        lambda t: {
-            "fqn": t.fqn,
-            "shape": list(t.spec.shape),
-            "dtype": t.spec.dtype,
-            "form": form_to_json(t.form),
-        },
+        lambda t: {"fqn": t.fqn, "shape": list(t.spec.shape), "dtype": t.spec.dtype, "form": form_to_json(t.form)},
         _tensor,
     ),
     "state_layout": Kind(StateLayout, state_to_json, state_from_json),

@@ -13,7 +13,8 @@ import numpy as np
 from planners.errors import CoverageError, LayoutMismatchError, PlanError, did_you_mean
 from planners.findings import Finding
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Box, ByteRuns, Dims, Window, rearranged
+from planners.geometry.box import Box, Dims, rearranged
+from planners.geometry.byte_ranges import ByteRuns, Window
 from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
@@ -22,9 +23,7 @@ from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
 
-__all__ = [
-    "FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads",
-]  # fmt: skip
+__all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads"]
 
 
 class ReadItem(NamedTuple):

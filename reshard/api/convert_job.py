@@ -260,7 +260,7 @@ _ASK_S = 2.0
 
 
 def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
-    """Distribute the files into `count` groups of about equal bytes. The result depends on the plan alone."""
+    """Distribute the files into `count` groups of about equal bytes, by the plan alone."""
     hands: list[list[FilePlan]] = [[] for _ in range(count)]
     loads = [0] * count
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
@@ -380,8 +380,8 @@ class Journal:
 
         Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a new one.
 
-        Raises StorageError if another job is running here: of a process that cannot be seen from here it is waited for
-        that it says so.
+        Raises StorageError if another job is running here; one that cannot be seen from here is given
+        time to say so.
         """
         names = self.names()
         for folder, claim, job_id in _jobs(self.storage, names):
@@ -525,8 +525,8 @@ def _flat(file: str) -> str:
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
     """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
 
-    A job that may still be running keeps all of it, and so does the one whose records are in the folder `spare`.
-    `names` are those of the storage. Returns the ids of the jobs.
+    A job that may still be running keeps all of it, as does the one with records in the folder `spare`.
+    `names` are the storage's. Returns the ids of the jobs.
     """
     removed = []
     for folder, claim, job_id in _jobs(storage, names):

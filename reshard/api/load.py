@@ -176,12 +176,13 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     """Return what a checkpoint has: tensors, further names of tensors, and objects."""
     path_of = checkpoint.contents.path_of
-    stored = {key: checkpoint[key].stored for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    tensors = {key: checkpoint[key] for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    stored = {key: tensor.stored for key, tensor in tensors.items()}
     meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
     is_known = any(on_mesh.values())  # else no rank had DTensors
     for key, one in stored.items():
-        first, read = checkpoint.aliases.get(key, ""), partial(checkpoint[key].__getitem__, ...)
+        first, read = checkpoint.aliases.get(key, ""), partial(tensors[key].__getitem__, ...)
         was = on_mesh[key] if is_known else None
         yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was)
     for key in checkpoint.objects:
@@ -321,13 +322,13 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     saved: dict[str, TensorLayout] = {}
     wanted: dict[str, TensorLayout] = {}
     for key in names:
-        tensor = match.stored[key]
-        spec = TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
-        saved[key] = TensorLayout.of(spec, stored_layout(tensor).form)
-        target = targets.tensors[key]
+        tensor, target = match.stored[key], targets.tensors[key]
+        layout = stored_layout(tensor)
+        spec = tensor.spec if tensor.fqn == key else TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
+        saved[key] = layout if layout.spec == spec else TensorLayout.of(spec, layout.form)
         form = (shared.form(key) if shared is not None else None) or target.form
         shape = targets.resized.get(key, target.spec.shape)
-        wanted[key] = TensorLayout.of(TensorSpec(key, shape, spec.dtype), form)
+        wanted[key] = TensorLayout.of(spec if shape == spec.shape else TensorSpec(key, shape, spec.dtype), form)
     world = max([rank + 1, *(layout.form.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):

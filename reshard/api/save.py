@@ -8,9 +8,8 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,23 +20,10 @@ import torch.distributed as dist
 
 from planners.plans.save import SavePlan, WriteItems
 from planners.units import format_bytes, format_count, format_some
+from reshard.api import background_saves, save_job
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
-from reshard.api.save_job import (
-    Choice,
-    SaveJob,
-    Stage,
-    ToWrite,
-    base_at,
-    check_stage,
-    choose_base,
-    entries_of,
-    holdings_of,
-    planned_writes,
-    staged,
-    summed_up,
-    write,
-)
+from reshard.api.staging import Stage, ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
@@ -47,21 +33,16 @@ from reshard.live.plain_data import array_bytes
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
-from reshard.native.reader import Share
-from reshard.native.reuse import Base
 from reshard.ranks.global_layout import resolve_layouts
 from reshard.ranks.global_state import DigestTable, GlobalState, LocalState, ValueDigests, check_globs, joined_objects
 from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.liveness import release_lease
-from reshard.ranks.progress import current, phase, rest_of_call
+from reshard.ranks.progress import current, phase
 from reshard.state import NUMBERED, count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
-__all__ = [
-    "SaveReport", "agreed_plan", "async_save", "await_saves", "ended_for",
-    "forget_background_save", "save", "start_in_background",
-]  # fmt: skip
+__all__ = ["SaveReport", "agreed_plan", "async_save", "save"]
 
 
 T = TypeVar("T")
@@ -120,8 +101,8 @@ def save(
     """
     with phase("save", path=path):
         with phase("wait for earlier saves"):
-            if _saves:
-                await_saves(path)
+            if background_saves.saves:
+                background_saves.await_saves(path)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
             check_arguments("save", state_dict, path)
@@ -178,7 +159,7 @@ class PendingSave(Generic[T]):
         finally:
             if self.done():
                 self.is_known = True
-                forget_background_save(self._future)
+                background_saves.forget_background_save(self._future)
 
     def __repr__(self) -> str:
         """One line; a failure is raised by `result`."""
@@ -220,15 +201,15 @@ def async_save(
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
         with phase("wait for earlier saves"):
-            uses = await_saves(path)
-            earlier = ended_for(max_in_flight if may_wait else 1)
+            uses = background_saves.await_saves(path)
+            earlier = background_saves.ended_for(max_in_flight if may_wait else 1)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("stage", meet=False):  # `_prepare` ends with the ranks' meeting
             if not may_wait:
                 raise OptionError(f"max_in_flight must be a number of saves >= 1, got {max_in_flight!r:.80}")
             check_stage(stage)
             for save in earlier:  # raised in the phase: a rank that asked for the result must not continue alone
-                forget_background_save(save)
+                background_saves.forget_background_save(save)
                 save.result()
             chosen = options_of("async_save", SaveOptions, options)
             to_memory = partial(staged, stage=stage, fingerprints=chosen.fingerprints)
@@ -243,7 +224,7 @@ def async_save(
 
         try:
             name = f"reshard-save-{job.generation.save_id}"
-            return PendingSave(start_in_background(work, name, place_of(job.storage), uses))
+            return PendingSave(background_saves.start_in_background(work, name, place_of(job.storage), uses))
         except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
             copies.release()
             with group.together("save"):
@@ -256,7 +237,7 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 @gc_paused()
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
-) -> tuple[SaveJob, ToWrite]:
+) -> tuple[save_job.SaveJob, ToWrite]:
     """Agree on the state and on which rank writes what, and stage what this rank writes. Writes nothing.
 
     The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
@@ -274,11 +255,11 @@ def _prepare(
         (save_id, choice, replaces), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
-            base, choice = _opened(path, choice, Share(group.rank, group.world_size))
+            base, choice = save_job.open_base(path, choice, group)
     except BaseException:
         data.release()
         raise
-    return SaveJob(group, storage.without_new_folders(), str(path), generation, options, choice, base), data
+    return save_job.SaveJob(group, storage.without_new_folders(), str(path), generation, options, choice, base), data
 
 
 def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
@@ -290,23 +271,13 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
     if storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
     replaces = commit.replaced_by_save(storage, there, options.overwrite)
-    chosen = Choice()
+    chosen = save_job.Choice()
     if options.base:
-        chosen = choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
+        chosen = save_job.choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
     return commit.new_save_id(), chosen, replaces
 
 
-def _opened(path: Any, choice: Choice, share: Share) -> tuple[Base | None, Choice]:
-    """Open the chosen base; None if it is gone or unreadable. This rank then writes all of its
-    data, and the choice says why."""
-    try:
-        return base_at(path, choice.folder, choice.save_id, share), choice
-    except (CheckpointError, StorageError) as error:
-        _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
-        return None, choice._replace(skipped=(*choice.skipped, str(error)))
-
-
-def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
+def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
     group, generation = job.group, job.generation
     try:
@@ -317,8 +288,8 @@ def _finish(job: SaveJob, data: ToWrite) -> SaveReport:
             if group.rank:
                 commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
         with group.together("write"):
-            data, same = summed_up(job, data) if job.choice.by_print else (data, [])
-            written, reused, prints = write(job, data, same)
+            data, same = save_job.summed_up(job, data) if job.choice.by_print else (data, [])
+            written, reused, prints = save_job.write(job, data, same)
             tally = pack_tally(prints, generation.census.tensors)
             told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             if told is not None:
@@ -372,7 +343,7 @@ def _remove_together(group: Group, generation: Generation) -> None:
         raise
 
 
-def _clear(job: SaveJob, cause: BaseException) -> None:
+def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
     """Remove what a failed save has written, unless it failed after publishing: the first rank all.
     Where folders are only a part of names, the others remove what they wrote after it did so. In
     folders that is not possible, and must not be tried: a network file system may still show them
@@ -422,7 +393,7 @@ class CachedPlan:
     """Of this rank."""
 
 
-FirstWord = tuple[str, Choice, str | None]
+FirstWord = tuple[str, save_job.Choice, str | None]
 """What the first rank has for all: the id of the save, what it is based on, and the id of the one
 that it replaces."""
 
@@ -536,7 +507,7 @@ def agreed_plan(
         first_word: on the first rank, what it has for all.
     """
     with phase("plan"):
-        holdings = holdings_of(state_dict, options, group)
+        holdings = save_job.holdings_of(state_dict, options, group)
         kept = find_plan(holdings, group, options)
     met: Agreement | None = None
     while True:
@@ -547,7 +518,7 @@ def agreed_plan(
                     first = first_word(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):
-                    data = stage(entries_of(kept.items, kept.plan.layout, holdings.state, group.job_rank))
+                    data = stage(save_job.entries_of(kept.items, kept.plan.layout, holdings.state, group.job_rank))
             before, met = met, meet_before_save(holdings, group, options, kept, first, before=met)
         except BaseException:
             if data is not None:
@@ -560,9 +531,9 @@ def agreed_plan(
         assert before is None, "all ranks have planned the same"
         with phase("plan"):
             if kept is not None:  # nothing that was found by what is not so
-                holdings = holdings_of(state_dict, options, group)
+                holdings = save_job.holdings_of(state_dict, options, group)
             answers = group.distinct_answers(holdings.description, known=met.pool)
-            census, plan = planned_writes(holdings, group, options, answers)
+            census, plan = save_job.planned_writes(holdings, group, options, answers)
             numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
             if numbered is not None:
                 _log.warning(
@@ -618,87 +589,6 @@ def meet_before_save(
     alike = table is None or said.values is None or table.raise_on_mismatch(said.values, group)
     of_all = holdings.objects if alike else joined_objects(holdings.objects, group)
     return Agreement(replace(kept.census, objects=of_all), said.first, said.pool)
-
-
-# Saves in the background: each on a thread of its own, awaited at exit. Failures are logged if no
-# caller asks for the result.
-#
-# Joining a thread at exit is too late for a save: thread pools no longer accept work then,
-# including those that the save needs. So saves that still run are awaited before pools close, by the
-# same private name as the pools' own closing.
-
-
-_saves: dict[Future[Any], tuple[str | None, Set[Any]]] = {}
-"""The oldest first, with their paths and what they use. Those without a path count only while they
-run; the others until a caller has asked for the result: an error must not be lost."""
-
-
-def start_in_background(
-    save: Callable[[], T], name: str, place: str | None = None, uses: Set[Any] = frozenset()
-) -> Future[T]:
-    """Run `save` on a thread of this name. The future gets its result or error.
-
-    Args:
-        place: where it writes, for later saves and `ended_for`; None: the caller's future is all that is known of it.
-        uses: what `await_saves` returned. Later saves that use any of it wait.
-
-    Raises RuntimeError if the system allows no more threads.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            with rest_of_call():
-                result = save()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the current phase
-    thread.start()
-    _saves[future] = place, uses
-    if place is None:
-        future.add_done_callback(forget_background_save)
-    return future
-
-
-def forget_background_save(future: Future[Any]) -> None:
-    """A caller knows the result: it need not be reported again."""
-    _saves.pop(future, None)
-
-
-def await_saves(path: Any, *shared: Any) -> Set[Any]:
-    """Wait for the saves in the background to the same place, or with one of the same objects. If one took longer, it
-    would take the place of a later one. Their errors are not raised. Return the place and the ids of the objects.
-    """
-    try:
-        place = place_of(open_storage(path))
-    except ReshardError:  # the save itself will say so, to all ranks
-        place = str(path)
-    uses = {place, *(id(one) for one in shared if one is not None)}
-    for future in [future for future, (_, used) in list(_saves.items()) if uses & used]:
-        future.exception()
-    return uses
-
-
-def ended_for(max_in_flight: int) -> list[Future[Any]]:
-    """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
-    known = [future for future, (place, _) in list(_saves.items()) if place is not None]
-    while len(running := [future for future in known if not future.done()]) >= max_in_flight:
-        running[0].exception()
-    return [future for future in known if future.done()]
-
-
-def _await_all() -> None:
-    for future in list(_saves):
-        error = future.exception()
-        if error is not None:
-            _log.error("a save in the background failed, and its result() was not called", exc_info=error)
-
-
-threading._register_atexit(_await_all)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_saves.clear)  # the threads that save are the parent's
 
 
 # `SaveReport`: what a save did.

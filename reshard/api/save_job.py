@@ -7,49 +7,46 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import numpy as np
 import torch
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.plans.save import SavePlan, WriteItems, plan_writes
 from reshard.api.options import SaveOptions
+from reshard.api.staging import ToWrite
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     FormatError,
     LayoutError,
     NewerVersionError,
-    OptionError,
     StorageError,
     format_ranks,
 )
 from reshard.formats.opening import Look, look_at, look_in, open_contents, path_below
-from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart
 from reshard.live.tensors import LiveTensor
 from reshard.native.commit import Generation, Written
-from reshard.native.data_file import Entry, FileGroup, sum_up, write_common_file, write_file
+from reshard.native.data_file import Entry, FileGroup, write_common_file, write_file
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import ALL, NativeFacts, Share, write_parts
 from reshard.native.reuse import Base, Reused, reuse
 from reshard.ranks.global_state import GlobalState, LocalState, global_state_of, per_rank_name
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
-from reshard.ranks.progress import Progress, phase
+from reshard.ranks.progress import Progress
 from reshard.storage.base import Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
-    "Choice", "SaveJob", "Stage", "ToWrite", "alike", "base_at",
-    "check_stage", "choose_base", "doubtful", "entries_of", "file_group_of", "file_groups",
-    "holdings_of", "planned_writes", "staged", "summed_up", "write",
+    "Choice", "SaveJob", "alike", "base_at", "choose_base", "doubtful", "entries_of", "file_group_of",
+    "file_groups", "holdings_of", "open_base", "planned_writes", "summed_up", "write",
 ]  # fmt: skip
 
 
@@ -172,11 +169,11 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
 
 def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[[int], None]) -> tuple[Written, int]:
     stem, budget = f"{job.generation.folder}/{job.group.job_rank:05d}", job.options.memory_budget_bytes
-    reused = Reused(tuple(data.entries), {}, ())
+    reused, reused_bytes = Reused(tuple(data.entries), {}, ()), 0
     if job.base is not None:
         folder = job.generation.folder
         reused = reuse(data.entries, job.base, folder, same=set(same), lanes=data.lanes, stage_bytes=budget)
-        on_bytes(reused.nbytes)
+        on_bytes(reused_bytes := reused.nbytes)
     record = None
     if reused.entries:
         record = write_file(
@@ -189,7 +186,7 @@ def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[
             on_bytes=on_bytes,
         )
     parts = write_parts(job.storage, f"{stem}.parts", reused.arrays) if reused.arrays else None
-    return Written(record, parts, reused.linked), reused.nbytes
+    return Written(record, parts, reused.linked), reused_bytes
 
 
 def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]) -> tuple[Written, int]:
@@ -206,134 +203,11 @@ def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]
     return (Written() if written is None else Written(written.record, ranks=written.ranks)), 0
 
 
-# What one rank writes, on its way from where it is to the file: in place, or as a copy that
-# only this save uses.
-
-
-Stage = Literal["host", "device"]
-"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device
-itself."""
-
-_log = logging.getLogger("reshard")
-_host = HostMemory()
-_common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
-"""For tensors that are on the host already. Touching new memory takes several times as long as
-copying into old, or a third of that if numpy asked for huge pages."""
-_LARGE_BYTES = 64 << 10
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class ToWrite:
-    """Entries, and by which lanes their elements come to the host."""
-
-    entries: Sequence[Entry]
-    lanes: CopyStreams
-    beside: CopyStreams
-    """For fingerprints, which are computed where the elements are, while others are written."""
-    prints: dict[str, Partial] = field(default_factory=dict)
-    """Of entries that were summed up before, by name of the tensor: these are no more where they
-    were."""
-    summed: frozenset[int] = frozenset()
-    """Numbers of those entries."""
-    release: Callable[[], None] = _nothing
-    """When all is written."""
-
-    @classmethod
-    def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
-        """Write from the tensors' own memory. Work that was queued on the calling thread's streams
-        is done on return."""
-        devices = {entry.tensor.device for entry in entries}
-        return cls(entries, CopyStreams(devices), CopyStreams(devices))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return sum(entry.nbytes for entry in self.entries)
-
-    def sum_up(self) -> dict[str, Partial]:
-        """Return what all entries add to the fingerprints of their tensors, by name."""
-        with phase("fingerprints"):
-            out = dict(self.prints)
-            rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
-            for fqn, found in sum_up(rest, self.beside).items():
-                out[fqn] = out[fqn] + found if fqn in out else found
-            return out
-
-    def summed_up(self) -> ToWrite:
-        """The same, all of it summed up already."""
-        return replace(self, prints=self.sum_up(), summed=frozenset(range(len(self.entries))))
-
-
-def check_stage(stage: str) -> None:
-    """Raises OptionError for a place that is none."""
-    if stage not in ("host", "device"):
-        raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
-
-
-def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
-    """Copies of `entries`: the caller may change its tensors once this returns.
-
-    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by
-    "device", copied where they are, by the caller's stream itself, without waiting. If there is no
-    space for that, the host is used.
-    """
-    if stage == "device":
-        try:
-            copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
-            return ToWrite.where_it_is(copies)
-        except torch.OutOfMemoryError as error:
-            _log.warning("no space to stage on the device: the call stages on the host and waits: %s", error)
-    return _to_host(entries, fingerprints=fingerprints)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu" or has_copy_streams(tensor.device):
-        return tensor.clone()
-    return tensor.to("cpu", copy=True)
-
-
-def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
-    numbers = [i for i, entry in enumerate(entries) if has_copy_streams(entry.tensor.device)]
-    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
-    for some in (numbers, large):
-        some.sort(key=lambda i: -entries[i].spec.itemsize)  # so that all are aligned
-    sent = [entries[i] for i in numbers]
-    devices = {entry.tensor.device for entry in entries}
-    lanes, beside = CopyStreams(devices), CopyStreams(devices)
-    rooms, blocks = _host.take([entry.nbytes for entry in sent])
-    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
-    try:
-        copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
-        for i, room in zip(large, common_rooms, strict=True):
-            tensor = entries[i].tensor
-            copies[i] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
-        prints = sum_up(sent, beside) if fingerprints else {}
-    finally:
-        lanes.wait()  # also where that failed: the memory may be another save's from here on
-
-    def release() -> None:
-        _host.give(blocks)
-        _common.give(common_blocks)
-
-    return ToWrite(
-        [replace(entry, tensor=copies[i] if i in copies else rest[i]) for i, entry in enumerate(entries)],
-        CopyStreams(),
-        CopyStreams(),
-        prints,
-        frozenset(numbers) if fingerprints else frozenset(),
-        release,
-    )
-
-
 # Which earlier checkpoint a save is compared with, and what their fingerprints say before any block
 # is looked at.
 
 
+_log = logging.getLogger("reshard")
 _HEAD_BYTES = 256
 
 
@@ -399,6 +273,16 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
     if save_id not in (None, contents.facts.manifest.save_id):
         raise CheckpointNotFoundError(f"{where} was replaced since the first rank opened it")
     return Base(storage, there, here, contents.facts)
+
+
+def open_base(path: Any, choice: Choice, group: Group) -> tuple[Base | None, Choice]:
+    """The chosen one; None if it is gone or unreadable. This rank then writes all of its data, and the
+    choice says why."""
+    try:
+        return base_at(path, choice.folder, choice.save_id, Share(group.rank, group.world_size)), choice
+    except (CheckpointError, StorageError) as error:
+        _log.warning("all data is written again, because the base of the save cannot be opened: %s", error)
+        return None, choice._replace(skipped=(*choice.skipped, str(error)))
 
 
 def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:

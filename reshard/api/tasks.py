@@ -2,11 +2,11 @@
 
     run_tasks(work, tasks, executor, on_done)
 
-`work` is what all tasks have in common, a picklable value. Each worker opens it once, and is then handed one task after
-another. A task is small, and may be done twice. The result of all does not depend on who did which.
+Each worker opens `work`, a picklable value, once, and is then handed one task after another.
+A task is small, may be done twice, and gives the same on every worker.
 
-What a task raises ends the work: it comes back as a value, with the worker's name. So whatever a future raises itself
-is the engine's, and that task is lost and given out again, at most `TRIES` times.
+What a task raises comes back as a value, with the worker's name, and ends the work. What a future
+raises itself is the engine's: the task is given out again, at most `TRIES` times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from uuid import uuid4
 
 from reshard.arguments import check_options
 from reshard.errors import CheckpointError, OptionError, ReshardError
-from reshard.native.version import __version__
+from reshard.version import __version__
 
 __all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
 
@@ -53,11 +53,12 @@ R_out = TypeVar("R_out", covariant=True)
 TRIES = 4
 """How often a task is given out."""
 IN_FLIGHT = 256
-"""How many tasks an executor has at a time that does not say how many workers there are."""
+"""Tasks at a time for an executor that does not say how many workers it has."""
 STOP_S = 10.0
 """How long running tasks are waited for when the work is given up."""
 _PROBE_S = 0.2
-_VERSION = "reshard.native.version:__version__"
+_VERSION = "reshard:__version__"
+"""A public name: workers with any release can look it up."""
 
 
 class Work(Protocol[T_in, R_out]):
@@ -199,8 +200,8 @@ def _packed(work: object) -> bytes:
 class _Driver:
     """Submits the tasks of one call, from a thread of its own.
 
-    Python raises KeyboardInterrupt in the main thread, at any moment. In a method of a future, this could leave the
-    future's lock taken, and the executor would wait for it forever. So the main thread uses no future.
+    A KeyboardInterrupt comes in the main thread, at any moment. In a method of a future, it
+    could leave the future's lock taken forever. So the main thread uses no future.
     """
 
     def __init__(self, executor: Executor, packed: bytes, tasks: deque[Any]) -> None:
@@ -252,8 +253,8 @@ class _Driver:
             self._result(answer, worker)
 
     def _ask(self, question: Callable[[Any], Any], about: object) -> list[tuple[str, Any]]:
-        """The answers of all workers, as far as the executor knows them and they are there; also that one cannot import
-        something. Raises CheckpointError if there is none."""
+        """The answers of all workers that the executor knows; also that one cannot import something.
+        Raises CheckpointError if there is none."""
         ask_each = _ask_each(self._executor)
         if ask_each is not None:
             answers = sorted(ask_each(question, about).items())
@@ -359,7 +360,7 @@ def _answer_of(future: Future[Any]) -> Any:
 
 
 def _is_of_import(error: BaseException) -> bool:
-    """Return whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
+    """Whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
     return isinstance(error, ImportError | AttributeError) or "ModuleNotFoundError" in str(error)
 
 
@@ -407,7 +408,7 @@ def engine(executor: Executor | None, workers: int = 1) -> Iterator[Executor | N
 
 
 class Processes(Executor):
-    """Processes of this machine. Where one dies, all are replaced, and what they were at has to be submitted again."""
+    """Processes of this machine. If one dies, all are replaced, and their tasks must be submitted again."""
 
     def __init__(self, count: int) -> None:
         if count < 1:
@@ -445,7 +446,7 @@ class Processes(Executor):
 
 
 class _QuietProcess(SpawnProcess):
-    """A process that does not run the program's main module again, which may lack a guard, or be none that can be."""
+    """A process that does not run the program's main module again, which may lack a guard."""
 
     def start(self) -> None:
         """Start the process, with its main module hidden meanwhile."""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from reshard.api import save as background
+from reshard.api.background_saves import await_saves, start_in_background
 from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call, Write, run_save, storage_by_position, write_here, writer_for
 from reshard.dcp.engine.states import on_the_cpu, unwrapped
@@ -150,7 +150,7 @@ def async_save(
 
 def _await_earlier(path: Any, writer: Any, planner: Any) -> Set[Any]:
     """Wait for saves in the background to the same place, or with the same writer or planner."""
-    return background.await_saves(path or getattr(writer, "checkpoint_id", writer), writer, planner)
+    return await_saves(path or getattr(writer, "checkpoint_id", writer), writer, planner)
 
 
 def _in_background(save: Callable[[], Metadata], call: Call, uses: Set[Any]) -> Future[Metadata]:
@@ -159,7 +159,7 @@ def _in_background(save: Callable[[], Metadata], call: Call, uses: Set[Any]) -> 
             return save()
 
     try:
-        return background.start_in_background(work, "reshard-dcp-save", uses=uses)
+        return start_in_background(work, "reshard-dcp-save", uses=uses)
     except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
         with call.group.together("save"):
             raise

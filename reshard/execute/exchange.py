@@ -29,8 +29,7 @@ from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker
 
 __all__ = [
-    "DEPTH", "LARGE_BYTES", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group",
-    "round_bytes",
+    "DEPTH", "LARGE_BYTES", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group", "round_bytes",
 ]  # fmt: skip
 
 
@@ -56,7 +55,7 @@ _ALIGN_BYTES = 16
 
 
 class _IntoTarget(dist.P2POp):
-    """A message that is received where its elements go, into memory that the caller uses when the transfer is over."""
+    """A message that is received where its elements go, in memory of the caller."""
 
 
 class PeerMessage(NamedTuple):
@@ -97,13 +96,13 @@ class RankWork:
 
 
 def round_bytes(budget_bytes: int) -> int:
-    """The bytes in flight of one round, such that the buffers of all rounds in flight are within the budget."""
+    """The bytes of one round, such that the buffers of all rounds in flight are within the budget."""
     each = budget_bytes // DEPTH
     return each - each // LARGE_BYTES * _ALIGN_BYTES
 
 
 def _runs_of(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
-    """Large pieces one by one, then all small ones together. Depends on sizes only, so both ends find the same."""
+    """Large pieces one by one, then all small ones together: by sizes only, as at the other end."""
     pieces = [piece for piece in message.pieces if piece.nbytes]
     large = [(piece,) for piece in pieces if piece.nbytes >= LARGE_BYTES]
     small = [piece for piece in pieces if piece.nbytes < LARGE_BYTES]
@@ -326,8 +325,8 @@ class Exchange:
 def go_through(
     steps: Iterable[T], waiter: Waiter, begin: Callable[[T], list[dist.P2POp]], end: Callable[[T], None]
 ) -> None:
-    """Step by step, with `DEPTH` of them in flight at a time: the result of `begin` is posted, and `end` is called when
-    it has arrived."""
+    """Step by step, `DEPTH` of them in flight at a time: the result of `begin` is posted, and `end`
+    is called when it has arrived."""
     under_way: deque[tuple[T, list[dist.P2POp], list[Any]]] = deque()
 
     def finish() -> None:
@@ -389,8 +388,8 @@ _NO_LIMIT, _AT_ONCE = timedelta(days=10_000), timedelta(milliseconds=1)
 class Waiter:
     """Waits for works of `torch.distributed`, in the order given.
 
-    Gloo blocks in `Work.wait` and cannot be asked or interrupted, so this is done by a thread, while the caller looks
-    for failures. Backends of devices wait on the device's stream: they return at once, and `settle` comes at the end.
+    Gloo blocks in `Work.wait` and cannot be interrupted, so a thread does this, while the caller looks
+    for failures. Backends of devices wait on the device's stream: they return at once; see `settle`.
 
     A context. After an error, some messages are still in flight, and may arrive later or never. With gloo, those that
     are received into the caller's memory would change what is there later, and can only be ended with all connections
@@ -510,8 +509,8 @@ class Waiter:
     def meet(self, process_group: dist.ProcessGroup | None) -> None:
         """Wait until all ranks are here, and the device has done its queued work.
 
-        By the smallest messages there are, since who sleeps in them wakes as soon as the last has come. Raises as
-        `wait`; a DeadlineError names the ranks that are not there.
+        By the smallest messages there are: who sleeps in them wakes soonest. Raises as `wait`; a
+        DeadlineError names the ranks that are not there.
         """
         self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
         self.settle([self._device])

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from planners.geometry.arrays import Ints, grouped
-from planners.geometry.box import Range, merge_ranges
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, on_threads, subtract_ranges
+from reshard.execute.reading import ComparePlan, Copy, on_threads
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums
@@ -94,7 +95,7 @@ class InPlace:
 
         Args:
             overwritten: the names of targets that were written to already.
-            on_bytes: called with the bytes of each lot that is done, and several times a second; may raise to end it.
+            on_bytes: called with the bytes of each lot, and several times a second; may raise to end it.
 
         Raises CorruptCheckpointError or StorageError, which says what was overwritten.
         """
@@ -128,8 +129,8 @@ class InPlace:
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
-    """Return the pieces that are compared, and those that are only read because they are compared elsewhere or were
-    before."""
+    """Return the pieces that are compared, and those that are only read, as they are compared
+    elsewhere or were before."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)
     assert isinstance(source.checksums, BlockChecksums)

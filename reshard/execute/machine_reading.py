@@ -63,7 +63,7 @@ __all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for
 
 
 LOCAL_SLOTS = 2
-"""Slots of a rank: one is filled while the others still take from that before; more where requests take long."""
+"""Slots of a rank: one is filled while others take from that before; more where requests take long."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class MachineReading:
-    """What this rank reads for all, what it copies of segments that others read, and what it reads for itself."""
+    """What this rank reads for all, copies of segments that others read, and reads for itself."""
 
     memory: MachineMemory | None
     """None where each rank reads for itself."""
@@ -100,10 +100,9 @@ class MachineReading:
 
     @classmethod
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> MachineReading:
-        """Collective: which rank reads which segments for all ranks of this machine. Each rank computes the same.
+        """Collective: which rank reads which segments for all ranks of this machine.
 
-        It may be that each reads for itself, where sharing would not pay or is not possible here; and it counts only
-        once it is confirmed.
+        Each reads for itself where sharing would not pay or is not possible. It counts once confirmed.
 
         Args:
             copies: what this rank is to read.
@@ -147,8 +146,8 @@ class MachineReading:
         return cls(memory, turns, taken, rest, places, reads, for_all, checks, others, alone)
 
     def confirm(self, group: Group) -> tuple[MachineReading, bool]:
-        """Collective, and a barrier: itself if all ranks of this machine can take part, else each reads for itself;
-        and whether a rank of any machine cannot, which all ranks learn."""
+        """Collective, and a barrier: itself if all ranks of this machine can take part, else each
+        reads for itself; and whether a rank of any machine cannot."""
         if not group.merge(self.refused, any, "the agreement to share reads"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
@@ -236,7 +235,7 @@ def _taken(
 
 
 def common_bytes(segments: Ints, ranges: Sequence[Range]) -> Ints:
-    """Return how many bytes each segment, (n, 2), shares with `ranges`, which are sorted and disjoint."""
+    """Return how many bytes each segment, (n, 2), shares with `ranges`, sorted and disjoint."""
     starts, stops = np.array([(0, 0), *ranges], np.int64).T
     last = np.searchsorted(starts, segments, "right") - 1
     below = np.cumsum(stops - starts)[last] - np.maximum(stops[last] - segments, 0)
@@ -244,7 +243,7 @@ def common_bytes(segments: Ints, ranges: Sequence[Range]) -> Ints:
 
 
 class _SlotFiller(AbstractContextManager["_SlotFiller"]):
-    """Fills this rank's slots where the storage gives no file to read by: ahead, on threads, if answers take long."""
+    """Fills this rank's slots where the storage gives no file: ahead, on threads, if answers take long."""
 
     def __init__(
         self, turns: int, read: Callable[[int], None], memory: MachineMemory, watch: Callable[[int], None]
@@ -277,7 +276,7 @@ class _SlotFiller(AbstractContextManager["_SlotFiller"]):
 
 
 class _Turns(NamedTuple):
-    """The pieces of segments that ranks read for all: those of one rank behind those of another, one a turn."""
+    """The pieces of segments that ranks read for all: rank after rank, one a turn."""
 
     labels: list[str]
     begins: Ints
@@ -391,7 +390,7 @@ class _MachineRun:
         return done
 
     def _look(self, awaited: tuple[int, int] | None) -> None:
-        """Report what was copied since the last look. Raise an error if a rank has failed or the time is over."""
+        """Report what was copied since the last look. Raise if a rank failed or the time is over."""
         copied = int(self._tallies.sum())
         self._on_bytes(copied - self._told)
         self._told = copied
@@ -570,7 +569,7 @@ def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]
 
 FILLED, TAKEN = 0, 1
 _COUNTER_STEP = 64
-"""Bytes from one counter to the next: what one rank writes often shares no cache line with what another does."""
+"""Bytes from one counter to the next, so that ranks share no cache line."""
 _COUNTER_BYTES = 1 << 20
 """Space for the counters of 8,192 ranks. Pages that are not written take no memory."""
 
@@ -589,8 +588,8 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
     """This rank's memory. A context: leaving it closes it."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
-        """Of the memory none is taken before it is written to; with 0 slots there is none, and nothing is read for
-        others. Only ranks of the same `party` have to do with one another."""
+        """No memory is taken before it is written to; with 0 slots there is none, and nothing is
+        read for others. Only ranks of the same `party` share."""
         self.slots = slots
         self._files: list[int] = []
         here = machine()
@@ -618,8 +617,8 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
 
 
 class MachineMemory:
-    """The slots of all ranks of this machine, by the place of each, and the counters of who has filled and taken how
-    many. Their address is given as (number of the memory, byte in it)."""
+    """The slots of all ranks of this machine, by place, and counters of what each has filled and
+    taken. An address is (number of the memory, byte in it)."""
 
     step = 2 * _COUNTER_STEP
     """Bytes from a counter to the same one of the next rank."""

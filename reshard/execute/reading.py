@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import Flags, Ints
-from planners.geometry.box import Box, Range, Window, merge_ranges
+from planners.geometry.box import Box, Range
+from planners.geometry.byte_ranges import Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
@@ -27,8 +28,7 @@ from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_p
 
 __all__ = [
     "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
-    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "subtract_ranges",
-    "wanted_by_file",
+    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "wanted_by_file",
 ]  # fmt: skip
 
 
@@ -47,8 +47,8 @@ _TELL_BYTES = 1 << 20
 class Workspace:
     """The memory that copying may take besides the targets.
 
-    Each thread has one piece in work: what it reads where there is no view of the file, and what it stages on the way
-    to another dtype or device.
+    Each thread has one piece in work: what it reads where the file has no view, and what it stages
+    for another dtype or device.
     """
 
     threads: int
@@ -80,10 +80,10 @@ class ByteCounts:
     read: int = 0
     """Of elements, from the data files."""
     extra: int = 0
-    """Bytes read in addition: to check what was requested, or because they are between requested bytes."""
+    """Bytes read in addition: to check what was requested, or between requested bytes."""
     unchecked: int = 0
-    """Of elements that this rank wants, and that no rank compared with checksums; without what sources that decode or
-    compute read, which count for themselves."""
+    """Of elements that this rank wants and no rank compared with checksums; without what sources
+    that decode or compute read."""
     received: int = 0
     """That other ranks of the machine read for this one."""
 
@@ -290,24 +290,6 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
     return found
 
 
-def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """Return the parts of `ranges` outside of `holes`. Both are in order, and so is the result."""
-    out: list[Range] = []
-    at = 0
-    for start, stop in ranges:
-        while at < len(holes) and holes[at][1] <= start:
-            at += 1
-        i = at
-        while i < len(holes) and holes[i][0] < stop:
-            if start < holes[i][0]:
-                out.append((start, holes[i][0]))
-            start = holes[i][1]
-            i += 1
-        if start < stop:
-            out.append((start, stop))
-    return out
-
-
 # Which blocks of files a load compares with their checksums, and what stays unchecked.
 
 
@@ -316,7 +298,7 @@ _LOT_BLOCKS = 256
 
 
 class Elsewhere(NamedTuple):
-    """What of a file other ranks compare, and what this one compares for others: the blocks within ranges, (n, 2)."""
+    """What of a file others compare, and this rank for others: the blocks within ranges, (n, 2)."""
 
     by_others: Ints
     """Also what is compared while it is read for all."""
@@ -336,8 +318,8 @@ class ComparePlan:
 
 
 def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSource, Elsewhere]) -> ComparePlan:
-    """The blocks that are touched, up to the bytes that `most_to_check` allows, in the order of the extra bytes that
-    they need."""
+    """The blocks that are touched, up to what `most_to_check` allows, those with the least extra
+    bytes first."""
     plan = ComparePlan()
     chosen: list[tuple[FileSource, Ints, Ints]] = []
     total = 0
@@ -366,8 +348,8 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
 
 
 def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Ints, Ints]], total: int) -> None:
-    """Add blocks to a plan, up to the number that may be read to check `total` bytes, in the order of their extra
-    bytes. `rows`: blocks of a file, and how many bytes of each are wanted."""
+    """Add blocks to a plan, up to what may be read to check `total` bytes, those with the least
+    extra bytes first. `rows`: blocks of a file, and the wanted bytes of each."""
     lengths = [blocks[:, 1] - blocks[:, 0] for _, blocks, _ in rows]
     cost = np.concatenate((np.zeros(0, np.int64), *lengths))
     lacking = np.maximum(cost - np.concatenate((np.zeros(0, np.int64), *(counts for _, _, counts in rows))), 0)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from planners.geometry.arrays import Flags, Ints, grouped
-from planners.geometry.box import Window
+from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.live.fingerprint_arithmetic import kernel
@@ -26,11 +26,10 @@ from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
 __all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES",
-    "WHOLE_SHARE", "Check", "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "SegmentPart",
-    "SharedSegments", "assign_segments", "compare_segment", "copy_parts", "footprint_of",
-    "has_whole_blocks", "parts_between", "parts_by_segment", "read_segment", "segment_bytes",
-    "segment_end", "touch_us_per_mib", "unchecked_bytes",
+    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES", "WHOLE_SHARE", "Check",
+    "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "SegmentPart", "SharedSegments", "assign_segments",
+    "compare_segment", "copy_parts", "footprint_of", "has_whole_blocks", "parts_between", "parts_by_segment",
+    "read_segment", "segment_bytes", "segment_end", "touch_us_per_mib", "unchecked_bytes",
 ]  # fmt: skip
 
 
@@ -68,8 +67,8 @@ def segment_bytes(source: FileSource) -> int:
 
 
 def piece_bytes(source: FileSource) -> int:
-    """The number of bytes of a segment that are read, compared, and copied at once: what stays in a cache if compiled
-    loops do it, since splitting is free then; otherwise all of it."""
+    """How many bytes of a segment are read, compared, and copied at once: what stays in a cache
+    if compiled loops do it, since splitting is free then; else all."""
     size, blocks = segment_bytes(source), source.checksums
     whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
     is_small = source.view() is not None and whole_blocks and kernel() is not None
@@ -133,8 +132,8 @@ class SegmentAssignment(NamedTuple):
 def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> SegmentAssignment:
     """Return who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
 
-    A segment is read for all if together the ranks would touch twice as many bytes as it has. It is checked for all if
-    together they touch all of it, whichever of them reads it. Those that touch it take turns.
+    A segment is read for all if the ranks would touch twice its bytes together. It is checked for
+    all if they touch all of it together. Those that touch it take turns.
 
     Args:
         ranks: those of one machine, in an order that all of them know.
@@ -184,8 +183,8 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
     """Return the cost of touching a MiB of these files, in microseconds of CPU time: 0 without files, very much
     if the storage has no view of its bytes.
 
-    Tried on a few segments. It depends on the size of the pages: tmpfs has small ones, a disk's file system with large
-    folios is ten times cheaper. What else the machine does is not counted, but may slow it down: the least counts.
+    Tried on a few segments; the least counts. It depends on the size of the pages: large folios
+    of a disk's file system are ten times cheaper than the small pages of tmpfs.
     """
     found: list[float] = []
     for source, window in itertools.islice(windows, _SAMPLES):
@@ -215,12 +214,12 @@ def _table(label: str, ranks: Sequence[ReadFootprint]) -> Ints:
 
 
 TAIL_BYTES, TAIL_PAGE_BYTES = 64, 4096
-"""Beyond its end a segment is read so much further: an element that begins in it may end there. Shared memory has
-a whole page for that."""
+"""A segment is read so much beyond its end: an element that begins in it may end there. Shared
+memory has a page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
-"""Compares bytes of a file, from a position on, with checksums, as far as there are some of just such bytes; returns of
-how many bytes. Raises CorruptCheckpointError."""
+"""Compares bytes of a file, from a position on, with their checksums, if there are any; returns
+of how many. Raises CorruptCheckpointError."""
 
 
 class SegmentPart(NamedTuple):

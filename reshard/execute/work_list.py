@@ -1,15 +1,15 @@
-"""A finished list of reads, comparisons, copies, and waits, and its execution by a compiled loop or by numpy.
+"""A list of reads, comparisons, copies, and waits, and its execution by a compiled loop or by numpy.
 
-The code that makes a list has planned and proved all of it. An entry names memory by its region, and a place within it:
+All of it is planned and proved. An entry names memory by its region, and a place within it:
 
     READ     bytes of a file into memory
     COMPARE  blocks of memory with their digests
-    TAKE     of a stretch of a file, which is in memory, the elements that begin in it, each into its place
+    TAKE     the elements that begin in a stretch of a file, from memory into their places
     WAIT     until counters that other processes raise are high enough
     POST     set a counter, and wake who waits for it
     CALL     something that only Python does
 
-The compiled loop returns every `TURN_S` seconds, so that a failure elsewhere ends it; each entry can be run again.
+The compiled loop returns every `TURN_S` seconds, so that a failure elsewhere ends it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Shape, Window
+from planners.geometry.box import Shape
+from planners.geometry.byte_ranges import Window
 from reshard.errors import ReshardError
 from reshard.live.dtypes import item_dtype
 from reshard.live.fingerprint_arithmetic import Kernel
 from reshard.stored.tensor import copy_view
 
-__all__ = [
-    "COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "copy_row",
-]  # fmt: skip
+__all__ = ["COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "copy_row"]
 
 Table = npt.NDArray[Any]
 TURN_S = 0.05

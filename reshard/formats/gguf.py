@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from planners.geometry.box import Box, Shape, Window
+from planners.geometry.box import Box, Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, at_top

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, cast
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Shape, Window
+from planners.geometry.box import Box, Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints

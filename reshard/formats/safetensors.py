@@ -32,10 +32,7 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
-__all__ = [
-    "FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open",
-    "open_files", "tied_names",
-]  # fmt: skip
+__all__ = ["FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
 
 
 # The index says which file holds which tensor, and is not believed: the files' headers must agree.

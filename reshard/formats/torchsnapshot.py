@@ -22,7 +22,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, framework
 from reshard.formats.format import Format, as_shape

@@ -23,9 +23,8 @@ from planners.geometry.arrays import distinct
 from planners.geometry.box import Range
 
 __all__ = [
-    "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums",
-    "Term", "add_sums", "fold", "fold_each", "kernel", "known", "multiply", "terms", "tiles",
-    "to_limbs",
+    "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums", "Term", "add_sums",
+    "fold", "fold_each", "kernel", "known", "multiply", "terms", "tiles", "to_limbs",
 ]  # fmt: skip
 
 

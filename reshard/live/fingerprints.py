@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import distinct, grouped
-from planners.geometry.box import Box, Range, Shape, merge_ranges
+from planners.geometry.box import Box, Range, Shape
+from planners.geometry.byte_ranges import merge_ranges
 from planners.geometry.layout import Part, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name

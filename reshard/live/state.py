@@ -348,7 +348,7 @@ class Targets(State[LiveTensor]):
         tensor = self.tensors[key]
         dtype = self.replaced.get(key)
         if not tensor.is_meta and dtype is None:
-            return replace(tensor).local  # asked again: it may have been given other memory
+            return LiveTensor(key, tensor.value).local  # asked again: it may have been given other memory
         if key not in self._made:
             device = torch.device("cpu") if tensor.is_meta else tensor.device
             fresh = tuple(

@@ -73,8 +73,7 @@ def world_size() -> int:
 
 
 def is_tensor(value: object) -> bool:
-    """Return True if `value` is something with a layout: a Tensor (DTensor included) or a
-    ShardedTensor."""
+    """Return True if `value` has a layout: a Tensor (DTensor included) or a ShardedTensor."""
     return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
 
 
@@ -92,8 +91,7 @@ def dtype_of(tensor: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor of a state dict, under its key. What it says of the tensor is found out once, when
-    first asked for."""
+    """A tensor of a state dict, under its key. Each fact is found once, when first asked for."""
 
     key: str
     value: Any
@@ -103,6 +101,16 @@ class LiveTensor:
     def spec(self) -> TensorSpec:
         """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
         plain array in memory."""
+        tensor, dense = self.value, type(self.value) in _PLAIN  # nearly always
+        if not (dense or is_dtensor(tensor)) or tensor.layout is not torch.strided or tensor.is_nested:
+            self._refuse_others()
+        shape, dtype = (tensor.shape, tensor.dtype) if dense else (global_shape(tensor), dtype_of(tensor))
+        try:
+            return TensorSpec(self.key, shape, dtype_name(dtype))
+        except FormatError as error:
+            raise FormatError(f"tensor {self.key!r}: {error}") from None
+
+    def _refuse_others(self) -> None:
         tensor, name = self.value, f"tensor {self.key!r}"
         if is_lazy(tensor):
             raise LayoutError(
@@ -119,10 +127,6 @@ class LiveTensor:
                 f"{name} is a MaskedTensor, of which only some elements have a value: give .get_data() and "
                 ".get_mask() as tensors of their own"
             )
-        try:
-            return TensorSpec(self.key, global_shape(tensor), dtype_name(dtype_of(tensor)))
-        except FormatError as error:
-            raise FormatError(f"{name}: {error}") from None
 
     @cached_property
     def form(self) -> Form:
@@ -219,10 +223,10 @@ class LiveTensor:
         shard, in the order of its metadata.
         """
         tensor = self.value
+        if type(tensor) in _PLAIN or not is_sharded(tensor):
+            return (tensor.detach(),)
         if is_dtensor(tensor):
             return () if tensor.device_mesh.get_coordinate() is None else (tensor._local_tensor.detach(),)
-        if not is_sharded_tensor(tensor):
-            return (tensor.detach(),)
         shards, here = tensor.metadata().shards_metadata, this_rank()
         order = [tuple(shard.shard_offsets) for shard in shards if int(shard.placement.rank()) == here]
         held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
@@ -252,12 +256,11 @@ class LiveTensor:
     @property
     def is_meta(self) -> bool:
         """True if it is on the meta device and has no memory."""
-        return self.device.type == "meta"
+        return bool(self.value.is_meta) if type(self.value) in _PLAIN else self.device.type == "meta"
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if it is sharded and this rank holds no element of it. This rank then cannot find
-        its aliases."""
+        """True if it is sharded and this rank holds no element of it, so it cannot find aliases."""
         return self.is_sharded and not any(local.numel() for local in self.local)
 
     def lies_like(self, other: LiveTensor) -> bool:
@@ -273,6 +276,9 @@ class LiveTensor:
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet.
     None if this is unknown, as on a rank that holds no element."""
+    if type(tensor) in _PLAIN:  # nearly always
+        own = _memory_of(tensor)
+        return (own, tuple(tensor.shape), ()) if own else None
     if is_lazy(tensor):
         return None
     placed: Any = ()
@@ -287,8 +293,7 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The tensors in whose memory this rank's elements are: for who asks where that is, see
-    `LiveTensor.local`."""
+    """The tensors in whose memory this rank's elements are. Compare `LiveTensor.local`."""
     if is_sharded_tensor(tensor):
         return [shard.tensor for shard in tensor._local_shards]
     return [holder(tensor)]
@@ -310,16 +315,14 @@ OVERWRITTEN_BY = "_reshard_overwritten_by"
 
 
 def mark_overwritten(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """The same elements as a tensor that says that those of `rank` will overwrite them: a save
-    takes these."""
+    """The same elements as a tensor for which a save takes those of `rank`."""
     marked = tensor.detach()
     setattr(marked, OVERWRITTEN_BY, rank)
     return marked
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return where a local tensor is, and how it is seen there; () without elements, None where
-    that cannot be said."""
+    """Where a local tensor is and how it is seen; () without elements, None if it is unknown."""
     if local.is_nested:
         return None
     if local.numel() == 0:
@@ -387,8 +390,7 @@ def _rank() -> int:
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
 def _forms_held(forms: tuple[ProductForm, ...], shape: Shape, here: int, local: Shape) -> tuple[ProductForm, ...]:
-    """Metadata do not say how a tensor was sharded. What this rank really holds, of shape `local`,
-    does."""
+    """Metadata do not say how a tensor was sharded. What this rank holds, `local`, does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
 

@@ -9,7 +9,8 @@ from itertools import chain
 
 import torch
 
-from planners.geometry.box import Box, Dims, Shape, Window
+from planners.geometry.box import Box, Dims, Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from reshard.errors import NormalizationError

@@ -225,10 +225,11 @@ class Generation:
         """Return the fingerprint of every tensor, summed from parts by name; {} if no rank computed
         any. A tensor without elements has no part."""
         specs = self.census.tensors.specs
-        totals = dict.fromkeys(specs, Partial()) if parts else {}
+        none = Partial()
+        totals = dict.fromkeys(specs, none) if parts else {}
         for some in parts:
             for fqn, part in some.items():
-                totals[fqn] = totals[fqn] + part
+                totals[fqn] = part if totals[fqn] is none else totals[fqn] + part
         return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
 
 

@@ -24,9 +24,8 @@ from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
 __all__ = [
-    "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry",
-    "FileGroup", "arrays_of", "blocks_of", "header_of", "probe_of", "read_blocks", "sum_up",
-    "write_common_file", "write_file", "write_pieces",
+    "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry", "FileGroup", "arrays_of", "blocks_of",
+    "header_of", "probe_of", "read_blocks", "sum_up", "write_common_file", "write_file", "write_pieces",
 ]  # fmt: skip
 
 
@@ -104,8 +103,8 @@ def write_pieces(
     on_bytes: Callable[[int], None] | None = None,
     seen: Callable[[memoryview], object] | None = None,
 ) -> FileRecord:
-    """Write a data file front to end, and its block checksums beside it: its header, then arrays of these sizes, in
-    pieces. `seen` is called with all that is written."""
+    """Write a data file front to end, and its block checksums: its header, then arrays of these
+    sizes, in pieces. `seen` is called with all that is written."""
     with storage.create(name) as out:
         sums = BlockSums(out, len(header) + nbytes, seen)
         sums.put(0, memoryview(header))
@@ -394,7 +393,7 @@ def _sums_bytes(nbytes: int) -> int:
 
 
 def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) -> bytes:
-    """Add the sums of blocks that several ranks wrote to, and return those of all blocks, as they can be read there."""
+    """Add the sums of blocks that several ranks wrote to, and return those of all blocks."""
     divided: dict[int, list[tuple[WrittenRange, int]]] = {}
     for rank, one in wrote.items():
         for edge in one.edges:
@@ -515,8 +514,7 @@ class BlockDigests:
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of digests. The first releases wrote other fields, of which the digest covered only a part: these are
-    rejected."""
+    """A file of digests. Those of the first releases, with other fields, are rejected."""
 
     version: int
     body: bytes
@@ -569,8 +567,8 @@ class BlockTable:
 def write_blocks(
     storage: Storage, name: str, sums: str, starts: Sequence[int], counts: Sequence[int], digests: Digests
 ) -> None:
-    """Store the digests of the arrays that begin at `starts` in the data file `name`, beside it. `sums` is what the
-    manifest says of its checksums."""
+    """Store the digests of the arrays that begin at `starts` in the data file `name`. `sums` is what
+    the manifest says of its checksums."""
     body = msgspec.msgpack.encode(_Body(DIGEST_BLOCK_BYTES, sums, list(starts), list(counts), digests.tobytes()))
     with storage.create(f"{name}.blocks") as out:
         out.write(msgspec.msgpack.encode(_Sealed(_VERSION, body, xxhash.xxh3_128_digest(body))))

@@ -17,8 +17,8 @@ from msgspec import UNSET, Meta, UnsetType
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, NewerVersionError
-from reshard.native.version import __version__
 from reshard.storage.base import Storage
+from reshard.version import __version__
 
 __all__ = [
     "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "STAGE_BYTES", "VERSION", "FileRecord",

@@ -15,7 +15,8 @@ import xxhash
 from msgspec import UNSET
 
 from planners.errors import PlanError
-from planners.geometry.box import Box, Range, Shape, Window
+from planners.geometry.box import Box, Range, Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, state_from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
@@ -36,7 +37,6 @@ from reshard.state import key_of, path_from_json
 from reshard.storage.base import Storage
 from reshard.stored.checksums import EVERY_BLOCK, BlockChecksums
 from reshard.stored.contents import Contents, Facts, LazyMapping, PlainValues
-from reshard.stored.safetensors import Offsets, read_offsets
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, LazyChunks, StoredChunk, StoredTensor
 
@@ -66,6 +66,7 @@ class Share(NamedTuple):
 
 
 ALL = Share(0, 1)
+_MAX_HEADER_BYTES = 1 << 30
 _MOST_NAMES, _MOST_PLACES = 3, 16
 """How many tensors an error names, and at how many places it looks for them."""
 
@@ -321,7 +322,7 @@ class NativeFacts(Facts):
         record, found = self.files.get(file), {}
         if record is not None:
             with suppress(CheckpointError):  # a header that is missing or damaged says nothing
-                for key, entry in read_offsets(FileSource(self.storage, file), record.header_bytes).items():
+                for key, entry in _read_offsets(FileSource(self.storage, file), record.header_bytes).items():
                     start, stop = (record.header_bytes + offset for offset in entry.data_offsets or (0, 0))
                     if start < last and first < stop and entry.data_offsets:
                         found[key if key in self.plan.layout else key.rpartition("#")[0]] = start, stop
@@ -380,12 +381,34 @@ def _source(
     return source
 
 
-def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRecord], file: str) -> dict[str, Offsets]:
+def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRecord], file: str) -> dict[str, _Place]:
     record, source = records[file], source_of(file)
     if (found := source.nbytes) != record.nbytes:  # another rank may have been the one to look for it
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
     check_inside(source.storage, file)
-    return read_offsets(source, record.header_bytes)
+    return _read_offsets(source, record.header_bytes)
+
+
+class _Place(msgspec.Struct):
+    """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
+
+    data_offsets: Range | None = None
+
+
+def _read_offsets(source: FileSource, header_bytes: int) -> dict[str, _Place]:
+    """The entries of a header whose length the manifest says. Nothing else of it is read.
+
+    Raises CorruptCheckpointError if the header is no such one.
+    """
+    if not 8 <= header_bytes <= min(source.nbytes, _MAX_HEADER_BYTES):
+        raise CorruptCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
+    data = bytes(source.read(0, header_bytes))
+    if int.from_bytes(data[:8], "little") != header_bytes - 8:
+        raise CorruptCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
+    try:
+        return msgspec.json.decode(data[8:], type=dict[str, _Place])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{source.label}: its header is damaged: {error}") from None
 
 
 def _unchanged(storage: Storage, file: str, digest: str) -> bytes:

@@ -1,8 +1,8 @@
-"""Finds what a save need not write: elements that a file of an earlier checkpoint has already, by digest of their
+"""Finds what a save need not write: elements in a file of an earlier checkpoint, by digest of their
 block.
 
-A file that still has some of them gets a second name in the new checkpoint's folder, and its parts are listed. So each
-checkpoint is whole by itself: it refers to files, never to another checkpoint, and removing one harms no other.
+Such a file gets a second name in the new checkpoint's folder, and its parts are listed. So each
+checkpoint is whole by itself, and removing one harms no other.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["Base", "Reused", "reuse"]
 
 
 LEAST_LIVE = 0.25
-"""A file of which less would be in use is let go, and what it had is written again: so the files of a checkpoint take
-at most about four times the bytes of its elements, whatever came before."""
+"""A file of which less would be in use is let go, and what it had is written again: so the files of
+a checkpoint take at most about four times the bytes of its elements."""
 
 _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
 class Base:
-    """An earlier checkpoint, in a storage that the new one is in, too. Whatever is wrong with it is noted and then
+    """An earlier checkpoint, in the storage of the new one. Whatever is wrong with it is noted and
     skipped: a save may do without a base."""
 
     storage: Storage

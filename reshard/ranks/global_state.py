@@ -25,9 +25,8 @@ from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
 __all__ = [
-    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values",
-    "check_globs", "global_state_of", "joined_objects", "lies_on_device", "per_rank_name",
-    "take_global_state",
+    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values", "check_globs",
+    "global_state_of", "joined_objects", "lies_on_device", "per_rank_name", "take_global_state",
 ]  # fmt: skip
 
 

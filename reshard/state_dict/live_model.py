@@ -25,9 +25,7 @@ from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, is_flat
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
-__all__ = [
-    "LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "where",
-]  # fmt: skip
+__all__ = ["LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "where"]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from reshard.live.wrappers import loads_itself
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
-__all__ = [
-    "LiveOptimizers", "OptimizedParameter", "as_optimizers", "filled_names", "joined_pieces",
-]  # fmt: skip
+__all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers", "filled_names", "joined_pieces"]
 
 
 OUTSIDE = "outside_model"

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from planners.geometry.arrays import Flags, Ints, grouped
-from planners.geometry.box import ByteRuns, Range, Window
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import ByteRuns, Window
 from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 

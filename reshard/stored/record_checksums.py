@@ -10,7 +10,8 @@ from functools import lru_cache
 import numpy as np
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Range, Window
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import Window
 from reshard.stored.checksums import Checksums
 
 try:  # many times as fast where processors multiply without carry: the extra `crc32`

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Range, Window
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import itemsize
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.live.garbage_collection import gc_paused
@@ -21,15 +21,13 @@ from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 
 __all__ = [
-    "SAFETENSORS_CODES", "Header", "HeaderEntry", "Offsets", "encode_header", "encode_rows", "find_header",
-    "framed", "read_header", "read_offsets",
+    "SAFETENSORS_CODES", "Header", "HeaderEntry", "encode_header", "encode_rows", "find_header",
+    "framed", "read_header",
 ]  # fmt: skip
 
 
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library refuses to go beyond."""
-_MAX_OWN_HEADER_BYTES = 1 << 30
-"""Of our own files, whose manifest says how long their headers are."""
 _ALIGNMENT = 64
 SAFETENSORS_CODES: dict[str, str] = {
     "BOOL": "bool",
@@ -200,28 +198,6 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
             f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was "
             "truncated or appended to"
         )
-
-
-class Offsets(msgspec.Struct):
-    """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
-
-    data_offsets: Range | None = None
-
-
-def read_offsets(source: Source, header_bytes: int) -> dict[str, Offsets]:
-    """The entries of a header whose length is known, and whose tensors are described elsewhere: nothing else is read.
-
-    Raises CorruptCheckpointError if the header is no such one.
-    """
-    if not 8 <= header_bytes <= min(source.nbytes, _MAX_OWN_HEADER_BYTES):
-        raise CorruptCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
-    data = bytes(source.read(0, header_bytes))
-    if int.from_bytes(data[:8], "little") != header_bytes - 8:
-        raise CorruptCheckpointError(f"{source.label}: its header does not have the length that the manifest says")
-    try:
-        return msgspec.json.decode(data[8:], type=dict[str, Offsets])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source.label}: its header is damaged: {error}") from None
 
 
 def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None) -> bytes:

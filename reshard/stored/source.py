@@ -1,4 +1,4 @@
-"""Where bytes come from: a file of a storage, a compressed item of a file, or memory. Equal sources compare equal."""
+"""Where bytes come from: a file of a storage, a compressed item of one, or memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from types import MappingProxyType
 import numpy as np
 
 from planners.geometry.arrays import Ints
-from planners.geometry.box import Range, Window
+from planners.geometry.box import Range
+from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.base import Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
-__all__ = [
-    "DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source",
-]  # fmt: skip
+__all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
 
 
 DIRECT_BYTES = 1 << 20
@@ -61,7 +60,7 @@ class Source(ABC):
         """Fill `buffer` with the bytes from `start`; the range is there."""
 
     def compare(self, window: Window) -> None:  # noqa: B027  # most have none
-        """Compare all bytes that a window touches with their checksums, where there are any: see `FileSource`.
+        """Compare all bytes that a window touches with any checksums: see `FileSource`.
 
         What is decoded or computed is made of bytes that were compared.
         """
@@ -84,7 +83,7 @@ class Source(ABC):
         raise error
 
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
-        """Fill the writable `buffer` with the bytes from `start`, compared with their checksums where there are any.
+        """Fill the writable `buffer` with the bytes from `start`, compared with any checksums.
 
         `passing`: what surrounds them is read before or after, so that a large block is compared piece by piece.
 
@@ -93,7 +92,7 @@ class Source(ABC):
         self.fill(start, buffer)
 
     def read(self, start: int, length: int, *, elements: bool = False) -> bytes | memoryview:
-        """`length` bytes from `start`, a view where there is one, compared with their checksums where there are any.
+        """`length` bytes from `start`, a view where there is one, compared with any checksums.
 
         `elements`: they are those of tensors, and count as such.
 
@@ -325,7 +324,7 @@ class FileSource(Source):
         self._settle(sums)
 
     def prefer_view(self) -> None:
-        """Copy from the view from now on, where there is one: its pages were touched, and are at hand."""
+        """Copy from the view from now on, where there is one: its pages are at hand."""
         self.direct_bytes = sys.maxsize
 
     def _fill(self, start: int, buffer: memoryview) -> None:
@@ -381,7 +380,7 @@ class FileSource(Source):
 class Files:
     """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way.
 
-    `listed`: sizes by name, as far as they are known: the files to look at, relative to `storage`; there may be others.
+    `listed`: sizes by name, relative to `storage`, as far as they are known.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
@@ -245,7 +246,7 @@ class _RegionReader:
 
 
 def _narrow(window: Window) -> Iterator[Box]:
-    """The window in parts that are compact: of a mapped file, all pages between count as memory when touched."""
+    """The window in compact parts: pages between them would count as memory, too."""
     span = window.stop - window.offset
     dims = [d for d, n in enumerate(window.sizes) if n > 1]
     whole = Box.full(window.sizes)
@@ -357,7 +358,7 @@ class FormatWriter(ABC):
     refused: dict[str, str]
     """Objects that cannot be written, by key, and why: they must be omitted on purpose."""
     retyped: dict[str, tuple[str, str]]
-    """Containers of classes that the format does not record, by key: the class, and the one in its place."""
+    """Containers of classes that the format does not record, by key: that class, and another."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         self.contents = contents
@@ -464,8 +465,8 @@ def fingerprint_parts(done: WrittenFile) -> dict[str, Partial]:
 class HashingWriter:
     """Passes bytes on to a writer, and takes the digest of all of them.
 
-    Small pieces wait to be written together. Call `digest` before the writer's context ends: what still waits then is
-    lost.
+    Small pieces wait to be written together. Call `digest` before the writer's context ends, or
+    they are lost.
     """
 
     def __init__(self, out: Writer) -> None:
@@ -507,7 +508,7 @@ S = TypeVar("S", TensorSpec, FilePart)
 
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
-    """Tensors, or parts of them, in order, in groups of at most `max_bytes`; what is larger has a group of its own."""
+    """Tensors, or parts of them, in order, in groups of at most `max_bytes`, or of one that is larger."""
     return list(batches(things, lambda thing: thing.nbytes, max_bytes)) or [[]]
 
 

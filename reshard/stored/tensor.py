@@ -1,4 +1,4 @@
-"""A stored tensor: boxes of it, and for each the extent of bytes that holds it; indexed, read and copied."""
+"""A stored tensor: boxes of it, each with the extent of bytes that holds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.overlap import Sweep, tiling_fault
 from reshard.errors import CheckpointError, CorruptCheckpointError
@@ -49,11 +50,11 @@ class Extent(NamedTuple):
     source: Source
     window: Window
     conjugate: bool = False
-    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x and a flag);
-    `copy_place` sees to it."""
+    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x
+    and a flag)."""
     descriptor_at: int | None = None
-    """Where a zip archive's descriptor of a record stands, if the window has as many bytes as the record, whose first
-    ones are its first: with strides of a row-major array it is the record."""
+    """Where a zip archive's descriptor of a record stands, if the window has the first byte and
+    the size of the record: with row-major strides it is the record."""
 
     def with_window(self, window: Window) -> Extent:
         """Another window of the same source."""
@@ -531,11 +532,11 @@ def copy_place(
 ) -> None:
     """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
 
-    `out` may be strided. What is stored as the conjugate of its value is conjugated on the way. Where the storage has
-    no view of its bytes, at most `buffer_bytes` are read at once beside `out`.
+    `out` may be strided. What is stored as its conjugate is conjugated on the way. Where the storage
+    has no view, at most `buffer_bytes` are read at once beside `out`.
 
-    Bytes are compared with their checksums where there are any, unless the caller has `compared` them already. Where
-    all of a tensor is `passing` by, a large record is compared piece by piece.
+    Bytes are compared with any checksums, unless the caller has `compared` them already. Where all
+    of a tensor is `passing` by, a large record is compared in pieces.
 
     Raises:
         CorruptCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
@@ -632,7 +633,7 @@ class _Transfer:
 
 
 def _copy(view: memoryview, window: Window, out: Array) -> None:
-    """Copy from bytes at hand. A last dim without gaps on both sides is copied as bytes, which numpy does by memcpy."""
+    """Copy from bytes at hand; by memcpy if the last dim has no gaps on both sides."""
     itemsize, sizes, strides = window.itemsize, window.sizes, window.strides
     if sizes and strides[-1] == itemsize and out.strides[-1] == itemsize:
         source = np.ndarray((*sizes[:-1], sizes[-1] * itemsize), np.uint8, view, window.offset, (*strides[:-1], 1))

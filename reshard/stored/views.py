@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from planners.geometry.box import Box, Shape, Window
+from planners.geometry.box import Box, Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
 __all__ = [
-    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten",
-    "ungrid", "unstack",
+    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid", "unstack",
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import greenlet
 import torch
 
-from reshard.api import convert, load, redistribute, retention, save as save_module
+from reshard.api import background_saves, convert, load, redistribute, retention, save as save_module
 from reshard.execute import exchange
 from reshard.live import tensors
 from reshard.native import commit
@@ -730,7 +730,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
                 setattr(place, name, value)
 
 
-_OWN = ((save_module, "_saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"))
+_OWN = ((background_saves, "saves", "saves"), (save_module, "_kept", "kept"), (liveness, "_running", "running"))
 
 
 @functools.cache

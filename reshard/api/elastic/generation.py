@@ -21,7 +21,8 @@ import torch.distributed as dist
 import xxhash
 
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Box, Range, Window, merge_ranges
+from planners.geometry.box import Box, Range
+from planners.geometry.byte_ranges import Window, merge_ranges, subtract_ranges
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.notebooks import Tabled
 from planners.plans.plan import verify
@@ -34,7 +35,7 @@ from reshard.api.reports import HostsReport
 from reshard.arguments import renamed
 from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError, format_names, format_ranks
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
-from reshard.execute.reading import on_threads, subtract_ranges
+from reshard.execute.reading import on_threads
 from reshard.native.data_file import arrays_of, header_of
 from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from reshard.native.reader import NativeFacts
@@ -163,7 +164,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
 
 
 def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:
-    """Check the files of a generation block by block, by checksums: every `of`-th file, from `part` on."""
+    """Check every `of`-th file of a generation, from `part` on, block by block."""
     names = storage.list()
     found: Held = {}
     for rank, record in sorted(manifest.files.items(), key=lambda row: int(row[0]))[part::of]:
@@ -272,9 +273,9 @@ class _SealedLineage(msgspec.Struct, frozen=True):
 
 
 class Survivors(Storage):
-    """What a host has of a generation. Complete files are read in place. Other files are in a folder of fetched
-    files, where each begins as a sparse file with its header, which follows from the plan. So a load can be planned
-    before anything is fetched.
+    """What a host has of a generation. Complete files are read in place. The others are in a folder
+    of fetched files, where each begins as a sparse file with the header that follows from the plan.
+    So a load can be planned before anything is fetched.
 
     Args:
         here: the folder of the generation on this host.

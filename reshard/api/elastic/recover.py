@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planners.geometry.box import Box, Range, merge_ranges
+from planners.geometry.box import Box, Range
+from planners.geometry.byte_ranges import merge_ranges
 from planners.units import format_count
 from reshard.api.elastic.generation import (
     GatherReport,

@@ -18,6 +18,7 @@ from planners.errors import PlanError
 from planners.plans.copy_peers import CopyPlan, plan_copies
 from planners.plans.plan import verify
 from planners.units import format_bytes
+from reshard.api.background_saves import start_in_background
 from reshard.api.elastic.generation import (
     LINEAGE,
     GenerationFolder,
@@ -36,8 +37,9 @@ from reshard.api.elastic.generation import (
 from reshard.api.elastic.lineage import FoundGenerations
 from reshard.api.elastic.recover import recover
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
-from reshard.api.save import PendingSave, agreed_plan, start_in_background
-from reshard.api.save_job import Choice, SaveJob, ToWrite, entries_of, staged, write
+from reshard.api.save import PendingSave, agreed_plan
+from reshard.api.save_job import Choice, SaveJob, entries_of, write
+from reshard.api.staging import ToWrite, staged
 from reshard.arguments import check_arguments, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group

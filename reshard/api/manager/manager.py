@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
+from reshard.api.background_saves import start_in_background
 from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
@@ -22,7 +23,7 @@ from reshard.api.manager.policies import Due, Every, Preemption, Signals, Vote, 
 from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep
-from reshard.api.save import PendingSave, SaveReport, async_save, save, start_in_background
+from reshard.api.save import PendingSave, SaveReport, async_save, save
 from reshard.api.task_shares import absolute
 from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError

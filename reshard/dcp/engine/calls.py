@@ -29,8 +29,7 @@ from reshard.ranks.group import Group
 from reshard.storage.opening import is_known, open_storage
 
 __all__ = [
-    "Call", "Write", "pickled", "reader_for", "run_load", "run_save", "storage_by_position", "write_here",
-    "writer_for",
+    "Call", "Write", "pickled", "reader_for", "run_load", "run_save", "storage_by_position", "write_here", "writer_for",
 ]  # fmt: skip
 
 

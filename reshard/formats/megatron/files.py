@@ -29,9 +29,8 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
 __all__ = [
-    "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside",
-    "claim", "detect", "detect_legacy", "iteration_folder", "open", "open_folder",
-    "open_legacy",
+    "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside", "claim", "detect", "detect_legacy",
+    "iteration_folder", "open", "open_folder", "open_legacy",
 ]  # fmt: skip
 
 

@@ -16,8 +16,7 @@ from reshard.stored.views import assemble, concat, narrow, unstack
 
 __all__ = [
     "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
-    "is_gated", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim",
-    "vocab_size", "whole_key",
+    "is_gated", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim", "vocab_size", "whole_key",
 ]  # fmt: skip
 
 

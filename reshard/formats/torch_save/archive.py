@@ -15,8 +15,7 @@ from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 
 __all__ = [
-    "ZIP_MAGIC", "TorchArchive", "archives", "changed_records", "is_archive", "locate_item",
-    "make_place", "read_head",
+    "ZIP_MAGIC", "TorchArchive", "archives", "changed_records", "is_archive", "locate_item", "make_place", "read_head",
 ]  # fmt: skip
 
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from planners.errors import PlanError
-from planners.geometry.box import Shape, Window
+from planners.geometry.box import Shape
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from planners.geometry.box import Window
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing

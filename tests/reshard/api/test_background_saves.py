@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.api import save as saving
+from reshard.api import background_saves
 from reshard.errors import CheckpointError, StorageError
 from reshard.storage import LocalStorage, Writer
 from tests.faulty import Faulty
@@ -180,8 +180,8 @@ def test_a_save_that_ends_while_others_are_counted_is_waited_for_as_usual() -> N
 
     ending = Ending()
     ending.set_result(None)
-    with mock.patch.dict(saving._saves, {ending: ("place", frozenset())}, clear=True):
-        assert saving.ended_for(1) == [ending]
+    with mock.patch.dict(background_saves.saves, {ending: ("place", frozenset())}, clear=True):
+        assert background_saves.ended_for(1) == [ending]
 
 
 def test_a_save_in_the_background_is_asked_as_a_future_is(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_bad_executors(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             reshard.convert(source, "memory://elsewhere", executor=processes)
         assert not reshard.storage.open_storage("memory://elsewhere").list()
 
-        monkeypatch.setattr("reshard.native.version.__version__", "0.0.7")
+        monkeypatch.setattr(reshard, "__version__", "0.0.7")
         with pytest.raises(CheckpointError, match=f"has reshard 0.0.7, the driver {tasks.__version__}"):
             reshard.convert(source, tmp_path / "c", executor=threads)
     assert not files_in(tmp_path / "c")

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 import reshard
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
 from reshard.checkpoint import Checkpoint, open as open_checkpoint, open_among

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planners import Box
-from planners.geometry.box import Window
+from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute import reading
 from reshard.stored.source import BytesSource, DecodedSource

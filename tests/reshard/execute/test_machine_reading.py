@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import reshard
-from planners.geometry.box import Window, merge_ranges
+from planners.geometry.byte_ranges import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
 from reshard.execute import machine_reading, shared_reads, work_list
 from reshard.execute.machine_reading import common_bytes
-from reshard.execute.reading import subtract_ranges
 from reshard.execute.shared_reads import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,
@@ -146,14 +145,6 @@ def test_those_who_touch_the_same_take_turns_beginning_with_who_has_the_fewest()
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
     merge_ranges
 )
-
-
-@given(ranges, ranges)
-def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
-    left = subtract_ranges(given_, holes)
-    assert left == sorted(left)
-    bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
-    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
 
 
 some_ranges = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)).map(sorted), max_size=5)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import reshard
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import count_reads, plan_reads
 from reshard.errors import CorruptCheckpointError, ReshardError

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from planners.geometry.box import Window
+from planners.geometry.byte_ranges import Window
 from reshard.errors import ReshardError
 from reshard.execute.work_list import (
     COPY,

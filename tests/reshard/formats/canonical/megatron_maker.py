@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from planners.geometry.box import Box, Window
+from planners.geometry.box import Box
+from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.formats.dcp.reader import DcpIndex
 from reshard.formats.megatron.files import MegatronFacts

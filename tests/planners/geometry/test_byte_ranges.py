@@ -1,11 +1,13 @@
-"""`Window` and `ByteRuns`: strided bytes, against numpy's own strides."""
+"""Strided bytes, against numpy's own strides; ranges of bytes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from planners import Box, ByteRuns, PlanError, Window
+from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 
 
 def test_a_row_major_window_is_one_run():
@@ -88,3 +90,16 @@ def test_runs_of_a_whole_file_are_what_numpy_reads():
     read = b"".join(file[start : start + size].tobytes() for start, size in window.runs())
 
     assert read == array[1:3, :, 2:5].transpose(2, 0, 1).tobytes()
+
+
+ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))).map(
+    merge_ranges
+)
+
+
+@given(ranges, ranges)
+def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
+    left = subtract_ranges(given_, holes)
+    assert left == sorted(left)
+    bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
+    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]

@@ -1,0 +1,139 @@
+"""What one rank writes, on its way to the file: in place, or as a copy that only this save uses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from reshard.errors import OptionError
+from reshard.live.copy_streams import CopyStreams, HostMemory, fetch, has_copy_streams
+from reshard.live.fingerprints import Partial
+from reshard.native.data_file import Entry, sum_up
+from reshard.ranks.progress import phase
+
+__all__ = ["Stage", "ToWrite", "check_stage", "staged"]
+
+
+Stage = Literal["host", "device"]
+"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device
+itself."""
+
+_log = logging.getLogger("reshard")
+_host = HostMemory()
+_common = HostMemory(lambda nbytes: torch.from_numpy(np.empty(nbytes, np.uint8)))
+"""For tensors that are on the host already. Touching new memory takes several times as long as
+copying into old, or a third of that if numpy asked for huge pages."""
+_LARGE_BYTES = 64 << 10
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """Entries, and by which lanes their elements come to the host."""
+
+    entries: Sequence[Entry]
+    lanes: CopyStreams
+    beside: CopyStreams
+    """For fingerprints, which are computed where the elements are, while others are written."""
+    prints: dict[str, Partial] = field(default_factory=dict)
+    """Of entries that were summed up before, by name of the tensor: these are no more where they
+    were."""
+    summed: frozenset[int] = frozenset()
+    """Numbers of those entries."""
+    release: Callable[[], None] = _nothing
+    """When all is written."""
+
+    @classmethod
+    def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
+        """Write from the tensors' own memory. Work that was queued on the calling thread's streams
+        is done on return."""
+        devices = {entry.tensor.device for entry in entries}
+        return cls(entries, CopyStreams(devices), CopyStreams(devices))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def sum_up(self) -> dict[str, Partial]:
+        """Return what all entries add to the fingerprints of their tensors, by name."""
+        with phase("fingerprints"):
+            out = dict(self.prints)
+            rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
+            for fqn, found in sum_up(rest, self.beside).items():
+                out[fqn] = out[fqn] + found if fqn in out else found
+            return out
+
+    def summed_up(self) -> ToWrite:
+        """The same, all of it summed up already."""
+        return replace(self, prints=self.sum_up(), summed=frozenset(range(len(self.entries))))
+
+
+def check_stage(stage: str) -> None:
+    """Raises OptionError for a place that is none."""
+    if stage not in ("host", "device"):
+        raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
+
+
+def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
+    """Copies of `entries`: the caller may change its tensors once this returns.
+
+    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by
+    "device", copied where they are, by the caller's stream itself, without waiting. If there is no
+    space for that, the host is used.
+    """
+    if stage == "device":
+        try:
+            copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
+            return ToWrite.where_it_is(copies)
+        except torch.OutOfMemoryError as error:
+            _log.warning("no space to stage on the device: the call stages on the host and waits: %s", error)
+    return _to_host(entries, fingerprints=fingerprints)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu" or has_copy_streams(tensor.device):
+        return tensor.clone()
+    return tensor.to("cpu", copy=True)
+
+
+def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
+    numbers = [i for i, entry in enumerate(entries) if has_copy_streams(entry.tensor.device)]
+    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
+    for some in (numbers, large):
+        some.sort(key=lambda i: -entries[i].spec.itemsize)  # so that all are aligned
+    sent = [entries[i] for i in numbers]
+    devices = {entry.tensor.device for entry in entries}
+    lanes, beside = CopyStreams(devices), CopyStreams(devices)
+    rooms, blocks = _host.take([entry.nbytes for entry in sent])
+    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
+    try:
+        copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
+        for i, room in zip(large, common_rooms, strict=True):
+            tensor = entries[i].tensor
+            copies[i] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
+        prints = sum_up(sent, beside) if fingerprints else {}
+    finally:
+        lanes.wait()  # also where that failed: the memory may be another save's from here on
+
+    def release() -> None:
+        _host.give(blocks)
+        _common.give(common_blocks)
+
+    return ToWrite(
+        [replace(entry, tensor=copies[i] if i in copies else rest[i]) for i, entry in enumerate(entries)],
+        CopyStreams(),
+        CopyStreams(),
+        prints,
+        frozenset(numbers) if fingerprints else frozenset(),
+        release,
+    )
