@@ -363,7 +363,7 @@ class Rounds:
                 "deadline",
                 missing[0],
                 f"{format_ranks(missing)} did not reach {where}; waiting there: {format_ranks(arrived)}. All ranks "
-                f"must make this call: check where the missing ones hang, or whether they died{self._missed}",
+                f"must make this call: check where the missing ones hang or died{self._missed}",
                 missing,
             )
         )
