@@ -72,7 +72,7 @@ class StepReport(Tabled):
     def __repr__(self) -> str:
         """One line."""
         did = {"saving to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
-        did["without a metric"] = self.unranked
+        did["without the metric"] = self.unranked
         words = ", ".join(f"{what} ({why})" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
