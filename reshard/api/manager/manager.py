@@ -511,7 +511,7 @@ class CheckpointManager:
         Raises CheckpointError if `keep` has no metric.
         """
         if not self.keep.metric:
-            raise CheckpointError("there is no best step: name a metric, Keep(best=1, metric='loss')")
+            raise CheckpointError("there is no best step: name a metric, Keep(metric='loss', mode='min')")
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:
