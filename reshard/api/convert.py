@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -208,8 +209,23 @@ def _report(
     )
 
 
+_OF_MEGATRON = re.compile(
+    r"(.*\.)?"
+    r"(linear_(q|kv|proj|fc\d)\w*"
+    r"|embedding\.word_embeddings"
+    r"|decoder\.layers\.(\d+\.)?mixer)"
+    r"\..*"
+)
+
+
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Say that files for Hugging Face tools have more tensors than the weights."""
+    """Say what tools do not expect: tensors beside the weights, and names that are not Megatron's."""
+    if job.format == "megatron" and not any(map(_OF_MEGATRON.fullmatch, written.tensors)):
+        yield (
+            f"no tensor has a name of Megatron's, only names such as {next(iter(written.tensors))!r}, "
+            "which Megatron does not load: translate them with --names huggingface:megatron, "
+            "or in Python with mapping=ready(config, 'huggingface', 'megatron')"
+        )
     if job.format != ALSO_CALLED["huggingface"]:
         return
     sections = find_sections(written)
@@ -323,6 +339,8 @@ def _check_vacant(
     job: ConvertJob, writer: FormatWriter, storage: Storage, names: Mapping[str, int], overwrite: bool
 ) -> None:
     refuse_first_step(job.target)
+    for text in _unexpected(job, writer.contents):
+        _log.warning("%s: %s", storage.url, text)
     if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
