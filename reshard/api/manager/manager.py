@@ -42,6 +42,7 @@ _OWN = {
 
 _OF_ORBAX = {
     "wait_until_finished": "wait() waits for saves in the background",
+    "load": "restore(state) fills a state",
     "should_save": "save() decides by every=, and its report is true if the step is saved",
 }
 """Names in Orbax for what is called otherwise here."""
@@ -290,16 +291,17 @@ class CheckpointManager:
             return Due()
         now = time.monotonic()
         mine = Vote(
-            steps=(step, step),
+            steps=((step, group.job_rank),) * 2,
             asked=self._asked(),
             has_ended=all(pending.done() for pending in self._pending.values()),
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
         )
         said = group.merge(mine, Vote.join, "the decision to save")
-        if said.steps[0] != said.steps[1]:
-            low, high = said.steps
-            group.refuse(CheckpointError(f"the ranks save different steps, from {low} to {high}: nothing was saved"))
+        (low, one), (high, other) = said.steps
+        if low != high:
+            words = f"{low} on rank {one} and {high} on rank {other}: nothing was saved"
+            group.refuse(CheckpointError(f"ranks call save with different steps, {words}"))
         storage = ", ".join(said.asked) or ("asked for" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])

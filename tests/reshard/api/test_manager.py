@@ -661,7 +661,9 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
         reshard.CheckpointManager(tmp_path / "file" / "run", every=Every(steps=1))
-    manager = reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss", mode="min"))
+    manager = reshard.CheckpointManager(
+        root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss", mode="min")
+    )
     manager.save(4, state, {"loss": 1.0})
     with pytest.raises(CheckpointError, match=r"another CheckpointManager, of process .* read_only=True"):
         reshard.CheckpointManager(root, every=Every(steps=1))
@@ -819,7 +821,9 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
     for mine in said:
         assert "call CheckpointManager with different options" in mine[0]
         assert "does not take base=: full_every=k lets all but one of k saves reuse data" in mine[1]
-        assert mine[2] == "CheckpointError: the ranks save different steps, from 2 to 3: nothing was saved"
+        assert mine[2] == (
+            "CheckpointError: ranks call save with different steps, 2 on rank 0 and 3 on rank 1: nothing was saved"
+        )
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' is NaN")
