@@ -67,9 +67,8 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if not self._is_counted:
-            raise LayoutError(
-                "a plain loop over the loader would repeat batches after a restart: iterate over sampler.over(loader)"
-            )
+            fix = "iterate over sampler.over(loader)"
+            raise option_error(f"a plain loop over the loader would repeat batches after a restart: {fix}", LayoutError)
         return (index for chunk in torch.split(self._own(), _CHUNK) for index in chunk.tolist())
 
     def over(self, loader: DataLoader[Any]) -> Iterator[Any]:
