@@ -77,8 +77,10 @@ class Keep:
                 f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max") and (self.metric or self.mode is not None):
-            words = f" if low values of {self.metric!r} are good, 'max' if high ones are" if self.metric else " or 'max'"
-            raise OptionError(f"Keep: mode must be 'min'{words}, got {self.mode!r:.80}")
+            words = "'min' or 'max'"
+            if self.metric:
+                words = f"'min' if low values of {self.metric!r} are good, 'max' if high ones are"
+            raise OptionError(f"Keep: mode must be {words}, got {self.mode!r:.80}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that have the metric, the best first."""
