@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -209,23 +208,8 @@ def _report(
     )
 
 
-_OF_MEGATRON = re.compile(
-    r"(.*\.)?"
-    r"(linear_(q|kv|proj|fc\d)\w*"
-    r"|embedding\.word_embeddings"
-    r"|decoder\.layers\.(\d+\.)?mixer)"
-    r"\..*"
-)
-
-
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Say what tools do not expect: tensors beside the weights, and names that are not Megatron's."""
-    if job.format == "megatron" and not any(map(_OF_MEGATRON.fullmatch, written.tensors)):
-        yield (
-            f"no tensor has a name of Megatron's, only names such as {next(iter(written.tensors))!r}, "
-            "which Megatron does not load: translate them with --names huggingface:megatron, "
-            "or in Python with mapping=ready(config, 'huggingface', 'megatron')"
-        )
+    """Say that files for Hugging Face tools have more tensors than the weights."""
     if job.format != ALSO_CALLED["huggingface"]:
         return
     sections = find_sections(written)
@@ -259,7 +243,11 @@ def _run(
     job_id = ""
     try:
         if group.rank == 0:
-            _check_vacant(job, job.writer(state, "0" * 24), storage, journal.names(), overwrite)
+            writer = job.writer(state, "0" * 24)
+            _check_vacant(job, writer, storage, journal.names(), overwrite)
+            for text in writer.contents.warnings:
+                if text not in state.warnings:
+                    _log.warning("%s: %s", storage.url, text)
             job_id = journal.begin(resume=resume)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         journal.holder = group.share(journal.holder, kind=WriterLease)
@@ -339,8 +327,6 @@ def _check_vacant(
     job: ConvertJob, writer: FormatWriter, storage: Storage, names: Mapping[str, int], overwrite: bool
 ) -> None:
     refuse_first_step(job.target)
-    for text in _unexpected(job, writer.contents):
-        _log.warning("%s: %s", storage.url, text)
     if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only

@@ -83,8 +83,8 @@ def save(
 ) -> SaveReport:
     """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
 
-    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that
-    holds it. An existing checkpoint at `path` stays until the new one is complete.
+    Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
+    checkpoint at `path` stays until the new one is complete.
 
         state = {"model": reshard.get_model_state_dict(model), "step": step}
         report = reshard.save(state, f"run/step-{step}")
@@ -92,36 +92,28 @@ def save(
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
         path: a local folder, a URL, or a `Storage`, the same for all ranks and visible to all.
-        process_group: the ranks that save together. Default: the default group, or this process if
-            there is none.
-        alone: only this process saves, even in a running job. It needs full tensors and its own
-            path.
-        select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs.
-            A glob that begins with `!` excludes keys. Each other glob must match a key of some
-            rank. The checkpoint records the globs: a later load requires only the keys that they
-            match, and reports the others as `outside`.
+        process_group: the ranks that save together. Default: the default group, or this process if there is none.
+        alone: only this process saves, even in a running job. It needs full tensors and its own path.
+        select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
+            with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records
+            the globs: a later load requires only the keys that they match, and reports the others as `outside`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
-        memory_budget_bytes: limit for copies of tensors on devices or not in row-major order.
-            Fingerprints take 50 MiB more.
-        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an
-            existing checkpoint is an error, even one that lost its manifest, and nothing is
-            written. Other files are never replaced.
-        base: an earlier checkpoint, at `path` or in the same folder as it, or "auto" for the one
-            saved last. Data that it has is not written again. You can still delete any of the
-            checkpoints: see docs/incremental.md.
-        ranks_per_file: this many ranks of a host write one file: see docs/scale.md. Not with a
-            base.
-        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one
-            line in any case.
+        memory_budget_bytes: limit for copies of tensors on devices or not in row-major order. Fingerprints take 50 MiB
+            more.
+        overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
+            is an error, even one that lost its manifest, and nothing is written. Other files are never replaced.
+        base: an earlier checkpoint, at `path` or in the same folder as it, or "auto" for the one saved last. Data that
+            it has is not written again. You can still delete any of the checkpoints: see docs/incremental.md.
+        ranks_per_file: this many ranks of a host write one file: see docs/scale.md. Not with a base.
+        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
-        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob
-            matches nothing.
-        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options
-            other than memory_budget_bytes and progress.
+        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
+        LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
+            memory_budget_bytes and progress.
         FormatError: a value is not plain data.
         CheckpointExistsError: there is a checkpoint, and `overwrite` is False.
         StorageError: the storage failed, or ranks see different folders.

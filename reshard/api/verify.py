@@ -57,28 +57,24 @@ def verify(
 
         reshard.verify("run/step-1000").raise_if_failed()
 
-    Every call checks that all files exist with the right sizes, and that the chunks of each tensor
-    cover it exactly once. In the native format, it also checks the plan that finds the bytes, and
-    an index for Hugging Face tools against the manifest. `deep` also reads every byte. Where the
-    format has them, it compares blocks with checksums, tensors with fingerprints, and records of
-    `torch.save` and DCP files with their CRC-32.
+    Every call checks that all files exist with the right sizes, and that the chunks of each tensor cover it exactly
+    once. In the native format, it also checks the plan that finds the bytes, and an index for Hugging Face tools
+    against the manifest. `deep` also reads every byte. Where the format has them, it compares blocks with checksums,
+    tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
         path: a folder, file, URL, `Storage`, or open `Checkpoint`.
-        against: another checkpoint, or a state dict of full tensors, that must have equal values.
-            Both are read and compared as by `compare`. Without `deep`, saved fingerprints are
-            compared where both have them.
+        against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
+            compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         deep: read every byte. False: check sizes and metadata only.
         workers: number of processes on this host that read at the same time.
-        executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by
-            path.
+        executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, even of a damaged checkpoint. Its `findings` name the damaged files and
-    tensors, with byte ranges where known. `covered` says in how many bytes a changed bit would have
-    been found: none in formats without checksums, such as safetensors. If the checkpoint itself is
-    damaged, it is not compared with `against`, and `covered` is None. The call raises only if there
-    is no checkpoint, or none in a known format.
+    Returns a report, even of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
+    where known. `covered` says in how many bytes a changed bit would have been found: none in formats
+    without checksums, such as safetensors. If the checkpoint itself is damaged, it is not compared with `against`, and
+    `covered` is None. The call raises only if there is no checkpoint, or none in a known format.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
