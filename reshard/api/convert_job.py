@@ -91,9 +91,9 @@ class ConvertJob:
             got = format_value(self.max_shard_bytes)
             words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
             raise option_error(words, FormatError)
-        if isinstance(self.source, Mapping) and not isinstance(self.source, Checkpoint):
+        if isinstance(self.source, dict) and not hasattr(self.source, "_INSTEAD"):
             fix = "save it first, reshard.save(state, path), and pass the path"
-            raise option_error(f"convert reads a checkpoint, got {format_value(self.source)}: {fix}", StorageError)
+            raise option_error(f"convert reads a checkpoint, got a state: {fix}", StorageError)
         path = "" if isinstance(self.target, Storage) else path_text(self.target)
         if self.writing.is_one_file and (not path or os.path.isdir(path)):
             is_folder = path and f"{path} is a folder, but "

@@ -160,7 +160,7 @@ def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
 
 def test_a_state_and_a_folder_in_place_of_paths_are_told_what_to_pass(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}}
-    words = r"^convert reads a checkpoint, got a dict: save it first, reshard.save\(state, path\), and pass the path$"
+    words = r"^convert reads a checkpoint, got a state: save it first, reshard.save\(state, path\), and pass the path$"
     with pytest.raises(OptionError, match=words):
         reshard.convert(state, tmp_path / "out")  # type: ignore[arg-type]
     reshard.save(state, tmp_path / "there")
