@@ -655,8 +655,8 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
         kinds = {"a tensor": checkpoint, "a PerRank value": contents.per_rank, "a plain value": checkpoint.objects}
         saved = next((kind for kind, its in kinds.items() if name in its), "")
         own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}
-        found = next((kind for kind, its in own.items() if key in its), "a plain value")
-        if saved not in ("", found):
-            found = found if key in targets.tensors else class_name(targets.live(key))
+        found = next((kind for kind, its in own.items() if key in its), "")
+        if saved and saved != (found or "a plain value"):
+            found = found or class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"
     return out
