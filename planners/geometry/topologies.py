@@ -539,7 +539,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
-        its = ", ".join(axis for axis in recorded if axis != "world")
+        its = ", ".join(axis for axis in recorded if axis not in ("world", "file"))
         of_checkpoint = f", or only axes that the checkpoint records: {its}" if its else ""
         meant = (
             _DATA_PARALLEL if name in ("dp", "dp_shard", "data") else did_you_mean(name, [*_NAMES, *recorded]) or "."
