@@ -32,8 +32,8 @@ Named = TypeVar("Named")
 def renamed(**names: str) -> Callable[[Named], Named]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
-    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; with
-    the call that was meant where a state or a path is given alone. `@renamed()` for functions without old names.
+    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for a
+    state or a path alone, with the call that was meant. `@renamed()`: no old names.
     """
 
     def decorate(it: Any) -> Any:
@@ -81,20 +81,20 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
         taken = ", ".join(name for name in places if name != "self") or "nothing"
         extra = args[len(places) :]
         such = "=, ".join(by_name[: len(extra)])
-        words = f"{what}() takes {taken} by position, and all else by name, such as {such}="
-        raise TypeError(f"{words}: got {format_value(extra[0])}, too") from None
+        words = f"{what}() takes only {taken} by position, but also got {format_value(extra[0])}"
+        raise TypeError(f"{words}: pass all others by name, such as {such}=") from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
         raise TypeError(_half(what, half[0])) from None
     if what == "CheckpointManager" and "every" not in given:
-        fix = "pass when to save, every=reshard.Every(steps=500). To only read: reshard.load(state, folder)"
-        raise TypeError(f"{what}() got no every=: {fix}") from None
+        fix = "such as every=reshard.Every(steps=500). To only read, call reshard.load(state, folder)"
+        raise TypeError(f"{what}() needs every=, {fix}") from None
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a verb that takes these by name say so where its signature is asked for, as `help` does, with defaults. `but`
-    these, which it does not take."""
+    """Let a verb that takes these by name say so in its signature, with defaults. `but` these, which it does not
+    take."""
 
     def told(verb: Callable[P, R]) -> Callable[P, R]:
         own = [each for each in signature(verb).parameters.values() if each.kind != each.VAR_KEYWORD]

@@ -44,8 +44,8 @@ BLOCKS = [
     for i, match in enumerate(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 
-_NEED_CLUSTERS = ("engines",)
-"""Pages whose programs reach for a cluster, which tests of the engines start: they are compiled only."""
+_NEED_CLUSTERS = ("cluster",)
+"""Pages whose programs reach for a cluster, which tests of executors start: they are compiled only."""
 
 MODULES = ("elastic", "errors", "mapping")
 """Of `reshard`, which have names of their own."""

@@ -44,7 +44,8 @@ def format_plan(
             break
         its = plan.rank_items(rank)
         if its:
-            lines.append(f"  items of rank {rank}: a tensor, Box[first:end, ...] of it <- the same in a stored chunk")
+            what = f"{plan.verb[:-1]} items of rank {rank}"
+            lines.append(f"  {what}: a tensor, Box[first:end, ...] of it <- the same in a stored chunk")
         lines += [f"    {_line(item)}" for item in its[:left]]
         if len(its) > left:
             lines.append(f"    ... {len(its) - left} more")

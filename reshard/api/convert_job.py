@@ -215,7 +215,7 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     """
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            near = did_you_mean(glob, names[:5000]) or f"; names there: {format_names(names, 5)}"
+            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     return frozenset(name for name in names if is_selected(name, globs))
 

@@ -297,6 +297,7 @@ def match_keys(
 
     Raises KeyMismatchError for a mapping of keys that the target does not have.
     """
+    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
     unknown = [key for key in mapping if key not in targets.paths]
     if unknown:
         key, name = unknown[0], mapping[unknown[0]]
@@ -306,7 +307,6 @@ def match_keys(
             f"the mapping names {key!r}, which the state to load into does not have{meant} "
             f"mapping= goes from keys of the state to names in the checkpoint{turned}"
         )
-    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
     match.match_tensors()
     if match.tensor_classes:
         match.compare_classes()
@@ -481,7 +481,7 @@ class Mismatches:
             idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
-                _log.warning("no key matches %s in strict=", ", ".join(map(repr, idle)))
+                _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
@@ -545,7 +545,7 @@ class Mismatches:
             fixes.append(wording.ignore)
         every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *(f"  fix: {fix}" for fix in every), *lines])
+        return "\n".join([head, *what, *lines, *(f"  fix: {fix}" for fix in every)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []

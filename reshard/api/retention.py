@@ -68,7 +68,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and not is_count(self.last):
-            raise OptionError(f"Keep: last must be an integer >= 1, or None for all, got {self.last!r:.80}")
+            raise OptionError(f"Keep: last must be an integer >= 1, or None to keep all, got {self.last!r:.80}")
         if self.every is not None and not is_count(self.every):
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):

@@ -91,7 +91,7 @@ On = Annotated[
     str | None,
     typer.Option(
         "--on",
-        metavar="ENGINE",
+        metavar="WHERE",
         autocompletion=one_of("processes:", "dask://", "ray://"),
         help="Run on processes:N, dask://HOST:PORT, or ray://HOST:PORT.",
     ),

@@ -169,7 +169,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         "bold",
     )
     if report.unchecked:
-        print_text(screen, report.unchecked.removeprefix("unchecked: "), "unchecked", "yellow")
+        print_text(screen, report.unchecked, "source", "yellow")
     if report.resumed:
         print_text(
             screen,
@@ -178,7 +178,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (
-            f"omitted, since {report.format} files or canonical names cannot hold it",
+            f"omitted (no place in {report.format} files or canonical names)",
             list(report.omitted),
         ),
         ("not renamed by --names", kept),

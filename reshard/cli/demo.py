@@ -1,4 +1,4 @@
-"""`reshard demo`: save, reshard, and compare in a minute, on four processes of this machine."""
+"""`reshard demo`: save, reshard, and compare, on four processes of this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def demo(
     """Train a small transformer, save it, load it on other meshes, and compare.
 
     Trains on 2 × 2 ranks, loads on 3 ranks and on 2 ranks, compares every tensor bit by bit, and resumes training.
-    Uses CPU processes on this machine.
+    Uses CPU processes on this machine. Takes about 2 minutes on 2 cores, and writes 35 MiB.
 
     Exits with 1 if a comparison fails.
     """
@@ -91,7 +91,7 @@ def _show_plans(screen: Console, plans: Plans) -> None:
             f"{size(plan.total_bytes)} to read, {'' if plans.facts_proved[name] else 'not '}proved",
             f"   {name}",
         )
-        for line in format_plan(plan, limit=3, width=screen.width).splitlines()[1:]:
+        for line in format_plan(plan, limit=3, width=screen.width, items=False).splitlines()[1:]:
             screen.print(line, markup=False, style="dim", no_wrap=True, overflow="ellipsis")
     print_text(screen, "load on each of them, compare bit by bit, and resume training", "3")
 
@@ -111,9 +111,10 @@ def _show_result(screen: Console, result: Result) -> None:
         print_rows(screen, rows)
     screen.print()
     print_text(screen, f"{result.checkpoint}   (try: reshard inspect {result.checkpoint})", "checkpoint")
+    print_text(screen, f"reshard plan {result.checkpoint} fsdp=3 --items   (what each rank reads)", "try")
     for name, file in result.pictures.items():
         print_text(screen, f"{file}   (the plan onto {name})", "page")
     for problem in result.problems:
-        print_text(screen, problem, "wrong", "red bold")
+        print_text(screen, problem, "failed", "red bold")
     if not result.problems:
         print_text(screen, "All parameters and optimizer states are the same, bit by bit.", style="green")

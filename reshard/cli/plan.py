@@ -59,7 +59,7 @@ def plan(
     normalized: Normalized = False,
     hint: HintOption = None,
     step: Step = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks, and this many items.")] = 12,
+    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and read items.")] = 12,
     items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
@@ -200,7 +200,7 @@ def _print_verdict(report: Report, wrong: list[str]) -> None:
     if not wrong:
         print_text(console(), report.verdict, style="green")
     for text in wrong:
-        print_text(console(), text, "wrong", "red")
+        print_text(console(), text, "failed", "red")
 
 
 def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None, files: list[Path]) -> None:

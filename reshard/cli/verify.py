@@ -43,7 +43,7 @@ def verify(
     tensor exactly once. Prints how many bytes of values were verified.
 
     Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
-    with 1 if an undamaged checkpoint differs from that of --against. The first line of output says which.
+    with 1 if an undamaged checkpoint differs from --against. The first line says which it is.
     """
     import reshard
     from reshard.formats.opening import steps_at
@@ -66,7 +66,8 @@ def verify(
         right = ""
         if (covered := report.covered) is not None:
             same = against if report.ok else None
-            right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open)))
+            left = covered.leaves_open.replace("unchecked: the format", "the format")
+            right = "; ".join(filter(None, (_verdict(covered, same), left)))
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), given), style="red")
         print_report(report, right=right, path=given)
@@ -107,7 +108,7 @@ def _verdict(covered: Coverage, against: str | None) -> str:
     if covered.is_full:
         return f"complete: {total} of values verified{same}. The format has no checksum of names, shapes, and objects"
     if not covered.checked_bytes:
-        return f"complete: {total} of values read, none verified{same}. A changed value would not be detected"
+        return f"complete: {total} of values read, none verified{same}"
     return (
         f"complete: {total} of values read, {checked} of them verified{same}. The rest has no checksums, so a changed "
         "value would not be detected"

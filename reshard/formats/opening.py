@@ -58,10 +58,8 @@ _ATTEMPTS = 100
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
-BECOMES_FOLDER = (
-    "%s becomes a folder, and not a file that other tools read: for such a file, convert to torch_save or safetensors"
-)
-"""What to log where a checkpoint that is a folder is about to be called as a file is."""
+BECOMES_FOLDER = "%s becomes a folder. To write a file that other tools read, convert to torch_save or safetensors"
+"""What to log where a folder is about to get a file's name."""
 
 
 _Found = tuple[Storage, dict[str, int]]

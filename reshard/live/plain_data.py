@@ -132,7 +132,12 @@ def _fix(value: object) -> str:
             "save reshard.get_optimizer_state_dict(model, optimizer) instead, or use a CheckpointManager, which takes "
             "optimizers"
         )
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+    has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+    if isinstance(value, torch.utils.data.DataLoader):
+        if has_state:
+            return "save reshard.PerRank(loader.state_dict()); a CheckpointManager takes PerRank(loader)"
+        return "give it a reshard.ElasticSampler, and save that"
+    if has_state:
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"
     if is_dataclass(value) and not isinstance(value, type):
         return "save dataclasses.asdict(value) instead"

@@ -119,7 +119,7 @@ class LiveTensor:
         if not is_sharded_tensor(tensor) and (tensor.layout is not torch.strided or tensor.is_nested):
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
             raise LayoutError(
-                f"{name} is {kind}: only dense tensors can be saved, loaded and planned; use .to_dense(), or its "
+                f"{name} is {kind}: only dense tensors can be saved, loaded, and planned; use .to_dense(), or its "
                 "indices and values as tensors of their own"
             )
         if isinstance(tensor, torch.masked.MaskedTensor):

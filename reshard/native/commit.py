@@ -343,7 +343,7 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
     found = counting(storage) or max(without_claim(names), default="").removeprefix("data-") or None
     if found is not None and not overwrite:
         raise CheckpointExistsError(
-            f"{storage.url} already contains a checkpoint ({folder_of(found)}): choose another folder, or pass "
+            f"{storage.url} already contains a checkpoint: choose another folder, or pass "
             "overwrite=True. Nothing was written"
         )
     return found

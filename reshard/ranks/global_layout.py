@@ -152,16 +152,16 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
     spec = rows[0][0]
     for other, _, ranks in rows[1:]:
         if other != spec:
-            fix = "pass the DTensor itself, and no shard, as DTensor.to_local() returns it"
+            fix = "pass the DTensor itself, not its to_local()"
             raise LayoutError(
                 f"tensor {key!r} has shape {spec.shape} and dtype {spec.dtype} on {format_ranks(rows[0][2])}, but "
-                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}. Of a sharded tensor, {fix}. If each rank "
+                f"{other.shape} and {other.dtype} on {format_ranks(ranks)}. If it is sharded, {fix}. If each rank "
                 "has its own value, pass reshard.PerRank(value)"
             )
     if all(not possible for _, possible, _ in rows):
         return TensorLayout.of(spec, job.copies(rows))
     if any(not possible for _, possible, _ in rows):
-        raise LayoutError(f"tensor {key!r} is sharded on some ranks and plain on others")
+        raise LayoutError(f"tensor {key!r} is sharded on some ranks, but not on others")
     # ranks of one mesh have one form among them; other meshes may have copies
     by_mesh = grouped((job.of(possible[0])[0], possible) for _, possible, _ in rows)
     try:

@@ -403,8 +403,8 @@ class DigestTable:
 _BUFFERS = (
     ". If these are shards, as DTensor.to_local() returns them, pass the DTensors themselves, as "
     "reshard.get_model_state_dict(model) does. If these are buffers that each rank updates by itself, such as running "
-    "means, give all ranks one value before: "
-    "pass the model inside DistributedDataParallel, whose first rank's buffers count, or call "
+    "means, give all ranks one value first: "
+    "save the model inside DistributedDataParallel, which uses rank 0's buffers, or call "
     "torch.distributed.broadcast(buffer, 0) for each of model.buffers()"
 )
 

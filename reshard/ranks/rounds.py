@@ -362,8 +362,8 @@ class Rounds:
             Failure(
                 "deadline",
                 missing[0],
-                f"{format_ranks(missing)} did not reach {where}; waiting there: {format_ranks(arrived)}. Check "
-                f"whether all ranks make this call, hang, or died{self._missed}",
+                f"{format_ranks(missing)} did not reach {where}; waiting there: {format_ranks(arrived)}. All ranks "
+                f"must make this call: check where the missing ones hang or died{self._missed}",
                 missing,
             )
         )

@@ -28,7 +28,7 @@ def tell(call: Span) -> None:
     """Export a call that has ended, with all that it did in the background."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     nbytes, seconds = _bytes_of(call), call.seconds
-    facts: dict[str, Any] = {"reshard.verb": call.name, "reshard.rank": rank} | _failure(call)
+    facts: dict[str, Any] = {"reshard.operation": call.name, "reshard.rank": rank} | _failure(call)
     _seconds.record(seconds, facts)
     _bytes.add(nbytes, facts)
     where = {"reshard.path": call.path} if call.path else {}

@@ -366,9 +366,9 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
             r"'format': .*; reshard.convert\(path, target, format=...\) writes",
         ),
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
-        (lambda: reshard.save({}, "c", 5), r"^save\(\) takes state_dict, path by position, .*=: got 5, too$"),
-        (lambda: reshard.open("c", 5), r"^open\(\) takes path by position, and all else by name, such as step=: got 5"),
-        (lambda: reshard.prune("c", 5), r"^prune\(\) takes folder by position, .* such as keep_last=: got 5, too$"),
+        (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .*=$"),
+        (lambda: reshard.open("c", 5), r"^open\(\) takes only path by .*: pass all others by name, such as step=$"),
+        (lambda: reshard.prune("c", 5), r"^prune\(\) takes only folder by position, .* got 5: .* such as keep_last=$"),
         (lambda: reshard.prune("c", keep=5), r"'keep': did you mean 'keep_last'\?$"),
         (lambda: reshard.open(checkpoint_id="c"), r"'checkpoint_id': pass the path without a name: .*, open\(path\)$"),
         (lambda: reshard.open("c", framework="pt"), r"'framework': leave it out: tensors are torch's$"),
@@ -378,7 +378,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         ),
         (
             lambda: reshard.set_state_dict(torch.nn.Linear(1, 1), [], {}, {}),
-            r"^set_state_dict\(\) .* model_state_dict=, optim_state_dict=: got a dict, too$",
+            r"^set_state_dict\(\) .* got a dict: .* model_state_dict=, optim_state_dict=$",
         ),
         (
             lambda: reshard.CheckpointManager("c", every=reshard.Every(steps=1), options=3),
@@ -542,7 +542,7 @@ NESTED = {f"net.{k}": v for k, v in LAYERS.items()}
         ({"m": NESTED}, {"m": LAYERS}, "140 .* 'net.' after 'm.', which the state .* 'm.net.layers.0.a' may be sav"),
         (LAYERS, {"x": 1}, r"140 missing .*\n    layers.\*   \(140, such as 'layers.0.a'\)\n"),
         (LAYERS, {"layers.70.a": 1}, r"140 missing .*\n    layers.\*.a   \(70, such as .*\n    layers.\*.b   \(70"),
-        ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing from the checkpoint:\n    layers.70.a$"),
+        ({**LAYERS, "layers.70.a": torch.ones(2)}, LAYERS, r"1 missing from the checkpoint:\n    layers.70.a\n  fix"),
         ({f"{a}{b}.{a}": torch.ones(1) for a in "abcdefghij" for b in "abcdefghij"}, {"x": 1}, "and 80 more\n    .lo"),
     ],
 )  # fmt: skip
@@ -618,7 +618,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
     place = f"{str(tmp_path / 'saved')!r} to {str(tmp_path / 'hf')!r}"
     assert repr(converted) == f"ConvertReport(1 tensor, 16 B from {place}, safetensors, omitted 1 ('step'))"
     assert repr(idle) == "StepReport(step 1, not due)"
-    assert repr(due) == "StepReport(step 2, save to storage begun: every 2 steps)"
+    assert repr(due) == "StepReport(step 2, saving to storage (every 2 steps))"
     assert repr(again) == "StepReport(step 2, saved by an earlier call)"
     assert not again
     assert restored is not None
@@ -778,6 +778,6 @@ def test_a_folder_that_is_called_as_a_file_is_told(tmp_path, caplog) -> None:
     reshard.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     reshard.convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
     reshard.convert(tmp_path / "model.pt", tmp_path / "other.pt", format="torch")
-    told = [record.getMessage().split(", and")[0].rpartition("/")[2] for record in caplog.records]
-    assert caplog.messages[0].endswith("for such a file, convert to torch_save or safetensors")
+    told = [record.getMessage().split(". ")[0].rpartition("/")[2] for record in caplog.records]
+    assert caplog.messages[0].endswith(" that other tools read, convert to torch_save or safetensors")
     assert told == ["model.pt becomes a folder", "model.safetensors becomes a folder"]

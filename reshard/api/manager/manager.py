@@ -71,9 +71,9 @@ class StepReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        did = {"save to storage begun": self.storage, "save to memory begun": self.memory, "preempted": self.preempted}
-        did["without the metric"] = self.unranked
-        words = ", ".join(f"{what}: {why}" for what, why in did.items() if why)
+        did = {"saving to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
+        did["without a metric"] = self.unranked
+        words = ", ".join(f"{what} ({why})" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
 
@@ -273,7 +273,7 @@ class CheckpointManager:
 
     def _checked(self, step: int) -> int:
         if not self._is_open:
-            raise CheckpointError(f"the manager of {self.root} is closed and saves nothing")
+            raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
         if not self._may_save:
             raise CheckpointError(f"the manager of {self.root} was created with read_only=True and cannot save")
         number = checked_step(step)
@@ -470,7 +470,7 @@ class CheckpointManager:
             return None
         what = f"step {wanted} in {self.root} cannot" if wanted is not None else f"no step in {self.root} can"
         whole = [str(one) for one, problem in steps.items() if not problem]
-        why = "; ".join(passed) or f"its complete steps are {', '.join(whole) or 'none'}"
+        why = "; ".join(passed) or f"complete steps there: {', '.join(whole) or 'none'}"
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
         kind = CorruptCheckpointError if chosen else CheckpointNotFoundError
         raise kind(f"{what} be restored: {why}{fix * bool(foreign)}")

@@ -221,7 +221,7 @@ def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
     assert (report, value) == (None, -1.0)
     with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (None, [])
-        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* its complete steps are none"):
+        with pytest.raises(CheckpointNotFoundError, match=r"step 7 in .* complete steps there: none"):
             manager.restore({"w": torch.zeros(3)}, 7)
 
 
@@ -845,7 +845,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
     assert found[1][0][0].startswith("5 RankFailedError: rank 0 failed in 'write': StorageError: the disk is full")
     for said, steps, files in found:
         assert len(said) == 2
-        assert said[1].endswith("is closed and saves nothing")
+        assert said[1].endswith("is closed: create a new one")
         assert steps == [2, 6]
         assert files == ["manager.json", "step-2", "step-6"]
 
@@ -885,7 +885,7 @@ def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> No
 
 
 def test_without_a_schedule_the_error_says_what_to_pass(tmp_path):
-    with pytest.raises(TypeError, match=r"CheckpointManager\(\) got no every=: .*reshard.Every\(steps=500\)"):
+    with pytest.raises(TypeError, match=r"CheckpointManager\(\) needs every=, .*reshard.Every\(steps=500\)"):
         reshard.CheckpointManager(tmp_path / "run")
 
 

@@ -219,7 +219,7 @@ def test_shards_without_their_dtensor_are_told_to_pass_the_dtensor(tmp_path: Pat
     for even, uneven in gloo.run(_to_local, 2, str(tmp_path)):
         assert "values differ between ranks under the same key: 'w' (rank 0 / rank 1)" in even
         assert "as DTensor.to_local() returns them, pass the DTensors themselves" in even
-        assert "on rank 0, but (2,) and int64 on rank 1. Of a sharded tensor, pass the DTensor itself" in uneven
+        assert "on rank 0, but (2,) and int64 on rank 1. If it is sharded, pass the DTensor itself" in uneven
     assert os.listdir(tmp_path) == []
 
 

@@ -41,7 +41,7 @@ def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_o
     said = say("plan", checkpoint, "tp=2")
     told = json.loads(say("plan", checkpoint, "tp=2", "--json").out)
 
-    assert said.out.startswith("wrong  axis 'tp' shards no tensor: all ranks along it hold all of model.")
+    assert said.out.startswith("failed  axis 'tp' shards no tensor: all ranks along it hold all of model.")
     assert "ok: " not in said.out, "one verdict"
     assert "\nNo rule for 'tp' matches the names of these tensors.\n" in said.out
     assert "The checkpoint does not record how 'tp' sharded its tensors." in said.out
@@ -245,7 +245,7 @@ def test_the_side_that_is_read_from_may_be_the_one_that_is_not_sharded(say, chec
     said = say("plan", "tp=2", checkpoint)
 
     assert said.code == 1
-    assert "wrong  axis 'tp' shards no tensor" in said.out
+    assert "failed  axis 'tp' shards no tensor" in said.out
     assert said.err == (
         f"note  plans how the layout of {checkpoint} reads a state saved as tp=2. "
         f"For the other direction: reshard plan {checkpoint} tp=2\n"

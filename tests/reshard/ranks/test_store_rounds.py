@@ -81,7 +81,7 @@ def test_a_deadline_names_the_missing_and_the_waiting() -> None:
     answers = _all_ranks(8, body)
     expected = (
         "ranks 12-13, 16 did not reach the end of 'read' within 0.1 s; waiting there: ranks 10-11, 14-15, 17. "
-        "Check whether all ranks make this call, hang, or died"
+        "All ranks must make this call: check where the missing ones hang or died"
     )
     assert [answers[rank] for rank in (0, 1, 4, 5, 7)] == [expected] * 5
 

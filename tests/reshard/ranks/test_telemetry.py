@@ -152,8 +152,9 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     [metrics] = [scope["metrics"] for scope in told["metrics"] if scope["scope"]["name"] == "reshard"]
     points = {one["name"]: one["data"]["data_points"] for one in metrics}
     counts = {
-        (one["attributes"]["reshard.verb"], one["attributes"].get("error.type"), one["attributes"]["reshard.rank"]):
-        one["count"] for one in points["reshard.duration"]
+        (of["reshard.operation"], of.get("error.type"), of["reshard.rank"]): one["count"]
+        for one in points["reshard.duration"]
+        for of in [one["attributes"]]
     }  # fmt: skip
     assert counts == {
         ("save", None, 0): 2, ("save", None, 2): 1, ("async_save", None, 0): 1, ("async_save", "FormatError", 0): 1,
@@ -161,11 +162,13 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
         ("redistribute", None, 0): 1, ("convert", None, 0): 1, ("verify", None, 0): 1, ("compare", None, 0): 1,
     }  # fmt: skip
     saves = [
-        one for one in points["reshard.duration"] if one["attributes"] == {"reshard.verb": "save", "reshard.rank": 0}
+        one
+        for one in points["reshard.duration"]
+        if one["attributes"] == {"reshard.operation": "save", "reshard.rank": 0}
     ]
     assert [one["sum"] > told["seconds"] for one in saves] == [True]
     moved = {
-        (one["attributes"]["reshard.verb"], one["attributes"].get("error.type")): one["value"]
+        (one["attributes"]["reshard.operation"], one["attributes"].get("error.type")): one["value"]
         for one in points["reshard.bytes"]
     }
     assert (moved["load", None], moved["load", "CheckpointNotFoundError"]) == (NBYTES, 0)

@@ -225,7 +225,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         for call in (storage.read, storage.size, storage.mapped):
             with pytest.raises(StorageError, match=f"cannot read {name} .*not a regular file"):
                 call(name)
-    with pytest.raises(StorageError, match="it is a folder"):
+    with pytest.raises(StorageError, match="a folder is at that path"):
         storage.publish("folder", b"x")
     assert not any(is_temporary(name) for name in storage.list())
 
