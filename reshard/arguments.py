@@ -32,8 +32,8 @@ Named = TypeVar("Named")
 def renamed(**names: str) -> Callable[[Named], Named]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
-    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for a
-    state or a path alone, with the call that was meant. `@renamed()`: no old names.
+    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for
+    a state or a path alone, with the call that was meant. `@renamed()`: no old names.
     """
 
     def decorate(it: Any) -> Any:

@@ -728,7 +728,7 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
         assert (good.unranked, caplog.records) == ("", [])
         reports = [manager.save(step, state) for step in (4, 6)]
         assert [report.unranked for report in reports] == ["val_loss"] * 2
-        assert repr(reports[0]).endswith(", without the metric: val_loss)")
+        assert repr(reports[0]).endswith(", without a metric (val_loss))")
         manager.wait()
         assert (manager.all_steps(), manager.best_step()) == ([2, 6], 2)
     told = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
