@@ -122,18 +122,14 @@ _VERSION = 3.0
 
 
 _OF_MEGATRON = re.compile(
-    r"(.*\.)?"
-    r"(linear_(q|kv|proj|fc\d)\w*"
+    r"(.*\.)?(linear_(q|kv|proj|fc\d)\w*"
     r"|embedding\.word_embeddings"
-    r"|decoder\.layers\.\d+\.mixer)"
-    r"\..*"
+    r"|decoder\.layers\.\d+\.mixer)\..*"
 )
 _NO_NAME = (
-    "no tensor has a name of Megatron's, "
-    "only names such as {!r}, which Megatron does not load: "
+    "no tensor has a name of Megatron's, only names such as {!r}, which Megatron does not load: "
     "translate them with --names huggingface:megatron, "
-    "or in Python with "
-    "mapping=ready(config, 'huggingface', 'megatron')"
+    "or in Python with mapping=ready(config, 'huggingface', 'megatron')"
 )
 
 
