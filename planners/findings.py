@@ -127,7 +127,9 @@ class Report(Tabled):
         if self.findings:
             first = self.findings[0]
             lines = "\n".join(islice(self._lines(), 50))
-            raise self._error(f"{self.subject}: {self.verdict}:\n{lines}", fqn=first.fqn, rank=first.rank)
+            error = self._error(f"{self.subject}: {self.verdict}:\n{lines}")
+            error.fqn, error.rank = first.fqn, first.rank  # which the lines name
+            raise error
 
     def _lines(self) -> Iterator[str]:
         yield from (f"  {line}" for line in (*filter(None, [self.hint]), *self.findings))

@@ -53,7 +53,13 @@ class Pictured:
         Raises PlanError for less than one rank per host.
         """
         return _draw[0](
-            self, title=title, ranks_per_host=ranks_per_host, source=source, target=target, cluster=cluster, wrong=wrong
+            self,
+            title=title,
+            ranks_per_host=ranks_per_host,
+            source=source,
+            target=target,
+            cluster=cluster,
+            wrong=wrong,
         )
 
     def _repr_html_(self) -> str:

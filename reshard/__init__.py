@@ -58,6 +58,7 @@ _ELSEWHERE = {
     "state_dict": "reshard.get_model_state_dict makes the state dict of a model",
     "load_checkpoint": "reshard.load fills a state dict, reshard.open reads without one",
     "save_checkpoint": "reshard.save writes a checkpoint",
+    "async_load": "reshard.load fills a state dict; none loads in the background",
     "restore": "reshard.load fills a state dict from a checkpoint",
     "resume": "CheckpointManager(root, every=...).restore(state) resumes a run",
     "save_file": "reshard.save writes a checkpoint, reshard.convert one file of another format",

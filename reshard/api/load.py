@@ -114,7 +114,15 @@ def load(
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
         options = LoadOptions(
-            strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
+            strict,
+            dtype_policy,
+            mapping,
+            dry_run,
+            check,
+            read_once,
+            threads,
+            memory_budget_bytes,
+            progress,
         )
         return load_with(group, state_dict, path, options, process_group)
 
@@ -328,7 +336,9 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         saved[key] = layout if layout.spec == spec else TensorLayout.of(spec, layout.form)
         form = (shared.form(key) if shared is not None else None) or target.form
         shape = targets.resized.get(key, target.spec.shape)
-        wanted[key] = TensorLayout.of(spec if shape == spec.shape else TensorSpec(key, shape, spec.dtype), form)
+        if shape != spec.shape:
+            spec = TensorSpec(key, shape, spec.dtype)
+        wanted[key] = TensorLayout.of(spec, form)
     world = max([rank + 1, *(layout.form.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):

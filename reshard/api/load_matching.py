@@ -302,8 +302,7 @@ def match_keys(
     if unknown:
         key, name = unknown[0], mapping[unknown[0]]
         meant = did_you_mean(key, targets.paths) or "."
-        is_swapped = name in targets.paths and key in match.names
-        turned = f". Swap them: {{{name!r}: {key!r}}}" if is_swapped else ""
+        turned = f". Swap them: {{{name!r}: {key!r}}}" if name in targets.paths and key in checkpoint else ""
         raise KeyMismatchError(
             f"the mapping names {key!r}, which the state to load into does not have{meant} "
             f"mapping= goes from keys of the state to names in the checkpoint{turned}"
@@ -650,14 +649,14 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
     """Keys that this rank misses though the checkpoint has their names, for something of another kind: what it is, and
     what the target has, in words."""
     checkpoint, targets = match.checkpoint, match.targets
-    out = {}
+    contents, out = checkpoint.contents, {}
     for key in match.missing:
         name = match.looked_for(key)
-        is_saved = name in checkpoint or name in checkpoint.objects or name in checkpoint.contents.per_rank
-        if is_saved and (name in checkpoint) != (key in targets.tensors):
-            saved = "a tensor" if name in checkpoint else "a plain value"
-            if name in checkpoint.contents.per_rank:
-                saved = "a PerRank value"
-            found = "a tensor" if key in targets.tensors else class_name(targets.live(key))
+        kinds = {"a tensor": checkpoint, "a PerRank value": contents.per_rank, "a plain value": checkpoint.objects}
+        saved = next((kind for kind, its in kinds.items() if name in its), "")
+        own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}
+        found = next((kind for kind, its in own.items() if key in its), "")
+        if saved and saved != (found or "a plain value"):
+            found = found or class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"
     return out

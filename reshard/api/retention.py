@@ -49,7 +49,7 @@ class Keep:
     """Which steps to retain: a step stays if any of the rules keeps it. The newest step always stays. `Keep()` retains
     all steps.
 
-        reshard.Keep(last=3, every=10_000, best=2, metric="loss")
+        reshard.Keep(last=3, every=10_000, best=2, metric="loss", mode="min")
 
     Raises OptionError for invalid rules.
     """
@@ -63,8 +63,8 @@ class Keep:
     metrics do not count."""
     metric: str = ""
     """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower values are better, or higher ones."""
+    mode: Literal["min", "max"] | None = None
+    """Whether low values of the metric are good, or high ones. Required with `metric`."""
 
     def __post_init__(self) -> None:
         if self.last is not None and not is_count(self.last):
@@ -76,8 +76,11 @@ class Keep:
                 f"Keep: best must be an integer >= 0 and needs metric=, the name of its metric, got "
                 f"best={self.best!r}, metric={self.metric!r}"
             )
-        if self.mode not in ("min", "max"):
-            raise OptionError(f"Keep: mode must be 'min' or 'max', got {self.mode!r:.80}")
+        if self.mode not in ("min", "max") and (self.metric or self.mode is not None):
+            words = "'min' or 'max'"
+            if self.metric:
+                words = f"'min' if low values of {self.metric!r} are good, 'max' if high ones are"
+            raise OptionError(f"Keep: mode must be {words}, got {self.mode!r:.80}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that have the metric, the best first."""

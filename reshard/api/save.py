@@ -76,8 +76,8 @@ def save(
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
-            with `!` excludes keys. Each glob must match a key of some rank. The checkpoint records the globs: a later
-            load requires only the keys that they match, and reports the others as `outside`.
+            with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records
+            the globs: a later load requires only the keys that they match, and reports the others as `outside`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.

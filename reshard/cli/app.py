@@ -24,7 +24,7 @@ from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 from reshard.cli.show import columns
-from reshard.errors import OptionError, ReshardError
+from reshard.errors import OptionError, ReshardError, did_you_mean
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
@@ -217,12 +217,21 @@ def run(arguments: list[str] | None = None) -> None:
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
             said = error.format_message()  # type: ignore[attr-defined]
+            if type(error).__name__ == "NoSuchOption":
+                said = _no_option(error)
             message = f"{said[0].lower()}{sentence(said[1:])} See {command} --help"
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
         else:
             _tell(in_words_of_the_command_line(message))
         sys.exit(EXIT_USAGE if is_typers or isinstance(error, UsageError | OptionError) else EXIT_ERROR)
+
+
+def _no_option(error: Any) -> str:
+    """What to say of an unknown option: typer would suggest --help, whose letters many words have."""
+    known = [name for param in error.ctx.command.params if not getattr(param, "hidden", True) for name in param.opts]
+    meant = did_you_mean(error.option_name.lstrip("-"), [name.lstrip("-") for name in known])
+    return f"no such option: {error.option_name}" + meant.replace(" '", " '--")
 
 
 def _tell(message: str) -> None:

@@ -445,7 +445,6 @@ _SAID: list[tuple[str, Any]] = [
     (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
     (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
-    (r" \(Possible options: (--[a-z-]+).*\)\.", r": did you mean '\1'?"),
 ]
 """Words of the Python API and of typer in errors, and those of the command line."""
 

@@ -108,8 +108,10 @@ def _verdict(covered: Coverage, against: str | None) -> str:
     if covered.is_full:
         return f"complete: {total} of values verified{same}. The format has no checksum of names, shapes, and objects"
     if not covered.checked_bytes:
-        why = "" if covered.leaves_open else ": they have no checksums"
-        return f"complete: {total} of values read, none verified{same}{why}"
+        return (
+            f"complete: {total} of values read, none verified{same}"
+            f"{'' if covered.leaves_open else ': they have no checksums'}"
+        )
     return (
         f"complete: {total} of values read, {checked} of them verified{same}. The rest has no checksums, so a changed "
         "value would not be detected"

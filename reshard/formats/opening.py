@@ -468,11 +468,9 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
-    """Return at most five subfolders that seem to contain a checkpoint, for the message."""
-    folders = sorted({name.rpartition("/")[0] for name in names if "/" in name})
-    folders = [folder for folder in folders if not is_generation(folder)]
-    marked = {name.rpartition("/")[0] for name in names if _is_mark(name.rpartition("/")[2])}
-    return [f for f in folders if any(name == f or name.startswith(f + "/") for name in marked)][:5]
+    """Return at most five subfolders with files of a checkpoint, for the message."""
+    folders = sorted({name.rpartition("/")[0] for name in names if "/" in name and _is_mark(name.rpartition("/")[2])})
+    return [folder for folder in folders if not is_generation(folder)][:5]
 
 
 # The folder of a run: checkpoints side by side, called by their steps, as trainers leave them.

@@ -22,7 +22,7 @@ from reshard.api.load import load
 from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import ReshardError, framework
+from reshard.errors import FormatError, OptionError, ReshardError, framework
 from reshard.stored.tensor import whole
 
 with framework("accelerate>=1"):
@@ -51,7 +51,10 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
     Raises the errors of `reshard.load`, and ReshardError if the accelerator has no model or
     several.
     """
-    checkpoint, state = open_checkpoint(path), state_of(accelerator)
+    state, checkpoint = state_of(accelerator), open_checkpoint(path)
+    if checkpoint.format == "accelerate":
+        fix = "convert it once, see docs/migrate/from-accelerate.md"
+        raise FormatError(f"{checkpoint.url} was written by Accelerate: {fix}")
     del state["extra"]
     live = LiveObjects(state, to_fill=True)
     load(live.state, checkpoint, strict={"extra*": "subset", "*": "strict"})
@@ -66,6 +69,8 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
 
     Raises ReshardError if the accelerator has no model or several.
     """
+    if isinstance(accelerator, str | os.PathLike):
+        raise OptionError(f"the accelerator is the first argument, got {os.fspath(accelerator)!r}")
     models = accelerator._models
     if len(models) != 1:
         raise ReshardError(

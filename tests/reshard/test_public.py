@@ -644,6 +644,8 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         ("safe_open", r"reshard.open\(file\) reads it lazily"),
         ("to_html", r"plans, checkpoints, and comparisons have it: plan.to_html\(\)"),
         ("diff", "reshard.compare compares checkpoints, reshard.planners.diff plans"),
+        ("latest_checkpoint", r"reshard.latest_complete\(folder\) returns its path"),
+        ("async_load", "reshard.load fills a state dict; none loads in the background"),
     ],
 )
 def test_names_that_are_elsewhere_are_told_where(name: str, told: str) -> None:

@@ -61,6 +61,22 @@ def test_damage_that_verify_found_is_raised_as_damage(damage: str, tmp_path: Pat
         assert isinstance(caught.value, ProofError)  # as in earlier releases
 
 
+def test_a_tensor_is_named_once_where_a_report_is_raised(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / "a")
+    reshard.save({"w": torch.zeros(3)}, tmp_path / "b")
+    for report in (reshard.compare(tmp_path / "a", tmp_path / "b"), reshard.verify(tmp_path / "a", tmp_path / "b")):
+        with pytest.raises(ProofError) as caught:
+            report.raise_if_failed()
+        assert str(caught.value).count("'w'") == 1
+        assert caught.value.fqn == "w"
+
+
+def test_a_plain_loop_over_a_sampler_is_a_wrong_call(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"iterate over sampler.over\(loader\)") as caught:
+        list(reshard.ElasticSampler(10))
+    assert isinstance(caught.value, LayoutError)  # as in earlier releases
+
+
 def test_a_difference_is_no_damage(tmp_path: Path) -> None:
     reshard.save(STATE, tmp_path / "c")
     reshard.save({**STATE, "w": torch.ones(1000)}, tmp_path / "other")

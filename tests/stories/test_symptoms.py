@@ -319,3 +319,31 @@ def test_names_of_other_libraries_are_answered_with_ours() -> None:
         reshard.load_state_dict  # noqa: B018
     with pytest.raises(AttributeError, match=r"'save_checkpoint': reshard.save writes a checkpoint"):
         reshard.save_checkpoint  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["modle.w", "lr_"])
+def test_a_misspelled_key_of_a_mapping_is_not_the_wrong_way_round(name: str, tmp_path: Path) -> None:
+    """The checkpoint has no such name, so a mapping the other way round would fail, too."""
+    reshard.save({"net": {"w": torch.ones(2)}}, tmp_path / "c")
+    target = {"model": {"w": torch.zeros(2)}}
+    with pytest.raises(
+        KeyMismatchError, match=r"^the mapping names '.*goes from keys of the state to names in the ch"
+    ) as caught:
+        reshard.load(target, tmp_path / "c", mapping={name: "model.w"})
+    assert str(caught.value).endswith("mapping= goes from keys of the state to names in the checkpoint")
+
+
+@pytest.mark.parametrize("value", [3, torch.ones(2), {"epoch": 3}, "text"])
+def test_a_value_of_each_rank_and_one_of_all_are_of_another_kind(value: Any, tmp_path: Path) -> None:
+    reshard.save({"r": reshard.PerRank(value)}, tmp_path / "own")
+    reshard.save({"r": 3}, tmp_path / "all")
+    of_all, of_each = {"r": value}, {"r": reshard.PerRank(value)}
+    what = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    for state, folder, saved, found in (
+        (of_all, "own", "a PerRank value", what),
+        (of_each, "all", "a plain value", "a PerRank value"),
+    ):
+        with pytest.raises(KeyMismatchError) as caught:
+            reshard.load(state, tmp_path / folder)
+        assert f"\n    r   (saved as {saved}, but the target has {found})" in str(caught.value)
+        assert " a plain value, or a reshard.PerRank" in str(caught.value)

@@ -72,7 +72,7 @@ class StepReport(Tabled):
     def __repr__(self) -> str:
         """One line."""
         did = {"saving to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
-        did["without the metric"] = self.unranked
+        did["without a metric"] = self.unranked
         words = ", ".join(f"{what} ({why})" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
 
@@ -102,7 +102,8 @@ class RestoreReport(Tabled):
 class CheckpointManager:
     """Save, remove, and restore the checkpoints of a training run below `root`.
 
-    Saves run in the background when they are due, and the newest checkpoint is restored in any topology.
+    Saves run in the background when they are due, and the newest checkpoint is restored in any
+    topology.
 
         state = {"model": model, "optim": optimizer, "step": 0}
         with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
@@ -113,31 +114,34 @@ class CheckpointManager:
                 if manager.save(state["step"], state).preempted:
                     break
 
-    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. All use
-    the clock and the metrics of rank 0. A signal that one rank receives counts for all. Without
+    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. All
+    use the clock and the metrics of rank 0. A signal that one rank receives counts for all. Without
     torch.distributed, the manager works for this process alone.
 
     Args:
-        root: a local folder or URL that all ranks can access. Each step is a checkpoint in `step-<number>`.
+        root: a local folder or URL that all ranks can access. Each step is a checkpoint in
+            `step-<number>`.
         every: when to save a step to storage.
         keep: which steps to retain in storage.
         memory: also save steps to the memory of hosts, see docs/elastic.md.
         memory_every: when to do so; required with `memory`.
-        full_every: every k-th save is a full save; the others reuse unchanged data, see docs/incremental.md. 1: all
-            saves are full.
-        background: save while the job trains: at most one save to storage and one to memory are in progress. The next
-            call raises their errors.
-        bytes_per_s: with `memory`, how much each rank sends and receives a second on average for copies on other hosts.
+        full_every: every k-th save is a full save; the others reuse unchanged data, see
+            docs/incremental.md. 1: all saves are full.
+        background: save while the job trains: at most one save to storage and one to memory are in
+            progress. The next call raises their errors.
+        bytes_per_s: with `memory`, how much each rank sends and receives a second on average for
+            copies on other hosts.
         preemption: what may request a save at the next step.
-        ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each exchange takes about
-            one round trip to the store of the process group.
+        ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each
+            exchange takes about one round trip to the store of the process group.
         read_only: only restore and list steps, for example while another manager saves.
-        process_group: the ranks that save together; default: the default group, or this process alone.
+        process_group: the ranks that save together; default: the default group, or this process
+            alone.
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
         options: of `reshard.save`, for all saves to storage, except `base` and `overwrite`.
 
-    Raises OptionError for invalid options; CheckpointError for a root where another manager saves; StorageError for a
-    root that is not writable.
+    Raises OptionError for invalid options; CheckpointError for a root where another manager saves;
+    StorageError for a root that is not writable.
     """
 
     @renamed(deadline_s="timeout", whole_every="full_every")
@@ -230,17 +234,18 @@ class CheckpointManager:
 
         Args:
             step: the number of the step; steps must increase.
-            state: a nested dict of models, optimizers, other objects with `state_dict` and `load_state_dict`,
-                generators, tensors, and plain values. Wrap what differs between ranks, such as a data loader, in
-                `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count. Leave them out at steps without the
-                metric of `Keep`.
+            state: a nested dict of models, optimizers, other objects with `state_dict` and
+                `load_state_dict`, generators, tensors, and plain values. Wrap what differs between
+                ranks, such as a data loader, in `reshard.PerRank`.
+            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count. Leave them out at
+                steps without the metric of `Keep`.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
-            OptionError: the step is not a whole number, a metric is NaN, or metrics lack that of `Keep`.
-            CheckpointError: the step is smaller than an earlier one, or the manager is closed. Nothing was saved, and
-                earlier steps are unchanged.
+            OptionError: the step is not a whole number, a metric is NaN, or metrics lack that of
+                `Keep`.
+            CheckpointError: the step is smaller than an earlier one, or the manager is closed.
+                Nothing was saved, and earlier steps are unchanged.
         """
         group = self._group()
         with group.together("CheckpointManager.save", meet=False):  # ends with a meeting, or no rank fails alone
@@ -292,16 +297,17 @@ class CheckpointManager:
             return Due()
         now = time.monotonic()
         mine = Vote(
-            steps=(step, step),
+            steps=((step, group.job_rank),) * 2,
             asked=self._asked(),
             has_ended=all(pending.done() for pending in self._pending.values()),
             force=force,
             waited_s=(now - self._saved_at, now - self._kept_at),
         )
         said = group.merge(mine, Vote.join, "the decision to save")
-        if said.steps[0] != said.steps[1]:
-            low, high = said.steps
-            group.refuse(CheckpointError(f"ranks call save with different steps, {low} to {high}: nothing was saved"))
+        (low, one), (high, other) = said.steps
+        if low != high:
+            words = f"{low} on rank {one} and {high} on rank {other}: nothing was saved"
+            group.refuse(CheckpointError(f"ranks call save with different steps, {words}"))
         storage = ", ".join(said.asked) or ("asked for" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
@@ -513,7 +519,7 @@ class CheckpointManager:
         Raises CheckpointError if `keep` has no metric.
         """
         if not self.keep.metric:
-            raise CheckpointError("there is no best step: name a metric, Keep(best=1, metric='loss')")
+            raise CheckpointError("there is no best step: name a metric, Keep(metric='loss', mode='min')")
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:

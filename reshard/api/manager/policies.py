@@ -150,8 +150,8 @@ class Due(NamedTuple):
 class Vote(msgspec.Struct, frozen=True, array_like=True):
     """What one rank, or several, report at a step."""
 
-    steps: tuple[int, int]
-    """The lowest and the highest."""
+    steps: tuple[tuple[int, int], tuple[int, int]]
+    """The lowest and the highest, each with a rank that saves it."""
     asked: list[str]
     force: bool
     has_ended: bool

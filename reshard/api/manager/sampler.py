@@ -20,19 +20,22 @@ _CHUNK = 1 << 16
 
 @named_arguments
 class ElasticSampler(Sampler[int]):
-    """A sampler for one rank's share of each epoch. It resumes exactly, also on a different number of ranks.
+    """A sampler for one rank's share of each epoch. It resumes exactly, also on a different number
+    of ranks.
 
-    All parts use the same order of the data set and take samples in turn. If they have taken the same number of
-    batches, the samples taken so far are a prefix of that order, and its length is the state. The state is the same on
-    all ranks and does not depend on their number. No sample is lost or repeated.
+    All parts use the same order of the data set and take samples in turn. If they have taken the
+    same number of batches, the samples taken so far are a prefix of that order, and its length is
+    the state. The state is the same on all ranks and does not depend on their number. No sample is
+    lost or repeated.
 
     Args:
         size: number of samples in the data set.
-        part, parts: index of this rank's share, such as its data-parallel rank, and the number of shares. Default: the
-            rank and world size of the job.
+        part, parts: index of this rank's share, such as its data-parallel rank, and the number of
+            shares. Default: the rank and world size of the job.
         shuffle: shuffle each epoch, from `seed` and the number of the epoch.
-        tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so some parts have one
-            sample less. `"drop"`: leave out the last samples. `"repeat"`: repeat the first samples of the rest.
+        tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so
+            some parts have one sample less. `"drop"`: leave out the last samples. `"repeat"`:
+            repeat the first samples of the rest.
 
     Attributes:
         epoch, position: the common position of all parts.
@@ -67,9 +70,8 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if not self._is_counted:
-            raise LayoutError(
-                "a plain loop over the loader would repeat batches after a restart: iterate over sampler.over(loader)"
-            )
+            fix = "iterate over sampler.over(loader)"
+            raise option_error(f"a plain loop over the loader would repeat batches after a restart: {fix}", LayoutError)
         return (index for chunk in torch.split(self._own(), _CHUNK) for index in chunk.tolist())
 
     def over(self, loader: DataLoader[Any]) -> Iterator[Any]:

@@ -121,6 +121,18 @@ _VERSION = 3.0
 """What newer programs write as `checkpoint_version`; 0, where there is none, means other orders of rows."""
 
 
+_OF_MEGATRON = re.compile(
+    r"(.*\.)?(linear_(q|kv|proj|fc\d)\w*"
+    r"|embedding\.word_embeddings"
+    r"|decoder\.layers\.\d+\.mixer)\..*"
+)
+_NO_NAME = (
+    "no tensor has a name of Megatron's, only names such as {!r}, which Megatron does not load: "
+    "translate them with --names huggingface:megatron, "
+    "or in Python with mapping=ready(config, 'huggingface', 'megatron')"
+)
+
+
 def megatron_form(
     found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
 ) -> Contents:
@@ -142,11 +154,12 @@ def megatron_form(
         {path: contents.objects[key] for path, key in beside.items() if key in contents.objects},
         {path[1:]: kind for path, kind in contents.containers.items() if path[:1] == ("common",) and len(path) > 1},
     )
-    notes: list[str] = []
+    notes = [] if any(map(_OF_MEGATRON.fullmatch, found.model)) else [_NO_NAME.format(next(iter(found.model)))]
     if found.state:
         own_experts = _own_experts(found, Hints(hints))
         step = _step(found)
-        groups, notes = groups_to_save(found, own_experts)
+        groups, more_notes = groups_to_save(found, own_experts)
+        notes += more_notes
         _check_groups(found, groups, what)
         more, further = _states(found, stacks, tied, widen)
         tensors.update(more)

@@ -222,5 +222,7 @@ def test_names_of_other_libraries_for_waiting_are_told_the_name_here(name: str, 
     with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
         with pytest.raises(AttributeError, match=r"no attribute 'wait_until_finished': wait\(\) waits for saves"):
             manager.wait_until_finished()  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match=r"no attribute 'load': restore\(state\) fills a state$"):
+            manager.load({})  # type: ignore[attr-defined]
         with pytest.raises(AttributeError, match="did you mean 'best_step'"):
             manager.best_steps()  # type: ignore[attr-defined]

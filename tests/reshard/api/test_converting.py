@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import reshard
 from planners.errors import PlanError
 from planners.geometry.topologies import Topology, fsdp
-from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, NormalizationError, ReshardError
+from reshard.errors import (
+    CheckpointError,
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    NormalizationError,
+    OptionError,
+    ReshardError,
+)
 from reshard.formats.safetensors import SafetensorsWriter
 from reshard.mapping import Mapping, Transpose
 from reshard.state import count_objects
@@ -148,6 +156,17 @@ def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
         assert_same(by_path(torch.load(tmp_path / "last.pt", weights_only=True)), by_path(every_dtype()))
     if format == "native":
         assert reshard.verify(there).ok
+
+
+def test_a_state_and_a_folder_in_place_of_paths_are_told_what_to_pass(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    words = r"^convert reads a checkpoint, got a state: save it first, reshard.save\(state, path\), and pass the path$"
+    with pytest.raises(OptionError, match=words):
+        reshard.convert(state, tmp_path / "out")  # type: ignore[arg-type]
+    reshard.save(state, tmp_path / "there")
+    with pytest.raises(FormatError, match=r"there is a folder, but torch_save writes one file: give its path$"):
+        reshard.convert(tmp_path / "there", tmp_path / "there", format="torch_save", overwrite=True)
+    reshard.convert(reshard.open(tmp_path / "there"), tmp_path / "there.pt", format="torch_save")
 
 
 def test_torch_loads_the_file(saved: Path, tmp_path: Path) -> None:

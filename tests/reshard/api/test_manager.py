@@ -65,14 +65,14 @@ def value_at(root: Any, step: int | None = None) -> tuple[Any, float]:
 KEPT = [
     (Keep(), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "all"),
     (Keep(last=2), {8, 9}, "the newest"),
-    (Keep(best=1, metric="loss"), {4, 9}, "the best, and the newest to continue from"),
+    (Keep(best=1, metric="loss", mode="min"), {4, 9}, "the best, and the newest to continue from"),
     (Keep(every=4), {4, 8, 9}, "multiples, and the newest"),
     (Keep(metric="loss", mode="max"), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "no number of best ones is all"),
     (Keep(last=20), {1, 2, 3, 4, 5, 6, 7, 8, 9}, "fewer than may stay"),
     (Keep(last=1, every=4), {4, 8, 9}, "multiples for ever"),
-    (Keep(last=1, best=2, metric="loss"), {2, 4, 9}, "the lowest; of equal ones the newest"),
+    (Keep(last=1, best=2, metric="loss", mode="min"), {2, 4, 9}, "the lowest; of equal ones the newest"),
     (Keep(last=1, best=2, metric="loss", mode="max"), {1, 7, 9}, "the highest"),
-    (Keep(last=1, best=3, metric="acc"), {3, 9}, "only those that have the metric"),
+    (Keep(last=1, best=3, metric="acc", mode="min"), {3, 9}, "only those that have the metric"),
 ]
 
 
@@ -379,7 +379,7 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The record has metrics, and not what `Keep` keeps: the best step was removed without a word."""
-    run(tmp_path / "run", [1, 2, 3], lambda step: {"loss": step}, keep=Keep(last=2, best=1, metric="loss"))
+    run(tmp_path / "run", [1, 2, 3], lambda step: {"loss": step}, keep=Keep(last=2, best=1, metric="loss", mode="min"))
     reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-1")
     reshard.save({"w": torch.zeros(3)}, tmp_path / "other" / "step-2")
     reshard.prune(tmp_path / "other", keep_last=1)
@@ -641,7 +641,10 @@ POLICIES = [
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
     (lambda: Keep(best=2), "needs metric=, the name of its metric, got best=2, metric=''"),
-    (lambda: Keep(best=1, metric="x", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
+    (lambda: Keep(best=1, metric="x", mode="least"), "mode must be .*got 'least'"),  # type: ignore[arg-type]
+    (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
+    (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
+    (lambda: Keep(metric="loss"), "mode must be 'min' if low values of 'loss' are good"),  # best_step() ranks by it
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
 ]
@@ -658,7 +661,9 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
         reshard.CheckpointManager(tmp_path / "file" / "run", every=Every(steps=1))
-    manager = reshard.CheckpointManager(root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss"))
+    manager = reshard.CheckpointManager(
+        root, every=Every(steps=1), keep=Keep(last=1, best=1, metric="loss", mode="min")
+    )
     manager.save(4, state, {"loss": 1.0})
     with pytest.raises(CheckpointError, match=r"another CheckpointManager, of process .* read_only=True"):
         reshard.CheckpointManager(root, every=Every(steps=1))
@@ -711,7 +716,7 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
     tmp_path: Path, caplog: Any
 ) -> None:
     """Or the best checkpoints are removed, or nothing ever is, and nobody knows why."""
-    state, keep = {"w": torch.zeros(3)}, Keep(last=1, best=1, metric="val_loss")
+    state, keep = {"w": torch.zeros(3)}, Keep(last=1, best=1, metric="val_loss", mode="min")
     with reshard.CheckpointManager(tmp_path, every=Every(steps=2), keep=keep) as manager:
         words = (
             r"keep ranks steps by the metric 'val_loss', but metrics= has only 'loss': pass 'val_loss'. "
@@ -723,7 +728,7 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
         assert (good.unranked, caplog.records) == ("", [])
         reports = [manager.save(step, state) for step in (4, 6)]
         assert [report.unranked for report in reports] == ["val_loss"] * 2
-        assert repr(reports[0]).endswith(", without the metric (val_loss))")
+        assert repr(reports[0]).endswith(", without a metric (val_loss))")
         manager.wait()
         assert (manager.all_steps(), manager.best_step()) == ([2, 6], 2)
     told = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
@@ -733,7 +738,7 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
 
 def test_metrics_without_end_are_the_worst_and_steps_of_any_kind_are_numbers(tmp_path: Path) -> None:
     """A loss that overflows is where a run must go on from an earlier step."""
-    keep = Keep(last=1, best=2, metric="loss")
+    keep = Keep(last=1, best=2, metric="loss", mode="min")
     losses = [math.inf, 3.0, -math.inf, math.inf]
     steps = run(tmp_path / "run", np.arange(4), lambda step: {"loss": losses[step]}, keep=keep)
     assert steps == [1, 2, 3]
@@ -816,7 +821,9 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
     for mine in said:
         assert "call CheckpointManager with different options" in mine[0]
         assert "does not take base=: full_every=k lets all but one of k saves reuse data" in mine[1]
-        assert mine[2] == "CheckpointError: ranks call save with different steps, 2 to 3: nothing was saved"
+        assert mine[2] == (
+            "CheckpointError: ranks call save with different steps, 2 on rank 0 and 3 on rank 1: nothing was saved"
+        )
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' is NaN")

@@ -288,6 +288,13 @@ def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_only_folders_that_open_are_named(tmp_path: Path) -> None:
+    for name in ("repo/tests/data/one", "repo/tests/two"):
+        reshard.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(FormatError, match="to be in its subfolders repo/tests/data/one, repo/tests/two: open one"):
+        open_checkpoint(tmp_path)
+
+
 def test_mixtures_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")

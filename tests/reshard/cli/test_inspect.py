@@ -542,3 +542,10 @@ def test_a_part_of_a_name_is_answered_with_the_names_that_contain_it(say, checkp
     said = say("inspect", checkpoint, "--map", "s.0.w")
     assert said.code == 3
     assert "Names that contain it: model.layers.0.w" in said.err
+
+
+@pytest.mark.parametrize("words", [["--select", "zz*"], ["--html", "/none/x.html"]])
+def test_what_fails_prints_no_header_before(say, checkpoint, words: list[str]) -> None:
+    said = say("inspect", checkpoint, *words)
+
+    assert (said.code, said.out) == (3, "")

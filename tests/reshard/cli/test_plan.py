@@ -148,6 +148,16 @@ def test_axes_of_a_checkpoint_beside_others_are_named(say, gpt) -> None:
     assert "or only axes that the checkpoint records: dp, tp" in said.err
 
 
+def test_the_axis_of_files_is_not_offered(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(4, 4)}, tmp_path / "native")
+    torch.save({"w": torch.ones(4, 4)}, tmp_path / "model.pt")
+    reshard.convert(tmp_path / "native", tmp_path / "hf", format="safetensors")
+    for path in ("native", "model.pt", "hf"):
+        said = say("plan", tmp_path / path, "dp=2")
+        assert said.code == 2
+        assert "the checkpoint records" not in said.err
+
+
 def test_layers_over_the_stages_of_a_pipeline(say, gpt) -> None:
     import torch
 

@@ -224,3 +224,28 @@ def test_what_the_format_cannot_hold(change: Any, words: str, tmp_path: Path) ->
         reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="megatron")
     with pytest.raises(ReshardError):
         reshard.open(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of_megatron"),
+    [
+        ("model.layers.{}.self_attn.q_proj.weight", False),
+        ("model.decoder.layers.{}.self_attn.q_proj.weight", False),
+        ("gpt_neox.layers.{}.attention.query_key_value.weight", False),
+        ("decoder.layers.{}.self_attention.linear_qkv.weight", True),
+        ("decoder.layers.{}.self_attention.linear_q_down_proj.weight", True),
+        ("decoder.layers.{}.mixer.in_proj.weight", True),
+        ("vision_model.decoder.layers.{}.mlp.linear_fc1.bias", True),
+    ],
+)
+def test_names_of_which_none_is_of_megatron_are_told(
+    name: str, is_of_megatron: bool, tmp_path: Path, caplog: Any
+) -> None:
+    """Without them the result has the names of the source, stacked, which neither Megatron nor any other tool knows."""
+    reshard.save({"model": {name.format(layer): torch.ones(2, 2) for layer in range(2)}}, tmp_path / "saved")
+    with caplog.at_level("WARNING", "reshard"):
+        report = reshard.convert(tmp_path / "saved", tmp_path / "run", format="megatron")
+
+    told = [text for text in report.warnings if "--names huggingface:megatron" in text]
+    assert [is_of_megatron, told] in ([True, []], [False, told[:1]])
+    assert caplog.messages == [f"{tmp_path / 'run'}: {text}" for text in told]

@@ -150,3 +150,20 @@ def test_extra_values_are_read_however_deep_they_are(tmp_path: Path) -> None:
     extra = {"a": {"b": torch.ones(2), "c": [torch.zeros(1), 3]}}
     save_state(accelerator, tmp_path, extra)
     assert same(load_state(accelerator, tmp_path), extra)
+
+
+def test_first_mistakes_are_told_what_to_write(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from reshard.integrations.accelerate import load_state, save_state
+
+    accelerator = prepared()
+    for call in (save_state, load_state):
+        with pytest.raises(ReshardError, match=r"^the accelerator is the first argument, got '.*run'$"):
+            call(str(tmp_path / "run"), accelerator)
+        with pytest.raises(ReshardError, match=r"0 models.*: call prepare\(model, optimizer\) first"):
+            call(Accelerator(cpu=True), tmp_path / "run")
+    accelerator.save_state(str(tmp_path / "old"))
+    words = "was written by Accelerate: convert it once, see docs/migrate/from-accelerate.md$"
+    with pytest.raises(ReshardError, match=words):
+        load_state(accelerator, tmp_path / "old")

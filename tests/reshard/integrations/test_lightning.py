@@ -256,7 +256,7 @@ def test_a_run_that_is_preempted_saves_and_ends(tmp_path: Path, by_signal: bool)
 
 
 def test_the_best_steps_stay(tmp_path: Path) -> None:
-    keep = reshard.Keep(last=1, best=1, metric="loss")
+    keep = reshard.Keep(last=1, best=1, metric="loss", mode="min")
 
     losses, manager = train(tmp_path / "run", every=reshard.Every(steps=1), keep=keep)
 
