@@ -114,15 +114,7 @@ def load(
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
         options = LoadOptions(
-            strict,
-            dtype_policy,
-            mapping,
-            dry_run,
-            check,
-            read_once,
-            threads,
-            memory_budget_bytes,
-            progress,
+            strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
         )
         return load_with(group, state_dict, path, options, process_group)
 

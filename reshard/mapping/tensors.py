@@ -118,7 +118,12 @@ def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
     for chunk, _ in source.meeting(hull):
         ranges = []  # of the strip's own indexes, those that the chunk has
         for start, n, step, low, high in zip(
-            strip.start, strip.counts, strip.steps, chunk.box.offsets, chunk.box.stops, strict=True
+            strip.start,
+            strip.counts,
+            strip.steps,
+            chunk.box.offsets,
+            chunk.box.stops,
+            strict=True,
         ):
             ranges.append((max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step))))
         if all(first < stop for first, stop in ranges):

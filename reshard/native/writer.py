@@ -115,7 +115,12 @@ class NativeWriter(FormatWriter):
         """Publish the manifest."""
         contents = self.contents
         census = GlobalState(
-            self.plan.layout, self.objects, contents.paths, contents.containers, contents.aliases, self._table
+            self.plan.layout,
+            self.objects,
+            contents.paths,
+            contents.containers,
+            contents.aliases,
+            self._table,
         )
         rank_of = {file.name: file.rank for file in self.files}
         written = {

@@ -267,7 +267,13 @@ class Tier:
         group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
         check_arguments(verb, state, self.settings.folder)
         job, self._incarnation = _KeepJob.begin(
-            self.settings, state, step, options, group, self._meet(group), self._incarnation
+            self.settings,
+            state,
+            step,
+            options,
+            group,
+            self._meet(group),
+            self._incarnation,
         )
         return job
 
