@@ -87,9 +87,6 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1:
         raise TypeError(_half(what, half[0])) from None
-    if what == "CheckpointManager" and "every" not in given:
-        fix = "such as every=reshard.Every(steps=500). To only read, call reshard.load(state, folder)"
-        raise TypeError(f"{what}() needs every=, {fix}") from None
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

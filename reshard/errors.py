@@ -169,10 +169,10 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a short repr for a message; of a dict, and of what has tensors, only the class."""
-    text = f"{value!r:.80}"
-    has_tensors = isinstance(value, Mapping) or "tensor(" in text
-    return f"a {type(value).__name__}" if has_tensors else text
+    """Return a short repr for a message; of a dict, and of what has tensors or many lines, only the class."""
+    text, name = f"{value!r:.80}", type(value).__name__
+    is_long = isinstance(value, Mapping) or "tensor(" in text or "\n" in text
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}" if is_long else text
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:

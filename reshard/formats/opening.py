@@ -458,7 +458,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
-    hint += " Their names have no step number; reshard.latest_complete finds the newest native one." * bool(nested)
+    if nested and not any(re.search(r"\d$", folder) for folder in nested):
+        hint += " Their names have no step number; reshard.latest_complete finds the newest native one."
     some = format_some(sorted(names))
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "

@@ -178,7 +178,7 @@ class ReshardCheckpoint(CheckpointCallback):
             return
         self._step, name = trainer.global_step, self.manager.keep.metric
         metric = trainer.callback_metrics.get(name) if name else None
-        metrics = {} if metric is None or metric.isnan() else {name: metric}
+        metrics = {} if metric is None else {name: metric}
         if self.manager.save(self._step, self._state, metrics).preempted:
             trainer.should_stop = True
 

@@ -368,6 +368,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
         (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .*=$"),
         (lambda: reshard.open("c", 5), r"^open\(\) takes only path by .*: pass all others by name, such as step=$"),
+        (lambda: reshard.get_model_state_dict(NET, torch.optim.SGD(NET.parameters())), r"also got an? SGD: pass all"),
         (lambda: reshard.prune("c", 5), r"^prune\(\) takes only folder by position, .* got 5: .* such as keep_last=$"),
         (lambda: reshard.prune("c", keep=5), r"'keep': did you mean 'keep_last'\?$"),
         (lambda: reshard.open(checkpoint_id="c"), r"'checkpoint_id': pass the path without a name: .*, open\(path\)$"),

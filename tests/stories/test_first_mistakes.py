@@ -187,6 +187,9 @@ def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None
     with pytest.raises(FormatError, match=r"subfolders x, y: open one of these. Their names have no step number; resh"):
         reshard.open(tmp_path)
     assert reshard.steps(tmp_path / "x") == reshard.steps(tmp_path / "none") == []
+    reshard.save(STATE, tmp_path / "above" / "run" / "step-2")
+    with pytest.raises(FormatError, match=r"subfolders run/step-2: open one of these\. It contains"):
+        reshard.open(tmp_path / "above")
 
 
 def test_a_glob_that_saves_nothing_is_shown_the_keys(tmp_path: Path) -> None:

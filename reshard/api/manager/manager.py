@@ -99,6 +99,13 @@ class RestoreReport(Tabled):
         )
 
 
+def _given(every: Every | None, read_only: bool) -> Every:
+    if every is None and not read_only:
+        fix = "such as every=reshard.Every(steps=500). To only read, pass read_only=True"
+        raise TypeError(f"CheckpointManager() needs every=, {fix}")
+    return every or Every(steps=1)
+
+
 class CheckpointManager:
     """Save, remove, and restore the checkpoints of a training run below `root`.
 
@@ -121,7 +128,7 @@ class CheckpointManager:
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in
             `step-<number>`.
-        every: when to save a step to storage.
+        every: when to save a step to storage; required unless `read_only`.
         keep: which steps to retain in storage.
         memory: also save steps to the memory of hosts, see docs/elastic.md.
         memory_every: when to do so; required with `memory`.
@@ -150,7 +157,7 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        every: Every,
+        every: Every | None = None,
         keep: Keep = _KEEP_ALL,
         memory: Tier | None = None,
         memory_every: Every | None = None,
@@ -165,7 +172,8 @@ class CheckpointManager:
         **options: Unpack[SaveKeywords],
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
-        self.root, self.every, self.keep, self.preemption = absolute(path_text(root)), every, keep, preemption
+        self.root, self.every = absolute(path_text(root)), _given(every, read_only)
+        self.keep, self.preemption = keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._ask_every = full_every, background, ask_every
         self._bytes_per_s = bytes_per_s
@@ -238,12 +246,11 @@ class CheckpointManager:
                 `load_state_dict`, generators, tensors, and plain values. Wrap what differs between
                 ranks, such as a data loader, in `reshard.PerRank`.
             metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count. Leave them out at
-                steps without the metric of `Keep`.
+                steps without the metric of `Keep`. A step whose metric is NaN is never the best.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
-            OptionError: the step is not a whole number, a metric is NaN, or metrics lack that of
-                `Keep`.
+            OptionError: the step is not a whole number, or metrics lack that of `Keep`.
             CheckpointError: the step is smaller than an earlier one, or the manager is closed.
                 Nothing was saved, and earlier steps are unchanged.
         """
@@ -325,7 +332,7 @@ class CheckpointManager:
         self._settle("storage")
         group = self._group()
         with group.together("CheckpointManager.save"):
-            based, unranked = None, "" if metrics else self.keep.metric
+            based, unranked = None, "" if self.keep.metric in metrics else self.keep.metric
             if self._claim is not None:
                 self._claim.check()
                 if not self._is_tidy:  # a job killed before it removed older steps has left them
@@ -335,8 +342,8 @@ class CheckpointManager:
                 if unranked and not self._has_warned:
                     self._has_warned = True
                     _log.warning(
-                        "%s: step %d is saved without metrics, so it is not one of the best steps by %r. Pass "
-                        "metrics={%r: ...} to save()", self.root, step, unranked, unranked,
+                        "%s: step %d is saved without the metric %r, or with NaN, so it is not one of the best steps",
+                        self.root, step, unranked,
                     )  # fmt: skip
             based, unranked = group.share((based, unranked), kind=tuple[bool | None, str])
             taken = LiveObjects(state).state

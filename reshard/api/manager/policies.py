@@ -184,7 +184,10 @@ def checked_step(step: object) -> int:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:
-    """Return numbers by name. Raises OptionError for other values, and for metrics without the `wanted` one."""
+    """Return numbers by name, without those that are NaN: no step is better or worse by them.
+
+    Raises OptionError for other values, and for metrics without the `wanted` one.
+    """
     if not isinstance(metrics, Mapping | None):
         raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r:.80}")
     found = {}
@@ -193,11 +196,6 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"metric {name!r} must be a number, got {value!r:.80}") from error
-        if math.isnan(number):
-            raise OptionError(
-                f"metric {name!r} is NaN, which is neither better nor worse than anything: nothing was saved at this "
-                "step. Leave the metric out to save without it, or check why training diverged"
-            )
         found[str(name)] = number
     if wanted and found and wanted not in found:
         raise OptionError(
@@ -205,4 +203,4 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
             f"{', '.join(map(repr, found))}: pass {wanted!r}. Nothing was saved at this step. At steps without it, "
             "leave metrics= out"
         )
-    return found
+    return {name: number for name, number in found.items() if not math.isnan(number)}
