@@ -169,10 +169,11 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a short repr for a message; of a dict, and of what has tensors, only the class."""
+    """Return a short repr for a message; only the class of a dict, and of what has tensors or several lines."""
     text = f"{value!r:.80}"
-    has_tensors = isinstance(value, Mapping) or "tensor(" in text
-    return f"a {type(value).__name__}" if has_tensors else text
+    if isinstance(value, Mapping) or "tensor(" in text or "\n" in text:
+        return f"a {type(value).__name__}"
+    return text
 
 
 def format_names(names: Collection[str], limit: int = 3) -> str:
