@@ -72,6 +72,7 @@ _ELSEWHERE = {
     "to_html": "plans, checkpoints, and comparisons have it: plan.to_html()",
     "inspect": "reshard.open(path) reads a checkpoint without a model",
     "latest_checkpoint": "reshard.latest_complete(folder) returns its path",
+    "Manager": "reshard.CheckpointManager saves and restores the checkpoints of a run",
 }
 """Names that other libraries have for what is called otherwise here."""
 

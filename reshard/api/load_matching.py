@@ -551,8 +551,8 @@ class Mismatches:
         fixes = []
         if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
             fixes.append(
-                "shapes are those of full tensors: pass a shard as the DTensor, not as to_local(). The rule Resize of "
-                "reshard.mapping pads or crops"
+                "if the target is a shard from to_local(), pass its DTensor. In mapping=, "
+                "reshard.mapping.Resize pads or crops full tensors"
             )
         if dtypes := [line for line in self.mismatched if "but the target is" in line]:
             cast = "" if any(DROPS in line for line in dtypes) else "dtype_policy='cast' converts, "

@@ -72,7 +72,7 @@ def save(
 
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
-        path: a local folder, a URL, or a `Storage`, the same for all ranks and visible to all.
+        path: a local folder, URL, or `Storage`, the same on all ranks, and accessible to all.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins

@@ -88,7 +88,7 @@ def convert(
     step: Step = None,
     workers: Workers = 1,
     on: On = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a TARGET of this format.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing TARGET of this format.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
@@ -177,10 +177,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         )
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
-        (
-            f"omitted (no place in {report.format} files or canonical names)",
-            list(report.omitted),
-        ),
+        (f"omitted ({report.format} cannot store them, or they have no canonical name)", list(report.omitted)),
         ("not renamed by --names", kept),
         ("note", list(report.warnings)),
     ):

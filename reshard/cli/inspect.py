@@ -34,7 +34,7 @@ _Map = Annotated[
         "--map",
         metavar="NAME",
         autocompletion=tensor_names,
-        help="Draw which rank holds which part.",
+        help="Draw which rank holds which part of this tensor.",
     ),
 ]
 _Histograms = Annotated[

@@ -463,8 +463,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     some = format_some(sorted(names))
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
-        f"Known formats are {known}. A folder "
-        "must have the files that the framework wrote, under their own names"
+        f"Known formats are {known}. "
+        "Files must keep the names that the framework gave them"
     )
 
 

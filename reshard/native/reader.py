@@ -22,7 +22,6 @@ from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
 from reshard.native.manifest import (
-    CLAIM,
     GENERATION,
     MANIFEST,
     FileRecord,
@@ -102,8 +101,8 @@ def open(files: Files) -> Contents:
     if MANIFEST not in names:
         if left := without_claim(names):
             raise CorruptCheckpointError(
-                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since {left[-1]} has no {CLAIM} "
-                "of a killed or running save. Restore it, or load another checkpoint"
+                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since "
+                f"{left[-1]} belongs to no running or killed save. Restore it, or load another checkpoint"
             )
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"

@@ -463,7 +463,7 @@ def refuse_unjoined() -> None:
     if size.isdecimal() and int(size) > 1:
         raise ReshardError(
             f"this is one of {size} processes (WORLD_SIZE={size} in the environment), but torch.distributed is "
-            "not initialized, so each process would act alone and overwrite the others: call "
+            "not initialized, so each process would act alone, and saves would collide: call "
             "torch.distributed.init_process_group() first. If this process is meant to act alone, pass "
             "alone=True (no_dist=True in reshard.dcp), or unset WORLD_SIZE"
         )

@@ -272,7 +272,7 @@ class TestKeys:
             "step",
             "saved with shape [5, 7], but the target has [5, 6]",
             "saved as bfloat16, but the target is float32",
-            "  fix: shapes are those of full tensors: pass a shard as the DTensor, not as to_local().",
+            "  fix: if the target is a shard from to_local(), pass its DTensor.",
         ):
             assert part in text
         assert target["model"]["wide"].abs().sum() == 0

@@ -36,7 +36,7 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "omitted (no place in safetensors files or canonical names)" in said.out
+    assert "omitted (safetensors cannot store them, or they have no canonical name)" in said.out
     assert "step" in said.out
 
 
