@@ -122,6 +122,7 @@ _OF_OTHERS = {
     "no_dist": "write alone=True",
     "allow_partial_load": "write strict=False",
     "device": "tensors are filled on the device they are on",
+    "compress": "data are stored uncompressed",
     "format": "reshard.save writes its own format; reshard.convert(path, target, format=...) writes others",
     "blocking": "reshard.async_save saves in the background",
     "use_async": "reshard.async_save saves in the background",

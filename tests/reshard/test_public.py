@@ -365,6 +365,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
             lambda: reshard.save({}, "c", format="dcp"),
             r"'format': .*; reshard.convert\(path, target, format=...\) writes",
         ),
+        (lambda: reshard.save({}, "c", compress=True), r"'compress': data are stored uncompressed$"),
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
         (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .*=$"),
         (lambda: reshard.open("c", 5), r"^open\(\) takes only path by .*: pass all others by name, such as step=$"),
