@@ -66,8 +66,7 @@ def verify(
         right = ""
         if (covered := report.covered) is not None:
             same = against if report.ok else None
-            left = covered.leaves_open.replace("unchecked: the format", "the format")
-            right = "; ".join(filter(None, (_verdict(covered, same), left)))
+            right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open)))
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), given), style="red")
         print_report(report, right=right, path=given)
@@ -108,10 +107,7 @@ def _verdict(covered: Coverage, against: str | None) -> str:
     if covered.is_full:
         return f"complete: {total} of values verified{same}. The format has no checksum of names, shapes, and objects"
     if not covered.checked_bytes:
-        return (
-            f"complete: {total} of values read, none verified{same}"
-            f"{'' if covered.leaves_open else ': they have no checksums'}"
-        )
+        return f"complete: {total} of values read, none verified{same}. A changed value would not be detected"
     return (
         f"complete: {total} of values read, {checked} of them verified{same}. The rest has no checksums, so a changed "
         "value would not be detected"

@@ -276,7 +276,7 @@ def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
         FormatError, match=r"not a checkpoint in a known format. It contains notes.txt. Known formats are native, "
     ):
         open_checkpoint(tmp_path)
-    with pytest.raises(FormatError, match=r" dcp, safetensors, torch_save, .*\. A folder must have the files"):
+    with pytest.raises(FormatError, match=r" dcp, safetensors, torch_save, .*\. Files must keep the names"):
         open_checkpoint(tmp_path / "notes.txt")
 
 
