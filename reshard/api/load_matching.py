@@ -302,7 +302,7 @@ def match_keys(
     if unknown:
         key, name = unknown[0], mapping[unknown[0]]
         meant = did_you_mean(key, targets.paths) or "."
-        turned = f". Swap them: {{{name!r}: {key!r}}}" if name in targets.paths and key in checkpoint else ""
+        turned = f". Swap them: {{{name!r}: {key!r}}}" if name in targets.paths and key in match.names else ""
         raise KeyMismatchError(
             f"the mapping names {key!r}, which the state to load into does not have{meant} "
             f"mapping= goes from keys of the state to names in the checkpoint{turned}"

@@ -458,7 +458,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
-    if nested and not any(re.search(r"\d$", folder) for folder in nested):
+    if nested and not any(step_of(folder.rpartition("/")[2]) for folder in nested):
         hint += " Their names have no step number; reshard.latest_complete finds the newest native one."
     some = format_some(sorted(names))
     raise FormatError(

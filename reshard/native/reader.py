@@ -66,6 +66,7 @@ class Share(NamedTuple):
 
 ALL = Share(0, 1)
 _MAX_HEADER_BYTES = 1 << 30
+"""A manifest that says more is damaged."""
 _MOST_NAMES, _MOST_PLACES = 3, 16
 """How many tensors an error names, and at how many places it looks for them."""
 

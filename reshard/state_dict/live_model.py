@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
 from planners.units import format_some
-from reshard.errors import NormalizationError, option_error
+from reshard.errors import NormalizationError, format_value, option_error
 from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, is_flat
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
@@ -45,7 +45,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
-            raise NormalizationError(f"Stage takes the module of a pipeline stage, got {self.module!r:.80}")
+            raise NormalizationError(f"Stage takes the module of a pipeline stage, got {format_value(self.module)}")
         for name, offset in self.offsets.items():
             if type(offset) is not int or offset < 0:
                 raise NormalizationError(f"offset of {name!r} in a stage must be an integer >= 0, got {offset!r:.80}")

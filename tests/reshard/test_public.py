@@ -576,11 +576,16 @@ def test_of_several_prefixes_all_ranks_tell_the_same(tmp_path) -> None:
     assert dict(found.names) == {"a": "rr.a", "b": "rr.b"}
 
 
-def test_another_top_level_key_is_told(tmp_path) -> None:
+def _stepped() -> torch.optim.Optimizer:
+    """An optimizer that has state."""
     optimizer = torch.optim.Adam(NET.parameters())
     NET(torch.ones(1, NET.in_features)).sum().backward()
     optimizer.step()
-    model, optim = reshard.get_state_dict(NET, optimizer)
+    return optimizer
+
+
+def test_another_top_level_key_is_told(tmp_path) -> None:
+    model, optim = reshard.get_state_dict(NET, _stepped())
     reshard.save({"model": model, "optimizer": optim}, tmp_path / "c")
 
     with pytest.raises(KeyMismatchError) as error:
@@ -592,9 +597,7 @@ def test_another_top_level_key_is_told(tmp_path) -> None:
 
 
 def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
-    optimizer = torch.optim.Adam(NET.parameters())
-    NET(torch.ones(1, NET.in_features)).sum().backward()
-    optimizer.step()
+    optimizer = _stepped()
     model, optim = reshard.get_state_dict(NET, optimizer)
     reshard.save({"model": model, "optim": optim}, tmp_path / "c")
 

@@ -26,7 +26,14 @@ from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save
 from reshard.api.task_shares import absolute
 from reshard.arguments import no_attribute, options_of, renamed, with_options
-from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, OptionError, ReshardError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    OptionError,
+    ReshardError,
+    format_value,
+)
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text
@@ -64,7 +71,7 @@ class StepReport(Tabled):
     is_saved: bool = False
     """True if an earlier call saved the step to storage, so this one did not."""
     unranked: str = ""
-    """The metric of `Keep` if the step was saved to storage without it: it is not one of the best steps."""
+    """The metric of `Keep` if the step was saved to storage without it, or with NaN: it is not one of the best."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -99,7 +106,7 @@ class RestoreReport(Tabled):
         )
 
 
-def _given(every: Every | None, read_only: bool) -> Every:
+def _schedule(every: Every | None, read_only: bool) -> Every:
     if every is None and not read_only:
         fix = "such as every=reshard.Every(steps=500). To only read, pass read_only=True"
         raise TypeError(f"CheckpointManager() needs every=, {fix}")
@@ -172,7 +179,7 @@ class CheckpointManager:
         **options: Unpack[SaveKeywords],
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
-        self.root, self.every = absolute(path_text(root)), _given(every, read_only)
+        self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
         self.keep, self.preemption = keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._ask_every = full_every, background, ask_every
@@ -226,7 +233,7 @@ class CheckpointManager:
         }
         for name, (its, kind, words) in wanted.items():
             if not isinstance(its, kind):
-                raise OptionError(f"{name} must be {words}, got {its!r:.80}")
+                raise OptionError(f"{name} must be {words}, got {format_value(its)}")
         if (self._memory is None) != (self._memory_every is None):
             raise OptionError("pass every= for saves to storage, and memory_every= if you pass memory=")
         for name in ("full_every", "ask_every"):

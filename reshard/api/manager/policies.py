@@ -17,7 +17,7 @@ import msgspec
 
 from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
-from reshard.errors import OptionError
+from reshard.errors import OptionError, format_value
 
 __all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics", "checked_step"]
 
@@ -189,7 +189,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
     Raises OptionError for other values, and for metrics without the `wanted` one.
     """
     if not isinstance(metrics, Mapping | None):
-        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {metrics!r:.80}")
+        raise OptionError(f"metrics must be a dict, such as {{'loss': 0.5}}, got {format_value(metrics)}")
     found = {}
     for name, value in (metrics or {}).items():
         try:
