@@ -87,14 +87,15 @@ def inspect(
         checkpoint = open_damaged(path, step=step)
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
-    problems, run, whole = [show.as_given(it, path) for it in checkpoint.problems()], checkpoint.run, checkpoint
-    if drawn is not None:
-        raise _draw(checkpoint, drawn, problems, legend)
+    whole, run = checkpoint, checkpoint.run
     if select:
         checkpoint = selected(checkpoint, select)
     if is_shown and html is None:
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
+    problems = [show.as_given(it, path) for it in whole.problems()]
+    if drawn is not None:
+        raise _draw(checkpoint, drawn, problems, legend)
     if html is not None:
         show.write_page(html, checkpoint.to_html(histograms=histograms, steps=_costs(run)), as_json=as_json)
     if as_json:
