@@ -88,8 +88,7 @@ def inspect(
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     whole, run = checkpoint, checkpoint.run
-    if select:
-        checkpoint = selected(checkpoint, select)
+    checkpoint = selected(whole, select) if select else whole
     if is_shown and html is None:
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
