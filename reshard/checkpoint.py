@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             try:
                 stored = self.contents.tensors[name]
                 # equal where chunks have equal boxes
-                geometry = stored.chunks.geometry if isinstance(stored.chunks, LazyChunks) else None
+                geometry = stored.found.geometry if isinstance(stored.found, LazyChunks) else None
                 if geometry not in whole:
                     check_cover(stored)
                     whole |= {geometry} - {None}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import FormatError
 
 __all__ = [
-    "NUMBERED", "IntKey", "KeyPath", "State", "count_objects", "is_selected", "key_of", "path_from_json",
-    "path_to_json", "plain_key",
+    "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "count_objects", "is_selected", "key_of",
+    "path_from_json", "path_to_json", "plain_key",
 ]  # fmt: skip
 
 
@@ -20,6 +21,18 @@ T = TypeVar("T", covariant=True)
 
 NUMBERED = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
 """Keys of an optimizer's state by the number of a parameter, as `optimizer.state_dict()` has them."""
+
+
+class cached_property(functools.cached_property[T]):
+    """For what is asked of each tensor: before Python 3.12, that of functools takes a lock."""
+
+    if not TYPE_CHECKING:
+
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return self
+            value = instance.__dict__[self.attrname] = self.func(instance)
+            return value
 
 
 # A path says how a value is reached: text for a string key of a dict, `IntKey` for an int key, a

@@ -128,7 +128,7 @@ class Box(_BoxFields):
         (outer, extents), (inner, extents_) = self, other
         if len(extents) != len(extents_):
             raise self._of_other_ndim(other)
-        if 0 in extents_:
+        if 0 in extents_ or (outer == inner and extents == extents_):
             return True
         return all(map(le, outer, inner)) and all(map(le, map(add, inner, extents_), map(add, outer, extents)))
 

@@ -41,11 +41,8 @@ class Window:
     @classmethod
     def row_major(cls, offset: int, sizes: Sequence[int], itemsize: int) -> Window:
         """Return the window of a contiguous array whose first byte is at `offset`."""
-        strides, step = [], itemsize
-        for size in reversed(sizes):
-            strides.append(step)
-            step *= max(size, 1)
-        return cls(offset, tuple(sizes), tuple(reversed(strides)), itemsize)
+        shape = tuple(sizes)
+        return cls(offset, shape, _row_major_strides(shape, itemsize), itemsize)
 
     @property
     def numel(self) -> int:
@@ -141,6 +138,15 @@ class Window:
 
 
 @lru_cache(maxsize=1024)  # a state has few shapes
+def _row_major_strides(sizes: Shape, itemsize: int) -> Shape:
+    strides, step = [], itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=1024)
 def _runs(sizes: Shape, strides: Shape, itemsize: int) -> tuple[int, Shape, Shape]:
     """Bytes of a run, counts, and strides."""
     if 0 in sizes:

@@ -627,14 +627,11 @@ class StateLayout(Mapping[str, TensorLayout]):
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
         """Raises PlanError if a key differs from its tensor's name, or if `world_size` is too small."""
         self._tensors = dict(tensors)
-        least = 1
-        seen: set[int] = set()
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
-            if id(layout.form) not in seen:
-                seen.add(id(layout.form))
-                least = max(least, layout.form.world_size)
+        forms = {id(layout.form): layout.form for layout in self._tensors.values()}
+        least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:
             raise PlanError(f"the tensors need {least} ranks, but world_size is {world_size}")
         self.world_size = least if world_size is None else world_size

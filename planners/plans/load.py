@@ -128,9 +128,10 @@ class LoadPlan(Plan[ReadItems]):
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
         """Return all that the plan of a tensor depends on except names. Tensors with equal keys share one plan."""
-        view = self.views.get(fqn)
-        saved = tuple(self.saved[source].geometry_key for source in self.sources(fqn))
-        return self.wanted[fqn].geometry_key, None if view is None else view.geometry, saved
+        wanted, view = self.wanted[fqn].geometry_key, self.views.get(fqn)
+        if view is None:
+            return wanted, self.saved[fqn].geometry_key
+        return wanted, view.geometry, tuple(self.saved[source.fqn].geometry_key for source in view.sources)
 
     def saved_itemsize(self, fqn: str) -> int:
         """Return the bytes per element of a target tensor, as saved."""
@@ -284,17 +285,17 @@ def _unfit(
     saved: StateLayout, wanted: StateLayout, views: Mapping[str, View], allow_cast: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (wanted name, what is wrong) of tensors that are not saved, or with another shape or dtype."""
-    hints = 20
-    for fqn, layout in wanted.items():
+    hints, specs = 20, saved.specs
+    for fqn, spec in wanted.specs.items():
         view = views.get(fqn)
-        if view is not None and (differs := _difference(view.spec, layout.spec, allow_cast)):
+        if view is not None and (differs := _difference(view.spec, spec, allow_cast)):
             yield fqn, f"is made by a view {differs}"
-        for source in (layout.spec,) if view is None else view.sources:
-            what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", saved.get(source.fqn)
+        for source in (spec,) if view is None else view.sources:
+            what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", specs.get(source.fqn)
             if other is None:
                 yield fqn, f"{what} not saved{did_you_mean(source.fqn, saved) if hints > 0 else ''}"
                 hints -= 1
-            elif differs := _difference(other.spec, source, allow_cast and view is None):
+            elif differs := _difference(other, source, allow_cast and view is None):
                 yield fqn, f"{what} saved {differs}"
 
 

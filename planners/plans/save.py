@@ -77,7 +77,9 @@ class SavePlan(Plan[WriteItems]):
         for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
             felt = loads if ranks_per_host is None else _felt(loads, ranks_per_host)
             assigned = assign(layout[names[0]], tuple(names), felt, divide_above_bytes)
-            np.add.at(loads, assigned.ranks, assigned.bytes_by_entry())
+            unit_bytes = assigned.chunks.sizes.prod(axis=1) * assigned.itemsize // assigned.units
+            units = assigned.ends - assigned.begins
+            np.add.at(loads, assigned.ranks, units * np.repeat(unit_bytes, np.diff(assigned.chunks.indptr)))
             assignments.append(assigned)
         self.assignments = tuple(assignments)
         self._place = {fqn: (assigned, t) for assigned in assignments for t, fqn in enumerate(assigned.names)}
@@ -285,12 +287,6 @@ class Assignment:
     _near: dict[Box, tuple[int, ...]] = field(default_factory=dict)
     _writers: dict[Box, tuple[tuple[int, Box], ...]] = field(default_factory=dict)
     _boxes: dict[int, tuple[tuple[Box, Box], ...]] = field(default_factory=dict)
-
-    def bytes_by_entry(self) -> Ints:
-        """Bytes that each entry writes."""
-        unit_bytes = self.chunks.sizes.prod(axis=1) * self.itemsize // self.units
-        counts = np.diff(self.chunks.indptr)
-        return np.asarray((self.ends - self.begins) * np.repeat(unit_bytes, counts), dtype=np.int64)
 
     @cached_property
     def begins(self) -> Ints:

@@ -360,7 +360,7 @@ def _landings(
         read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
         return [
             as_array(local)
-            if local.dtype == saved and local.device.type == "cpu" and not local.is_conj() and not local.is_neg()
+            if local.dtype == saved and local.is_cpu and not local.is_conj() and not local.is_neg()
             else Staged(local, saved, uploads if uploads.take_in(local.device) else None)
             for local in read
         ]

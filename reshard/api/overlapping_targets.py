@@ -58,20 +58,23 @@ def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
     if tensor.is_meta:
         return
     for local in tensor.local:
-        if not local.numel():
-            continue
-        dense = local.is_contiguous()  # nearly always
-        reach = local.numel() - 1 if dense else 0  # of the elements along the dims of smaller strides
-        for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if not dense else ():
-            if size > 1 and stride <= reach:
-                raise LayoutError(
-                    f"the target {tensor.key!r} has several elements at one memory address (shape "
-                    f"{list(local.shape)}, strides {list(local.stride())}), as after expand(): fill a copy "
-                    "of it, made by .clone()"
-                )
-            reach += stride * (size - 1)
-        start = local.data_ptr()
-        yield _MemorySpan(str(local.device), start, start + (reach + 1) * local.element_size(), tensor.key, local)
+        if local.numel():
+            reach = local.numel() if local.is_contiguous() else _reach(tensor.key, local)
+            start = local.data_ptr()
+            yield _MemorySpan(str(local.device), start, start + reach * local.element_size(), tensor.key, local)
+
+
+def _reach(key: str, local: torch.Tensor) -> int:
+    """From the first to behind the last element in memory, counted in elements."""
+    reach = 0  # of the elements along the dims of smaller strides
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise LayoutError(
+                f"the target {key!r} has several elements at one memory address (shape {list(local.shape)}, strides "
+                f"{list(local.stride())}), as after expand(): fill a copy of it, made by .clone()"
+            )
+        reach += stride * (size - 1)
+    return reach + 1
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

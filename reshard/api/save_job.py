@@ -118,7 +118,7 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
     """The local tensors as the agreed layout counts them: those of the tensor, or one for each of
     its boxes."""
     local, fqn = tensor.local, tensor.key
-    if any(t.device.type == "meta" for t in local):
+    if any(t.is_meta for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
     if any(type(t).__name__ == "FakeTensor" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")

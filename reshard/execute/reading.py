@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from operator import sub
 from typing import Any, NamedTuple, TypeVar
@@ -156,21 +156,27 @@ def find_copies(
                 continue  # stored twice; the first one will do
             used.append(common)
             place = chunk.place
-            offsets = tuple(map(sub, common.offsets, chunk.box.offsets))
-            window = place.window if common == chunk.box else place.window.crop(Box.of(offsets, common.sizes))
+            if common.sizes != chunk.box.sizes:
+                offsets = tuple(map(sub, common.offsets, chunk.box.offsets))
+                place = place.with_window(place.window.crop(Box.of(offsets, common.sizes)))
+            window = place.window
             try:
                 place.source.check(window.offset, window.stop)
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(f"tensor {item.fqn!r}, {common}: {error}") from None
-            at = item.target if common == box else common.relative_to(box).shift(item.target.offsets)
-            index: Any = (*at.slices, ...)  # the dots make it a view, also of a 0-d array
-            copies.append(Copy(place.with_window(window), whole[index], item.fqn))
+            at = item.target if common.sizes == box.sizes else common.relative_to(box).shift(item.target.offsets)
+            copies.append(Copy(place, whole[_index_of(at)], item.fqn))
             taken += common.numel
         if taken != box.numel:
             raise CorruptCheckpointError(
                 f"tensor {item.fqn!r}: of {box}, only {taken} of {box.numel} elements are stored"
             )
     return copies
+
+
+@lru_cache(maxsize=4096)  # tensors of one geometry have the same boxes
+def _index_of(box: Box) -> Any:
+    return (*box.slices, ...)  # the dots make it a view, also of a 0-d array
 
 
 def run_copies(
@@ -280,8 +286,12 @@ def wanted_by_file(copies: Iterable[Copy]) -> dict[FileSource, Wanted]:
         source, window = copy.place.source, copy.place.window
         if not isinstance(source, FileSource) or not window.numel:
             continue
-        wanted, runs = found.setdefault(source, Wanted()), window.runs()
-        if runs.count == 1 or runs.run_bytes >= _SMALL_RUN_BYTES:
+        wanted, runs = found.get(source), window.runs()
+        if wanted is None:
+            wanted = found[source] = Wanted()
+        if runs.count == 1:
+            wanted.ranges.append((runs.offset, runs.offset + runs.run_bytes))
+        elif runs.run_bytes >= _SMALL_RUN_BYTES:
             wanted.ranges.extend((start, start + length) for start, length in runs)
         else:
             wanted.windows.append(window)

@@ -325,18 +325,18 @@ def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
     """The dtype of a tensor that is on the host in the order in which it is written, and so small
     that the call would cost more than the copy; None for others. Of these dtypes torch joins
     all."""
-    small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
+    small = tensor.is_cpu and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
 
 
 def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
     plain = not tensor.is_conj() and not tensor.is_neg()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and plain and tensor.numel():
+    if tensor.is_cpu and tensor.is_contiguous() and plain and tensor.numel():
         yield row_major_bytes(as_array(tensor))
         return
     for piece in _in_pieces(tensor, stage_bytes):
-        there = piece if piece.device.type == "cpu" else piece.contiguous()  # put in order where it is
+        there = piece if piece.is_cpu else piece.contiguous()  # put in order where it is
         yield row_major_bytes(as_array(there.cpu()))
 
 

@@ -105,7 +105,8 @@ def as_array(tensor: torch.Tensor) -> Array:
 
     A lazily conjugated or negated tensor is resolved, and then shares none.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
     itemsize = tensor.element_size()
     if itemsize == 16:
         return tensor.numpy().view(item_dtype(16))

@@ -159,7 +159,7 @@ def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
     together; None for others."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return None
-    if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
+    if not tensor.is_cpu or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
         return None
     if tensor.is_conj() or tensor.is_neg():
         return None

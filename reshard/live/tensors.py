@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
@@ -21,7 +21,7 @@ from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedSha
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.dtypes import dtype_name
 from reshard.live.tree import class_name, flatten
-from reshard.state import KeyPath, key_of
+from reshard.state import KeyPath, cached_property, key_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -327,12 +327,8 @@ def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
         return None
     if local.numel() == 0:
         return ()
-    at: tuple[Any, ...]
     try:
-        if local.device.type == "meta":
-            at = local.untyped_storage()._cdata, local.storage_offset()
-        else:
-            at = (local.data_ptr(),)
+        at = (local.untyped_storage()._cdata, local.storage_offset()) if local.is_meta else (local.data_ptr(),)
     except RuntimeError:  # tensor subclasses may have no memory of their own
         return None
     return *at, local.dtype, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()

@@ -509,8 +509,10 @@ def index_problem(native: NativeFacts) -> str | None:
 
 def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | None:
     """The file of every tensor; None unless there is one file, of full tensors."""
-    specs = plan.layout.specs
-    items = (item for rank in range(plan.world_size) for item in plan.items(rank))
-    if len(set(files.values())) != 1 or any(item.box.sizes != specs[item.fqn].shape for item in items):
+    if len(files) != 1:
         return None
-    return dict.fromkeys(specs, next(iter(files.values())))
+    for assigned in plan.assignments:
+        shape = plan.layout[assigned.names[0]].spec.shape
+        if (assigned.ends > assigned.begins).sum() > 1 or (assigned.chunks.sizes != shape).any():
+            return None
+    return dict.fromkeys(plan.layout, *files.values())

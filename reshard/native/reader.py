@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,7 +17,7 @@ from msgspec import UNSET
 from planners.errors import PlanError
 from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import Window
-from planners.geometry.layout import TensorSpec, state_from_json
+from planners.geometry.layout import TensorLayout, TensorSpec, state_from_json
 from planners.plans.save import SavePlan, plan_writes
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
@@ -263,29 +263,8 @@ class NativeFacts(Facts):
 
     def tensor(self, fqn: str) -> StoredTensor:
         """A tensor of the layout, whose chunks are found when they are asked for."""
-        tensor = self.plan.layout[fqn]
-        made: dict[Box, StoredChunk] = {}
-
-        def chunks_at(rank: int, box: Box) -> Iterator[StoredChunk]:
-            for part in self._parts(tensor.spec, rank, box):
-                if (chunk := made.get(part.box)) is None:
-                    place = partial(self._locate, tensor.spec, rank, part)
-                    chunk = made[part.box] = StoredChunk(part.box, place, rank)
-                yield chunk
-
-        def every() -> Iterator[StoredChunk]:
-            for _, chunk in tensor.chunks():
-                for rank, box in self.plan.writers(fqn, chunk):
-                    if chunk.contains(box):
-                        yield from chunks_at(rank, box)
-
-        def near(box: Box) -> Iterator[StoredChunk]:
-            for rank, found in self.plan.writers_near(fqn, box):
-                yield from chunks_at(rank, found)
-
-        # data of an earlier save may be sharded otherwise
-        geometry = None if self.manifest.tables else tensor.geometry_key
-        return StoredTensor(tensor.spec, LazyChunks(every, near, geometry), tensor)
+        layout = self.plan.layout[fqn]
+        return StoredTensor(layout.spec, _Arrays(self, layout), layout)
 
     def values_of_ranks(self, rows: Mapping[str, Any]) -> dict[int, Any]:
         """rank -> StoredTensor or plain object, out of the rows of a key."""
@@ -299,7 +278,7 @@ class NativeFacts(Facts):
         and array."""
         spec = self.plan.layout[fqn].spec
         for rank, found in self.plan.writers_near(fqn, box):
-            for part in self._parts(spec, rank, found):
+            for part in self.parts(spec, rank, found):
                 if part.box & box is None:
                     continue
                 if part.file:
@@ -328,13 +307,14 @@ class NativeFacts(Facts):
                         found[key if key in self.plan.layout else key.rpartition("#")[0]] = start, stop
         return found
 
-    def _parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
+    def parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
         """Return what makes up an array that the rank holds: itself, in the rank's own file, in
         most cases."""
-        found = self._tables[rank].get(entry_key(spec, box)) if rank in self._tables else None
-        return found or (ArrayPart(box, box),)
+        if not self.manifest.tables or rank not in self._tables:
+            return (ArrayPart(box, box),)
+        return self._tables[rank].get(entry_key(spec, box)) or (ArrayPart(box, box),)
 
-    def _locate(self, spec: TensorSpec, rank: int, part: ArrayPart) -> Extent:
+    def locate(self, spec: TensorSpec, rank: int, part: ArrayPart) -> Extent:
         size, box = spec.itemsize, part.box
         if part.file:  # of an earlier save
             record = self.files.get(part.file)
@@ -362,9 +342,42 @@ class NativeFacts(Facts):
         entry = self._headers(record.name).get(key)
         if entry is None or entry.data_offsets is None:
             raise CorruptCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
-        start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        begin, end = entry.data_offsets
+        start, stop = record.header_bytes + begin, record.header_bytes + end
         _check_within(source, record, key, start, stop)
         return source, start, stop
+
+
+class _Arrays(LazyChunks):
+    """The chunks of a tensor, as the save plan and the tables of ranks say."""
+
+    __slots__ = ("_facts", "_layout", "_made")
+
+    def __init__(self, facts: NativeFacts, layout: TensorLayout) -> None:
+        self._facts, self._layout = facts, layout
+        self._made: dict[Box, StoredChunk] = {}
+
+    @property
+    def geometry(self) -> Hashable:
+        # data of an earlier save may be sharded otherwise
+        return None if self._facts.manifest.tables else self._layout.geometry_key
+
+    def near(self, box: Box) -> Iterable[StoredChunk]:
+        writers = self._facts.plan.writers_near(self._layout.spec.fqn, box)
+        return [chunk for rank, region in writers for chunk in self._at(rank, region)]
+
+    def every(self) -> Iterator[StoredChunk]:
+        for _, chunk in self._layout.chunks():
+            for rank, box in self._facts.plan.writers(self._layout.spec.fqn, chunk):
+                if chunk.contains(box):
+                    yield from self._at(rank, box)
+
+    def _at(self, rank: int, box: Box) -> Iterator[StoredChunk]:
+        spec, facts, made = self._layout.spec, self._facts, self._made
+        for part in facts.parts(spec, rank, box):
+            if (chunk := made.get(part.box)) is None:
+                chunk = made[part.box] = StoredChunk(part.box, partial(facts.locate, spec, rank, part), rank)
+            yield chunk
 
 
 def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:

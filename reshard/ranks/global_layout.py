@@ -158,9 +158,9 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
                 f"{other.shape} and {other.dtype} on {format_ranks(ranks)}. If it is sharded, {fix}. If each rank "
                 "has its own value, pass reshard.PerRank(value)"
             )
-    if all(not possible for _, possible, _ in rows):
+    if not any(possible for _, possible, _ in rows):
         return TensorLayout.of(spec, job.copies(rows))
-    if any(not possible for _, possible, _ in rows):
+    if not all(possible for _, possible, _ in rows):
         raise LayoutError(f"tensor {key!r} is sharded on some ranks, but not on others")
     # ranks of one mesh have one form among them; other meshes may have copies
     by_mesh = grouped((job.of(possible[0])[0], possible) for _, possible, _ in rows)

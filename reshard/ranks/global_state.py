@@ -162,7 +162,7 @@ _IN_OPTIMIZERS = (
 
 def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
     """Return True if any tensor is not in CPU memory."""
-    return any(local.device.type not in ("cpu", "meta") for tensor in tensors for local in tensor.local)
+    return any(not (local.is_cpu or local.is_meta) for tensor in tensors for local in tensor.local)
 
 
 def agree_on_values(

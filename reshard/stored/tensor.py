@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -138,40 +138,24 @@ class StoredChunk:
         return f"StoredChunk({self.box}, {self._place or 'not yet located'}, owner={self.owner!r})"
 
 
-class LazyChunks(Sequence[StoredChunk]):
+class LazyChunks:
     """Chunks that follow from a rule: a few are found without listing all, and all are listed only when asked for.
 
     The rule answers for chunks within the tensor that do not overlap.
     """
 
-    def __init__(
-        self,
-        every: Callable[[], Iterable[StoredChunk]],
-        near: Callable[[Box], Iterable[StoredChunk]],
-        geometry: Hashable = None,
-    ) -> None:
-        """`every` lists all chunks; `near` finds at least those that share an element with a box. Where there is a
-        `geometry`, all tensors with an equal one have the same boxes."""
-        self._every = every
-        self.near = near
-        self.geometry = geometry
+    @property
+    def geometry(self) -> Hashable:
+        """All tensors with an equal one have the same boxes. None if that is not known."""
+        return None
 
-    @cached_property
-    def _all(self) -> tuple[StoredChunk, ...]:
-        return tuple(self._every())
+    def near(self, box: Box) -> Iterable[StoredChunk]:
+        """At least the chunks that share an element with a box."""
+        return self.every()
 
-    @overload
-    def __getitem__(self, index: int) -> StoredChunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StoredChunk]: ...
-    def __getitem__(self, index: int | slice) -> StoredChunk | Sequence[StoredChunk]:
-        return self._all[index]
-
-    def __iter__(self) -> Iterator[StoredChunk]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+    def every(self) -> Iterable[StoredChunk]:
+        """All chunks."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -179,22 +163,28 @@ class StoredTensor:
     """A tensor of a checkpoint: what it is, and the chunks that hold it."""
 
     spec: TensorSpec
-    chunks: Sequence[StoredChunk]
+    found: Sequence[StoredChunk] | LazyChunks
+    """`chunks`, or how to find them."""
     layout: TensorLayout | None = None
     """The saved mesh and placements, where the format knows them."""
 
     def __post_init__(self) -> None:
         """Raises CorruptCheckpointError for a chunk that is outside the tensor."""
-        if isinstance(self.chunks, LazyChunks):
+        if isinstance(self.found, LazyChunks):
             return
         shape = self.spec.shape
-        for chunk in self.chunks:
+        for chunk in self.found:
             # an empty box, too, starts and ends inside
             if chunk.box.ndim != len(shape) or any(stop > size for stop, size in zip(chunk.box.stops, shape)):
                 raise CorruptCheckpointError(
                     f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} is outside the shape "
                     f"{list(self.spec.shape)} that the metadata gives"
                 )
+
+    @cached_property
+    def chunks(self) -> Sequence[StoredChunk]:
+        """All chunks that hold it."""
+        return tuple(self.found.every()) if isinstance(self.found, LazyChunks) else self.found
 
     @property
     def fqn(self) -> str:
@@ -213,10 +203,10 @@ class StoredTensor:
 
     def meeting(self, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
         """The chunks that share elements with `box`, which is in global coordinates, and what they share."""
-        if isinstance(self.chunks, LazyChunks):
-            near: Iterable[StoredChunk] = self.chunks.near(box)
-        elif len(self.chunks) <= _MANY_CHUNKS:
-            near = self.chunks
+        if isinstance(self.found, LazyChunks):
+            near = self.found.near(box)
+        elif len(self.found) <= _MANY_CHUNKS:
+            near = self.found
         else:
             near = (self.chunks[int(i)] for i, _, _ in self._sweep.meeting(box))
         for chunk in near:
@@ -232,7 +222,7 @@ class StoredTensor:
         """The same tensor under another name."""
         spec = TensorSpec(fqn, self.spec.shape, self.spec.dtype)
         layout = None if self.layout is None else TensorLayout.of(spec, self.layout.form)
-        return StoredTensor(spec, self.chunks, layout)
+        return StoredTensor(spec, self.found, layout)
 
 
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
