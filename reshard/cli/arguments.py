@@ -69,7 +69,7 @@ Select = Annotated[
     typer.Option(
         metavar="GLOB",
         autocompletion=tensor_names,
-        help="Only these names: * matches dots, too, as ** does. '!GLOB' excludes names. Repeatable.",
+        help="Only names that match; * also matches dots. '!GLOB' excludes names. Repeatable.",
     ),
 ]
 Step = Annotated[

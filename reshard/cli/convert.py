@@ -50,7 +50,7 @@ _Onto = Annotated[
     typer.Option(
         metavar="LAYOUT",
         autocompletion=topologies,
-        help="One file per rank of fsdp=4,tp=2 or a layout file.",
+        help="Write one file per rank of this topology, such as fsdp=4,tp=2, or of a layout file.",
     ),
 ]
 

@@ -16,7 +16,7 @@ __all__ = ["gather"]
 def gather(
     folders: Annotated[list[str], typer.Argument(metavar="HOST_FOLDER...", help="The folder of each host.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write: a folder or URL.")],
-    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="Which step. Default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="Gather this step. Default: the newest.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
     on: On = None,
     as_json: AsJson = False,

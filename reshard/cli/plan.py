@@ -42,7 +42,7 @@ _Onto = Annotated[
 ]
 _ReadRate = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Estimate the time, reading this much per host and second: 2GB."),
+    typer.Option(metavar="SIZE", help="Estimate the time if each host reads this much per second, such as 2GB."),
 ]
 _AllowUnsharded = Annotated[
     bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
@@ -59,7 +59,7 @@ def plan(
     normalized: Normalized = False,
     hint: HintOption = None,
     step: Step = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show this many ranks and read items.")] = 12,
+    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
     items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
@@ -75,7 +75,7 @@ def plan(
     Reads metadata only; needs no GPU and no process group. The proof says that every element of the target is read
     exactly once, from the right place. It does not say that the layout is the one you meant.
 
-    ONTO can have the axes that inspect prints, such as dp=2,tp=2: they shard each tensor as recorded in CHECKPOINT.
+    If ONTO has the axes that inspect prints, such as dp=2,tp=2, each axis shards the same dims as in CHECKPOINT.
 
     Exits with 1 if the proof fails, or if the rules for an axis of ONTO match no tensor.
     """

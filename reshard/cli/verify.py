@@ -43,7 +43,7 @@ def verify(
     tensor exactly once. Prints how many bytes of values were verified.
 
     Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
-    with 1 if an undamaged checkpoint differs from --against. The first line says which it is.
+    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which.
     """
     import reshard
     from reshard.formats.opening import steps_at
