@@ -67,9 +67,9 @@ def ties(model: Mapping[str, StoredTensor], before: Collection[str] = ()) -> dic
     """Names of tensors that are the same chunks as an earlier one, with the name of that; those `before` come first."""
     first: dict[int, str] = {}
     for fqn in (*before, *model):
-        if model[fqn].chunks != ():
-            first.setdefault(id(model[fqn].chunks), fqn)
-    kept = {fqn: first.get(id(tensor.chunks), fqn) for fqn, tensor in model.items()}
+        if model[fqn].found != ():
+            first.setdefault(id(model[fqn].found), fqn)
+    kept = {fqn: first.get(id(tensor.found), fqn) for fqn, tensor in model.items()}
     return {fqn: name for fqn, name in kept.items() if fqn != name and fqn not in before}
 
 

@@ -111,7 +111,7 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
         path = (fqn,) if model_only else ("model", fqn)
         key = ".".join(path)
         # tied tensors are the same chunks under several names
-        kept = first.setdefault(id(tensor.chunks), key) if tensor.chunks != () else key
+        kept = first.setdefault(id(tensor.found), key) if tensor.found != () else key
         if kept == key or tensors[kept].spec.shape != tensor.spec.shape:
             add(path, tensor)
         else:
