@@ -38,7 +38,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  it regist
 import reshard
 from benchmarks.page import Row, arguments, report
 from reshard.api import save_job
-from reshard.execute import machine_reading
+from reshard.execute import host_reading
 from reshard.ranks import liveness, store
 
 warnings.filterwarnings("ignore")
@@ -140,7 +140,7 @@ def _child(
     tensors: int,
 ) -> None:  # fmt: skip
     here = f"{liveness.machine()} {rank // per_machine}"
-    liveness.machine = machine_reading.machine = save_job.machine = lambda: here
+    liveness.machine = host_reading.machine = save_job.machine = lambda: here
     socket.gethostname = lambda: f"machine-{rank // per_machine}"
     torch.set_num_threads(1)
     shared = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))

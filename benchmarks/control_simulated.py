@@ -24,7 +24,7 @@ from planners.geometry.layout import Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
 from reshard.api import load_matching, save as repeated, save_job
 from reshard.api.options import LoadOptions, SaveOptions
-from reshard.execute.machine_reading import MachineReading, OwnMemory
+from reshard.execute.host_reading import HostReading, OwnMemory
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally
 from reshard.native.manifest import FileRecord
 from reshard.ranks import global_state
@@ -90,7 +90,7 @@ def load(group: Group, match: Any) -> None:
         load_matching.gather_mismatches(match, group)
         own = OwnMemory(0, 4096)
         own.machine = machine
-        MachineReading.agree([], own, group).confirm(group)
+        HostReading.agree([], own, group).confirm(group)
 
 
 def simulate(name: str, world_size: int, tensors: int) -> None:

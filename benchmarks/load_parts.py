@@ -85,7 +85,7 @@ class Clock:
     def watch_load(self) -> None:
         """Count what a load calls."""
         from reshard.api import load as loading
-        from reshard.execute import fetch as load_bytes, machine_reading, work_list
+        from reshard.execute import fetch as load_bytes, host_reading, work_list
         from reshard.live import fingerprint_arithmetic
         from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage
@@ -94,8 +94,8 @@ class Clock:
         self.watch(PLAN, loading, "open_among", "match_keys", "plan_rank", "gather_mismatches")
         self.watch(PLAN, loading.Targets, "of")
         self.watch(AGREE, Group, "merge")
-        self.watch(CUT, machine_reading.MachineReading, "agree", "compared_elsewhere")
-        self.watch(CUT, machine_reading.MachineReading, "run")
+        self.watch(CUT, host_reading.HostReading, "agree", "compared_elsewhere")
+        self.watch(CUT, host_reading.HostReading, "run")
         if (loop := fingerprint_arithmetic.kernel()) is not None:
             self.watch(LOOP, loop, "run")
         self.watch(WAIT, work_list.NumpyRun, "run")
@@ -105,7 +105,7 @@ class Clock:
         self.watch(HASH, FileSource, "compare_data")
         self.watch(CUT, load_bytes, "plan_compare")
         self.watch(HASH, load_bytes, "compare_plan")
-        self.watch(COPY, machine_reading, "copy_parts")
+        self.watch(COPY, host_reading, "copy_parts")
         self.watch(COPY, load_bytes, "run_copies")
 
     def watch_floor(self) -> None:

@@ -15,8 +15,8 @@ from reshard.ranks.group import Group
 from reshard.stored.source import FileSource, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
+    from reshard.execute.host_reading import HostReading, OwnMemory
     from reshard.execute.in_place import InPlace
-    from reshard.execute.machine_reading import MachineReading, OwnMemory
 
 __all__ = ["Fetch"]
 
@@ -44,7 +44,7 @@ class Fetch(AbstractContextManager["Fetch"]):
     done: ByteCounts = field(default_factory=ByteCounts)
 
     _own: OwnMemory | None = None
-    _machine: MachineReading | None = None
+    _machine: HostReading | None = None
     _in_place: InPlace | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -60,13 +60,13 @@ class Fetch(AbstractContextManager["Fetch"]):
         Raises CorruptCheckpointError.
         """
         if self.together:
-            from reshard.execute.machine_reading import MachineReading, OwnMemory, slots_for
+            from reshard.execute.host_reading import HostReading, OwnMemory, slots_for
 
             slots, slot_bytes = slots_for(self.copies, self.room_bytes)
             # who does not check may not read for who does, nor who checks late for who does so first
             party = f"checks {self.in_place}" if self.is_checked else ""
             self._own = OwnMemory(slots, slot_bytes, party)
-            self._machine = MachineReading.agree(self.copies, self._own, self.group)
+            self._machine = HostReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
     def _check(self, on_bytes: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from reshard.native.manifest import HF_INDEX
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
-from reshard.stored.safetensors import SAFETENSORS_CODES, Header, encode_header, read_header
+from reshard.stored.safetensors_header import SAFETENSORS_CODES, Header, encode_header, read_header
 from reshard.stored.source import Files
 from reshard.stored.streaming import (
     FilePart,

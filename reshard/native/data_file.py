@@ -21,7 +21,7 @@ from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.live.fingerprints import Partial, partials
 from reshard.native.manifest import BLOCK_BYTES, STAGE_BYTES, FileRecord, entry_key
 from reshard.storage.base import PlacedWriter, Storage, Writer
-from reshard.stored.safetensors import MAX_HEADER_BYTES, encode_header, encode_rows, framed
+from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
 __all__ = [
     "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry", "FileGroup", "arrays_of", "blocks_of",

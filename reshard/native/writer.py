@@ -22,7 +22,7 @@ from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_n
 from reshard.ranks.liveness import release_lease
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.safetensors import encode_header
+from reshard.stored.safetensors_header import encode_header
 from reshard.stored.streaming import (
     FilePart,
     FilePlan,

@@ -14,8 +14,8 @@ from reshard.state_dict.api import (
 from reshard.state_dict.collect import iter_full
 from reshard.state_dict.fqn_map import FqnEntry, FqnMap, fqn_map
 from reshard.state_dict.live_model import Stage
+from reshard.state_dict.normalize import Normalized, NormalizeReport, normalize
 from reshard.state_dict.options import Cast, OptimizerReport, SetReport, StateDictOptions
-from reshard.state_dict.raw import Normalized, NormalizeReport, normalize
 
 __all__ = [
     "Cast", "FqnEntry", "FqnMap", "NormalizeReport", "Normalized", "OptimizerReport", "SetReport", "Stage",

@@ -1,8 +1,8 @@
 """A training run's checkpoints, kept by policy: when to save, what to keep, when to end. See docs/manager.md."""
 
 from reshard.api.manager.manager import CheckpointManager, RestoreReport, StepReport
-from reshard.api.manager.policies import Every, Preemption
 from reshard.api.manager.sampler import ElasticSampler
+from reshard.api.manager.save_policies import Every, Preemption
 from reshard.api.retention import Keep
 
 __all__ = ["CheckpointManager", "ElasticSampler", "Every", "Keep", "Preemption", "RestoreReport", "StepReport"]

@@ -19,7 +19,7 @@ from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
-from reshard.api.manager.policies import Due, Every, Preemption, Signals, Vote, checked_metrics, checked_step
+from reshard.api.manager.save_policies import Due, Every, Preemption, Signals, Vote, checked_metrics, checked_step
 from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep

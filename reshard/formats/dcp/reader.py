@@ -27,7 +27,7 @@ from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
-from reshard.stored.safetensors import Header, find_header
+from reshard.stored.safetensors_header import Header, find_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 

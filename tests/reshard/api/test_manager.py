@@ -24,7 +24,7 @@ import reshard
 from reshard import Every, Keep, Preemption
 from reshard.api import retention
 from reshard.api.manager import ledger, manager as deciding
-from reshard.api.manager.policies import checked_metrics
+from reshard.api.manager.save_policies import checked_metrics
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -17,7 +17,7 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError
 from reshard.formats.safetensors import HuggingFaceFacts
 from reshard.live.dtypes import dtype_from_name
-from reshard.stored.safetensors import SAFETENSORS_CODES
+from reshard.stored.safetensors_header import SAFETENSORS_CODES
 from tests.reshard.formats.compare import check_all
 from tests.reshard.formats.writers import safetensors_bytes
 from tests.same import same

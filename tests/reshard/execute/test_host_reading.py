@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.geometry.byte_ranges import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
-from reshard.execute import machine_reading, shared_reads, work_list
-from reshard.execute.machine_reading import common_bytes
+from reshard.execute import host_reading, shared_reads, work_list
+from reshard.execute.host_reading import common_bytes
 from reshard.execute.shared_reads import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,
@@ -240,7 +240,7 @@ def wrong(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 def always_share() -> None:
     """Whatever it costs to touch a page where the tests run."""
-    machine_reading.touch_us_per_mib = lambda windows: float("inf")
+    host_reading.touch_us_per_mib = lambda windows: float("inf")
 
 
 def large_segments() -> None:
@@ -362,15 +362,15 @@ def cut_short_job(path: str, file: str, which: str) -> str:
     """The file is cut short when all has been planned and agreed."""
     by(which)
     always_share()
-    run = machine_reading.MachineReading.run
+    run = host_reading.HostReading.run
 
-    def cut_and_run(self: machine_reading.MachineReading, **options: Any) -> Any:
+    def cut_and_run(self: host_reading.HostReading, **options: Any) -> Any:
         if dist.get_rank() == 0:
             os.truncate(file, 6 * SIZE)
         dist.barrier()
         return run(self, **options)
 
-    machine_reading.MachineReading.run = cut_and_run
+    host_reading.HostReading.run = cut_and_run
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     try:
         reshard.load(target, path)
@@ -410,14 +410,14 @@ def unlucky_job(path: str) -> tuple[bool, int]:
     """One rank may not open what belongs to the others."""
     always_share()
     if dist.get_rank() == 1:
-        machine_reading.OwnMemory.open = refuse
+        host_reading.OwnMemory.open = refuse
     known = place({"wide": tensors()["wide"]}, Shard(1))
     target = place({"wide": torch.zeros(ROWS, COLUMNS)}, Shard(1))
     report = reshard.load(target, path, strict=False)
     return not wrong(target, known), report.bytes_received
 
 
-def refuse(self: machine_reading.OwnMemory, address: machine_reading.Address) -> int:
+def refuse(self: host_reading.OwnMemory, address: host_reading.Address) -> int:
     raise PermissionError("not yours")
 
 
@@ -463,7 +463,7 @@ def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
 def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int | None) -> list[str]:
     """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here, or
     there is no memory to share."""
-    machine_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
+    host_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
     mesh = DeviceMesh("cpu", range(4))
     shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
     out = []
@@ -509,7 +509,7 @@ def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anythin
 
 def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:
     """One rank does not want anything checked."""
-    machine_reading.touch_us_per_mib = lambda windows: cost
+    host_reading.touch_us_per_mib = lambda windows: cost
     mesh, out = DeviceMesh("cpu", range(3)), []
     for at in places:
         if dist.get_rank() == 0:
@@ -544,7 +544,7 @@ def unlucky_damaged_job(paths: list[str]) -> list[str]:
     always_share()
     mesh = DeviceMesh("cpu", [1, 2])
     if dist.get_rank() == 1:
-        machine_reading.OwnMemory.open = refuse
+        host_reading.OwnMemory.open = refuse
     out = []
     for path in paths:
         target: Any = torch.zeros(ROWS, COLUMNS)

@@ -51,7 +51,7 @@ from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
-__all__ = ["Address", "MachineMemory", "MachineReading", "OwnMemory", "slots_for"]
+__all__ = ["Address", "HostReading", "MachineMemory", "OwnMemory", "slots_for"]
 
 
 #     rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
@@ -73,7 +73,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class MachineReading:
+class HostReading:
     """What this rank reads for all, copies of segments that others read, and reads for itself."""
 
     memory: MachineMemory | None
@@ -93,13 +93,13 @@ class MachineReading:
     """What every rank reads for itself, and this one checks for all."""
     checked_by_others: _Ranges
     """What others check for this one."""
-    fallback: MachineReading | None = None
+    fallback: HostReading | None = None
     """Where each reads for itself, for the case that some rank cannot take part."""
     refused: bool = False
     """Whether there is something to share, but this process may not open what belongs to the others."""
 
     @classmethod
-    def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> MachineReading:
+    def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> HostReading:
         """Collective: which rank reads which segments for all ranks of this machine.
 
         Each reads for itself where sharing would not pay or is not possible. It counts once confirmed.
@@ -145,7 +145,7 @@ class MachineReading:
         checks, others = _by_file(files, work.checks, place)
         return cls(memory, turns, taken, rest, places, reads, for_all, checks, others, alone)
 
-    def confirm(self, group: Group) -> tuple[MachineReading, bool]:
+    def confirm(self, group: Group) -> tuple[HostReading, bool]:
         """Collective, and a barrier: itself if all ranks of this machine can take part, else each
         reads for itself; and whether a rank of any machine cannot."""
         if not group.merge(self.refused, any, "the agreement to share reads"):
@@ -327,11 +327,11 @@ _OWN, _RECEIVED = 0, 2
 
 
 class _MachineRun:
-    """One run of a `MachineReading`."""
+    """One run of a `HostReading`."""
 
     def __init__(
         self,
-        reading: MachineReading,
+        reading: HostReading,
         turns: _Turns,
         memory: MachineMemory,
         piece_bytes: int,
