@@ -83,8 +83,9 @@ class Call:
         except ReshardError:  # a rank is gone, or far from coming here
             return {known: here}
         found = {place: pickle.loads(data) for place, data in errors.items()}
-        for first, last in others:
-            found |= {place: _told(_one_of_many(group.ranks[place])) for place in range(first, last + 1)}
+        for place in (place for first, last in others for place in range(first, last + 1)):
+            only = f"only the errors of the first {_WHOLE} ranks are sent"
+            found[place] = _told(CheckpointError(f"rank {group.ranks[place]} failed, too: {only}"))
         return {**found, **(dict.fromkeys(mine, here))} or {known: here}
 
 
@@ -106,10 +107,6 @@ def _first_ones(parts: list[_Heard]) -> _Heard:
                 first = others.pop()[0]
             others.append((first, last))
     return errors, others
-
-
-def _one_of_many(rank: int) -> CheckpointError:
-    return CheckpointError(f"rank {rank} failed, too: only the errors of the first {_WHOLE} ranks are sent")
 
 
 @contextmanager
