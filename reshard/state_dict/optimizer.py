@@ -426,12 +426,6 @@ def _keeps_step_on_device(fields: Fields) -> bool:
     return bool(fields.get("fused") or fields.get("capturable"))
 
 
-def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTensor]:
-    """The model's tensors that state may be tied to, with what they were set to."""
-    slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
-    return [ModelTensor(slot.name, slot.value, given.get(slot.name)) for slot in slots]
-
-
 class _Copies:
     """Writes the state of parameters: creates missing tensors first, then fills all of them, in few calls where
     possible."""
@@ -477,8 +471,9 @@ class _Copies:
         set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
         others = [*given, *held, *set_to.values(), *live.tensors()]
         shares_nothing = all_apart(others, self._places.spans)  # nearly always
-        model = [] if shares_nothing else _model_tensors(live, model_state)
         if not shares_nothing:
+            slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
+            model = [ModelTensor(slot.name, slot.value, model_state.get(slot.name)) for slot in slots]
             self.ties = GivenTies([*self.values, *given], model)
         for one, holder, key, value, old, fields in self.later:
             holder[key] = self._restored(value, old, one, holder, key, fields)
