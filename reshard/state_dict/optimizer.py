@@ -529,7 +529,8 @@ class _Copies:
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                model = parameter.to_local() if is_dtensor(parameter) and self._stays_plain(value, one) else parameter
+                is_plain = self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
+                model = parameter.to_local() if is_plain and is_dtensor(parameter) else parameter
                 if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
                     model = old
                 self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device)
@@ -543,9 +544,6 @@ class _Copies:
         if type(value) is list or type(value) is tuple:
             return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
-
-    def _stays_plain(self, value: torch.Tensor, one: OptimizedParameter) -> bool:
-        return self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
 
 
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:

@@ -242,6 +242,7 @@ class CheckpointManager:
                 raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
         check_bytes_per_s(self._bytes_per_s)
 
+    @renamed()
     def save(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False
     ) -> StepReport:
@@ -401,6 +402,7 @@ class CheckpointManager:
         else:
             self._memory.save(taken, step)
 
+    @renamed()
     def restore(
         self,
         state: Any,

@@ -121,7 +121,11 @@ class LiveObjects:
 
     def _models_of(self, optimizers: list[Any], key: str) -> list[nn.Module | Stage]:
         its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        found = [model for model in self._models if any(id(p) in its for p in _module_of(model).parameters())]
+        found = [
+            model
+            for model in self._models
+            if any(id(p) in its for p in (model.module if isinstance(model, Stage) else model).parameters())
+        ]
         if not found:
             raise NormalizationError(
                 f"{key!r} is an optimizer whose model is not in the state: optimizer state has the names of the "
@@ -180,10 +184,6 @@ def _holds_objects(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_is_object(each) or _holds_objects(each) for each in value.values())
     return isinstance(value, list | tuple) and any(_is_object(each) or _holds_objects(each) for each in value)
-
-
-def _module_of(model: nn.Module | Stage) -> nn.Module:
-    return model.module if isinstance(model, Stage) else model
 
 
 def _models_in(value: Any) -> Iterator[nn.Module | Stage]:
