@@ -210,7 +210,8 @@ class MappingStage:
             for alias, kept in self.given.aliases.items()
             if alias in self.renamed and kept in self.renamed and self.change.get(alias) == self.change.get(kept)
         }
-        listed = {n: m for n, m in self.made.items() if n not in aliases or self._was_listed(n)}
+        were_listed = {new for old, new in self.renamed.items() if old in self.given.tensors}
+        listed = {n: m for n, m in self.made.items() if n not in aliases or n in were_listed}
         return replace(
             self.given,
             tensors=LazyMapping(listed),
@@ -220,9 +221,6 @@ class MappingStage:
             fingerprints=None,
             warnings=(*self.given.warnings, *self.warnings),
         )
-
-    def _was_listed(self, name: str) -> bool:
-        return any(new == name and old in self.given.tensors for old, new in self.renamed.items())
 
     def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
         if new in self.made or new in self.objects:
