@@ -217,7 +217,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
         flat = flat_leaves(file, prefix)
         found.containers.update(flat.containers)
         seen: dict[TensorRef, str] = {}
-        for path, leaf in flat.leaves.items():
+        for path, leaf in flat.leaves.items() if file.value != {} or prefix else ():
             key = found.claim(path)
             if isinstance(leaf, TensorRef):
                 found.add_tensor(key, partial(stored_tensor, key, file, leaf))
