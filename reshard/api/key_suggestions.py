@@ -38,7 +38,7 @@ class PrefixDifference(NamedTuple):
 def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
     """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
     keys, names = list(missing), set(known)
-    if not keys or not names:
+    if not keys or not names or "".join(keys).isdigit():  # positions in a list, which any list has
         return None
     ends = (keys[0], keys[-1])
     within = ((key, dot.end()) for key in ends for dot in re.finditer(r"\.", key))

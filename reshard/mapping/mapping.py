@@ -303,16 +303,11 @@ class MappingStage:
 
     def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
-        if len(sources) > 1 and (sources[0].spec.numel > 1 or not self._all_equal(sources)):
+        first, *others = map(LazyTensor, sources)
+        if others and (sources[0].spec.numel > 1 or any((other[...] != first[...]).any() for other in others)):
             raise KeyMismatchError(
-                f"cannot merge {group.members[0]!r} and {len(sources) - 1} others into one value: they are not equal "
-                "numbers"
+                f"cannot merge {group.members[0]!r} and {len(others)} others into one value: they are not equal numbers"
             )
-
-    @staticmethod
-    def _all_equal(sources: Sequence[StoredTensor]) -> bool:
-        first = LazyTensor(sources[0])[...]
-        return all(bool((LazyTensor(source)[...] == first).all()) for source in sources[1:])
 
     def _add_objects(self, counts: Dict[Any, int]) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""

@@ -621,6 +621,7 @@ def test_another_top_level_key_is_told(tmp_path) -> None:
     assert "only by the top-level key, 'optim' in place of 'optimizer'" in str(error.value)
     assert "fix: call it 'optimizer', or rename keys with mapping=" in str(error.value)
     assert shifted(["a.w", "a.v"], ["b.w", "b.v", "c.w", "c.v"]) is None  # either may be meant
+    assert shifted(["0", "1"], ["betas.0", "betas.1"]) is None  # positions, which any list has
 
 
 def test_states_by_number_are_told_where_names_are(tmp_path) -> None:

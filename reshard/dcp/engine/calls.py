@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from reshard.arguments import renamed
 from reshard.dcp.engine.states import refuse_lost_state
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import CheckpointError, DeadlineError, RankFailedError, ReshardError, StorageError, option_error
@@ -339,7 +340,7 @@ def storage_by_position(call: Function) -> Function:
             if not hasattr(given := kwargs.get(what), verb) and given is not None:
                 words = f"{what} must be one of DCP's or of reshard.dcp, got {given!r:.80}"
                 raise option_error(words, AttributeError)
-        return call(*args, **kwargs)
+        return renamed()(call)(*args, **kwargs)
 
     return cast("Function", either_way)
 

@@ -158,6 +158,7 @@ def test_a_truncated_file_is_damaged_and_no_bug(say, tmp_path) -> None:
     said = say("inspect", tmp_path / "model.pt")
     assert (said.code, said.err) == (1, "")
     assert "the zip archive is damaged: it has no end; the file was truncated" in " ".join(said.out.split())
+    assert "= {}" not in said.out
 
 
 def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
