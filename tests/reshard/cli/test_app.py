@@ -92,6 +92,16 @@ def test_version(say) -> None:
         (["plan", ".", "8"], 2, "'8' is neither a path nor a topology. Write a topology like 'fsdp=3', "),
         (["plan", "8x4", "."], 2, "'8x4' is neither a path nor a topology."),
         (["explain"], 2, "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. For all signs: --legend"),
+        (
+            ["plan", ".", "dp=2", "--rule", "x=S(0)"],
+            2,
+            "The rules are for 'x'. Add a last rule for all other tensors, ",
+        ),
+        (
+            ["convert", ".", "out", "--onto", "dp=2", "--rule", "x=S(0)"],
+            2,
+            "The rules are for 'x'. Add a last rule for",
+        ),
         (["plan", "fsdp=4/tp=2", "tp=2"], 2, "topology: did you mean 'fsdp=4,tp=2'?"),
         (["plan", "tp=", "tp=2"], 2, "cannot read the topology 'tp=': expected tp=RANKS, with numbers >= 1"),
         (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
