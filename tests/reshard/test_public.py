@@ -479,6 +479,10 @@ def test_a_report_prints_its_phases_on_a_line_of_its_own(tmp_path) -> None:
             lambda: reshard.CheckpointManager.save(None, 5),
             r"^CheckpointManager.save\(\) was called without state: write CheckpointManager.save\(step, state\)$",
         ),
+        (
+            lambda: reshard.elastic.Tier("run").save({}),
+            r"^Tier.save\(\) was called without step: write Tier.save\(state_dict",
+        ),
         (lambda: reshard.CheckpointManager.restore(None), r"without state: write CheckpointManager.restore\(state\)$"),
         (
             lambda: reshard.async_save("path"),
@@ -696,6 +700,11 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
         (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
         (lambda: reshard.open("run/step-7", check="no"), r"^check must be True or False, got 'no'$"),
+        (lambda: checkpoint.canonical(model_only="no"), r"^model_only must be True or False, got 'no'$"),
+        (
+            lambda: reshard.save({"w": checkpoint["model.w"]}, "x"),
+            r"LazyTensor is not plain data; read it first, as in",
+        ),
         (lambda: reshard.compare("run/step-7", "run/step-7", rtol="x"), r"^rtol must be a number >= 0, got 'x'$"),
         (lambda: reshard.compare("run/step-7", "run/step-7", labels="ab"), r"^labels must be a pair of strings"),
         (lambda: reshard.compare("run/step-7", "run/step-7", workers="x"), r"^workers must be an integer >= 1, got"),
