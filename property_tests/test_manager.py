@@ -141,7 +141,8 @@ class Managed(RuleBasedStateMachine):
             sign = 1 if keep.mode == "min" else -1
             best = min(((sign * its["loss"], -step) for step, its in self.there.items() if "loss" in its), default=None)
             assert self.manager.best_step() == (None if best is None else -best[1])
-        extra = set(ledger.whole_steps(str(self.folder / "run"))) - set(self.there)
+        found = ledger.published_steps(str(self.folder / "run"), {})
+        extra = {step for step, why in found.items() if not why} - set(self.there)
         assert all(step > max(self.there, default=-1) for step in extra), "set aside, until the next save"
 
     def teardown(self) -> None:

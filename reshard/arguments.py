@@ -33,7 +33,7 @@ def renamed(**names: str) -> Callable[[Named], Named]:
     """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
 
     Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for
-    a state or a path alone, with the call that was meant. `@renamed()`: no old names.
+    a state or a path alone, and for one that is missing, with the call that was meant. `@renamed()`: no old names.
     """
 
     def decorate(it: Any) -> Any:
@@ -82,11 +82,16 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
         extra = args[len(places) :]
         such = "=, ".join(by_name[: len(extra)])
         words = f"{what}() takes only {taken} by position, but also got {format_value(extra[0])}"
-        raise TypeError(f"{words}: pass all others by name, such as {such}=") from None
+        more = ". For both states: get_state_dict(model, optimizers)" * (what == "get_model_state_dict")
+        raise TypeError(f"{words}: pass all others by name, such as {such}={more}") from None
     both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
-    if tuple(known)[:2] == both and len(half) == 1:
+    if tuple(known)[:2] == both and len(half) == 1 and not isinstance(half[0], Mapping):
         raise TypeError(_half(what, half[0])) from None
+    needed = [name for name in (*places, *by_name) if known[name].default is Parameter.empty]
+    if absent := [name for name in needed if name not in (*given, *places[: len(args)])]:
+        call = ", ".join(f"{name}=..." if name in by_name else name for name in needed if name != "self")
+        raise TypeError(f"{what}() was called without {' and '.join(absent)}: write {what}({call})") from None
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -154,9 +159,6 @@ def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
 
 
 def _half(verb: str, given: Any) -> str:
-    to = "load from" if verb == "load" else "save to"
-    if isinstance(given, Mapping):
-        return f"{verb}(state_dict, path) was called without a path: pass the path to {to}"
     what = repr(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
     if verb == "load":
         fix = f"pass the state to fill first. To read without one: reshard.open({what})"

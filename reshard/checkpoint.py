@@ -229,6 +229,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         from reshard.formats.normalize import beside, canonical_contents
 
+        check_options(model_only=model_only)
         found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
         if lost := () if model_only else (*found.left_out, *beside(self.contents)):
             words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"

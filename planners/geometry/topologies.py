@@ -504,9 +504,9 @@ _NAMES = ("fsdp", "tp", "hsdp", "ddp", "pp")
 _DATA_PARALLEL = ": did you mean 'fsdp', which shards over data-parallel ranks? (ddp replicates.)"
 _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
 _MISTYPED = re.compile(
-    r"(?:(?:(?:[fh]sdp|ddp|[cdept]p)[:\s]*\d[\dx]*|[A-Za-z_]\w*\s*=\s*\w*)(?:[,;/\s]+|$|(?=[a-z])))+"
+    r"(?:(?:(?:[fh]sdp|ddp|[cdept]p)?[:\s]*\d[\dx]*|[A-Za-z_]\w*\s*=\s*\w*)(?:[,;/\s]+|$|(?=[a-z])))+"
 )
-"""Such as `fsdp6`, `fsdp:4`, or `dp=two`."""
+"""Such as `fsdp6`, `fsdp:4`, `dp=two`, or `8`."""
 
 
 def looks_like_a_topology(text: str) -> bool:

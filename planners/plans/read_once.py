@@ -48,7 +48,7 @@ class ReadOncePlan:
         return {fqn: tuple(boxes) for fqn, boxes in found.items()}
 
 
-def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) -> ReadOncePlan:
+def plan_read_once(wanted: StateLayout) -> ReadOncePlan:
     """Share the reading of what several ranks want evenly among them, each element once.
 
     A tensor of which ranks want regions that overlap without being equal is omitted: each rank reads its own.
@@ -62,7 +62,7 @@ def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) ->
         if judged[layout.geometry_key]:
             common[fqn] = layout
     state = StateLayout(common, wanted.world_size)
-    shares = plan_writes(state, ranks_per_host=ranks_per_host)
+    shares = plan_writes(state)
     boxes: dict[str, dict[int, list[Box]]] = {fqn: {} for fqn in common}
     for rank in range(shares.world_size):
         for item in shares.items(rank):
@@ -70,7 +70,7 @@ def plan_read_once(wanted: StateLayout, *, ranks_per_host: int | None = None) ->
     readers = StateLayout(
         {fqn: TensorLayout.from_boxes(common[fqn].spec, its) for fqn, its in boxes.items()}, wanted.world_size
     )
-    transfers = plan_transfers(readers, state, ranks_per_host=ranks_per_host)
+    transfers = plan_transfers(readers, state)
     return ReadOncePlan(state, readers, transfers, shares)
 
 

@@ -128,13 +128,12 @@ def layouts(spec: TensorSpec) -> st.SearchStrategy[TensorLayout]:
 
 
 @st.composite
-def state_pairs(draw: st.DrawFn, irregular: bool = True, max_tensors: int = 2) -> tuple[StateLayout, StateLayout]:
+def state_pairs(draw: st.DrawFn, max_tensors: int = 2) -> tuple[StateLayout, StateLayout]:
     """Two layouts of the same state of 1 to `max_tensors` tensors."""
-    make = layouts if irregular else product_layouts
     saved, wanted = {}, {}
     for i in range(draw(st.integers(1, max_tensors))):
         spec = draw(specs(f"w{i}"))
-        saved[spec.fqn], wanted[spec.fqn] = draw(make(spec)), draw(make(spec))
+        saved[spec.fqn], wanted[spec.fqn] = draw(layouts(spec)), draw(layouts(spec))
     return StateLayout(saved), StateLayout(wanted)
 
 

@@ -194,7 +194,8 @@ def compare_sides(
     findings: list[Finding] = []
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
-        findings += _only_findings(left, right, x, y)
+        for side, its, others in ((left, x, y), (right, y, x)):
+            findings += [Finding(f"only in {side.label}", key) for key in its if key not in others]
         if kind != "nbytes":
             findings += [Finding(_NOWHERE, key) for key in x if key in y and key not in found.compared]
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
@@ -690,12 +691,6 @@ def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str],
     for name, below in grouped((name.partition(".")[0], name) for name in right.names.nbytes).items():
         if len(below) == len(left.names.nbytes):
             yield left.names.nbytes, below, f" in {left.label} and of {name!r} in {right.label}"
-
-
-def _only_findings(left: _Side, right: _Side, x: Collection[str], y: Collection[str]) -> Iterator[Finding]:
-    """Report what only one side has."""
-    for side, its, others in ((left, x, y), (right, y, x)):
-        yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:

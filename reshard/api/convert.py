@@ -335,7 +335,8 @@ def _check_vacant(
             "is meant. Pass step=, or the path of the file that it names", storage.url, steps,
         )  # fmt: skip
     elif not job.writing.is_one_file:
-        refuse_run(storage.url, names)
+        own = {file.name.partition("/")[0] for file in writer.files}  # Megatron's are steps of a run
+        refuse_run(storage.url, [name for name in names if name.partition("/")[0] not in own])
     found = writer.occupied(names)
     if found is not None and job.writing.is_one_file and (nbytes := names[found]):
         from reshard.formats.torch_save.reader import looks_like_torch_file

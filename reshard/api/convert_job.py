@@ -159,7 +159,9 @@ class ConvertJob:
             _check_onto(onto, specs)
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
-            contents = self.writing.form(found, contents, self.hints, _widened, state.url)
+            contents = self.writing.form(
+                found, contents, self.hints, lambda tensor, name: cast(tensor, "float32", name), state.url
+            )
         path = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
         name = path.rstrip("/").rpartition("/")[2]
         if not self.writing.is_one_file:  # pickles hold any text
@@ -181,10 +183,6 @@ class ConvertJob:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
-
-
-def _widened(tensor: StoredTensor, name: str) -> StoredTensor:
-    return cast(tensor, "float32", name)
 
 
 def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:

@@ -38,7 +38,7 @@ class PrefixDifference(NamedTuple):
 def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
     """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
     keys, names = list(missing), set(known)
-    if not keys or not names:
+    if not keys or not names or "".join(keys).isdigit():  # positions in a list, which any list has
         return None
     ends = (keys[0], keys[-1])
     within = ((key, dot.end()) for key in ends for dot in re.finditer(r"\.", key))
@@ -63,7 +63,9 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
         whole = front + level
         found = {k: name for k in keys if k.startswith(whole) and (name := front + k[len(whole) :]) in names}
         if _are_most(found, keys):
-            return PrefixDifference(found, *_told(found, front, level, "the state to load into", _taken_out(level)))
+            inside = "".join(f"[{segment!r}]" for segment in level.strip(".").split("."))
+            call = f"load(state{inside}, path)"
+            return PrefixDifference(found, *_told(found, front, level, "the state to load into", call))
     return None
 
 
@@ -154,10 +156,6 @@ def _nested(front: str) -> str:
     for segment in reversed(front.strip(".").split(".")):
         state = f"{{{segment!r}: {state}}}"
     return f"load({state}, path)"
-
-
-def _taken_out(front: str) -> str:
-    return f"load(state{''.join(f'[{segment!r}]' for segment in front.strip('.').split('.'))}, path)"
 
 
 def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:

@@ -45,7 +45,7 @@ from reshard.ranks.global_layout import describe, join_layouts, resolve_layouts
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
 from reshard.state import NUMBERED, KeyPath, is_selected, key_of, plain_key
 from reshard.stored.contents import unknown_class
-from reshard.stored.tensor import StoredTensor
+from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
 
@@ -184,6 +184,18 @@ class KeyMatch:
             self.objects[key] = made
             self.cast[key] = class_name(value), tensor.spec.dtype
 
+    def _tensor_into_number(self, key: str, tensor: LazyTensor, live: Any) -> None:
+        """A 0-d tensor, for a number. Only dtype_policy "saved" puts a fraction where an integer is."""
+        made, dtype, kind = tensor[...].item(), tensor.stored.spec.dtype, class_name(live)
+        if self.dtype_policy != "saved" and lossy_cast(dtype, kind):
+            drops = "" if isinstance(made, float) and made.is_integer() else DROPS
+            if drops or self.dtype_policy == "error":
+                self.mismatched.append(f"{key}: saved as {dtype}, but the target is {kind}{drops}")
+                return
+            made = int(made)
+        self.objects[key] = made
+        self.cast[key] = dtype, class_name(made)
+
     def match_others(self) -> None:
         """Plain values, containers of these, which are replaced whole, and each rank's own values."""
         for key in self.targets.objects:
@@ -193,8 +205,7 @@ class KeyMatch:
                 self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.path_of(name))
             elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
                 self._use(name)
-                made = self.objects[key] = self.checkpoint[name][...].item()
-                self.cast[key] = self.checkpoint[name].stored.spec.dtype, class_name(made)
+                self._tensor_into_number(key, self.checkpoint[name], self.targets.objects[key])
             elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
                 self.missing.append(key)
         for key in self.targets.units:

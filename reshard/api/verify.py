@@ -164,7 +164,7 @@ def _object_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
                 if isinstance(value, StoredTensor):
                     LazyTensor(value)[...]
         except CheckpointError as error:
-            yield Finding(str(error), key)
+            yield Finding(str(error).removeprefix(f"object {key!r}: "), key)
 
 
 def _compared(
@@ -387,7 +387,7 @@ def _read_findings(
     findings = []
     for name, tensor in checkpoint.items():
         if name in wrong:
-            findings.append(Finding(wrong[name], name))
+            findings.append(Finding(wrong[name].removeprefix(f"tensor {name!r}, "), name))
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:

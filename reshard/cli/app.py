@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from planners.errors import sentence
+from planners.errors import PlanError, sentence
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
@@ -224,7 +224,9 @@ def run(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             _tell(in_words_of_the_command_line(message))
-        sys.exit(EXIT_USAGE if is_typers or isinstance(error, UsageError | OptionError) else EXIT_ERROR)
+        is_of_rules = isinstance(error, PlanError) and "--rule" in " ".join(words)
+        is_wrong = is_typers or is_of_rules or isinstance(error, UsageError | OptionError)
+        sys.exit(EXIT_USAGE if is_wrong else EXIT_ERROR)
 
 
 def _no_option(error: Any) -> str:

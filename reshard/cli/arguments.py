@@ -218,16 +218,8 @@ def both_sides(
     topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
     if topology is None and rules:
         raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
-    first, second = (side if isinstance(side, StateLayout) else _laid_out(side, known[0], rules) for side in sides)
+    first, second = (side if isinstance(side, StateLayout) else side.layout(known[0].specs) for side in sides)
     return Sides(first, second, topology, topology is sides[1])
-
-
-def _laid_out(topology: Topology, other: StateLayout, rules: Mapping[str, str]) -> StateLayout:
-    """The tensors of the other side under a topology; it is wrong usage where rules of the command line do not fit."""
-    try:
-        return topology.layout(other.specs)
-    except PlanError as error:
-        raise (UsageError(str(error)) if rules else error) from None
 
 
 def side(

@@ -138,7 +138,7 @@ def _format(given: str, onto: str | None, rule: list[str] | None) -> str:
     """
     if rule and onto is None:
         raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
-    name = ALSO_CALLED.get(given) or arguments.choice(given, [*WRITTEN, *ALSO_CALLED], "format")
+    name = ALSO_CALLED.get(given, given)
     if onto is not None and not writing_of(name).is_sharded:
         raise arguments.UsageError(f"{name} {NOT_SHARDED}")
     return name
@@ -179,7 +179,7 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"omitted ({report.format} cannot store them, or they have no canonical name)", list(report.omitted)),
         ("not renamed by --names", kept),
-        ("note", list(report.warnings)),
+        *(("note", [text]) for text in report.warnings),
     ):
         if keys:
             print_text(screen, arguments.in_words_of_the_command_line(some(keys)), text, "yellow")

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
+_ALL_SIGNS = "tp,dp: S(0),_S(0, 2),B(0, 1+2),R on dp.cp=4,world=2 @0,1"
 _DRAWN_RANKS = 64
 _DRAWN_DIMS = 63
 _DRAWN_SPLITS = 1 << 20
 
 
 def explain(
-    layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it.")],
+    layout: Annotated[
+        str,
+        typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it. --legend needs none."),
+    ] = "",
     shape: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Shape of the tensor to draw, such as 4096,1024.")
     ] = None,
@@ -41,8 +45,13 @@ def explain(
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology
 
+    if not layout.strip():
+        if not legend:
+            raise UsageError("explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. For all signs: --legend")
+        print_legend(console(), [_ALL_SIGNS], legend)
+        return
     layout = re.sub(r"(?<=[)R])\s+(?=[A-Za-z_][\w.\-]*=)", " on ", layout, count=1)
-    has_mesh = re.search(r"\bon\b", layout) is not None or not layout.strip()
+    has_mesh = re.search(r"\bon\b", layout) is not None
     if shape is not None and not has_mesh:
         raise UsageError(f"--shape needs a mesh: write {layout!r} with one, such as 'S(0),R on dp=4,tp=2'")
     try:

@@ -84,7 +84,7 @@ def _failure(report: Report, right: str, against: str | None) -> str:
         what = counted(number, "problem")
         if 0 < len(named) < number:
             others = counted(number - len(named), "problem")
-            what = f"{counted(len({*named}), 'tensor')}, and {others} with files or metadata"
+            what = f"{counted(len({*named}), 'name')}, and {others} with files or metadata"
         return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     texts = [finding.message for finding in report.findings]

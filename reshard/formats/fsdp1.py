@@ -389,7 +389,7 @@ def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what
     if any(not isinstance(key, int) for key in keys):
         state = {str(key): _named(str(key), key, states, files) for key in keys}
         return StoredOptimizer(state, groups)
-    flats = [_flat_of(i, key, states, files, flat_names, hints, listed) for i, key in enumerate(keys)]
+    flats = [_flat_of(i, key, states, flat_names, hints, listed) for i, key in enumerate(keys)]
     if flats and all(layout is not None for layout in flats):
         return _cut_flats(keys, [layout for layout in flats if layout is not None], states, files, groups)
     return _by_pieces(keys, states, files, groups, hints, what)
@@ -420,7 +420,6 @@ def _flat_of(
     position: int,
     key: int,
     states: Mapping[int, Mapping[Any, Any]],
-    files: Mapping[int, TorchFile],
     flat_names: Sequence[str],
     hints: Hints,
     listed: Sequence[Any],

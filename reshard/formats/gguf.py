@@ -388,15 +388,13 @@ def read_header(source: Source) -> GgufHeader:
         if key in values:
             raise CorruptCheckpointError(f"{source.label}: its header has the value {key!r} twice")
         values[key] = _value(cursor, cursor.u32(), key)
-    told = [_tensor_info(cursor) for _ in range(count)] if count <= source.nbytes else _too_many(source, count)
+    if count > source.nbytes:
+        raise CorruptCheckpointError(f"{source.label}: its header says {count} tensors, more than the file has bytes")
+    told = [_tensor_info(cursor) for _ in range(count)]
     header = GgufHeader(source, values, {})
     return GgufHeader(
         source, values, _entries(source, told, cursor.at, header.number("general.alignment") or _ALIGNMENT)
     )
-
-
-def _too_many(source: Source, count: int) -> Any:
-    raise CorruptCheckpointError(f"{source.label}: its header says {count} tensors, more than the file has bytes")
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Callable[[], Any]:

@@ -132,6 +132,8 @@ def _fix(value: object) -> str:
             "save reshard.get_optimizer_state_dict(model, optimizer) instead, or use a CheckpointManager, which takes "
             "optimizers"
         )
+    if type(value).__name__ == "LazyTensor":
+        return "read it first, as in checkpoint[name][...], or copy the checkpoint with reshard.convert"
     has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
     if isinstance(value, torch.utils.data.DataLoader):
         if has_state:

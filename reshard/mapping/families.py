@@ -318,11 +318,6 @@ _MEGATRON = {
 }
 
 
-def latent_to_titan() -> list[Rule]:
-    """Map DeepSeek's attention to torchtitan."""
-    return renames(_TITAN, f"{HF}self_attn.", f"{TITAN}attention.")
-
-
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
     """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections after them."""
     norms = {"kv_a_layernorm.weight": "kv_layernorm.weight", "q_a_layernorm.weight": "q_layernorm.weight"}
@@ -692,7 +687,8 @@ def _engine(model: Decoder, engine: str, plain: Mapping, routed_experts: bool, f
 
 def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) -> Mapping:
     if model.architecture.latent:
-        attention = [*latent_to_titan(), *feed_forward_to_titan("mlp", "feed_forward")]
+        attention = renames(_TITAN, f"{HF}self_attn.", f"{TITAN}attention.")
+        attention += feed_forward_to_titan("mlp", "feed_forward")
     else:
         attention = attention_to_titan(model, generation)
     if model.family == "gpt_oss":  # as it is on disk

@@ -210,7 +210,8 @@ class MappingStage:
             for alias, kept in self.given.aliases.items()
             if alias in self.renamed and kept in self.renamed and self.change.get(alias) == self.change.get(kept)
         }
-        listed = {n: m for n, m in self.made.items() if n not in aliases or self._was_listed(n)}
+        were_listed = {new for old, new in self.renamed.items() if old in self.given.tensors}
+        listed = {n: m for n, m in self.made.items() if n not in aliases or n in were_listed}
         return replace(
             self.given,
             tensors=LazyMapping(listed),
@@ -220,9 +221,6 @@ class MappingStage:
             fingerprints=None,
             warnings=(*self.given.warnings, *self.warnings),
         )
-
-    def _was_listed(self, name: str) -> bool:
-        return any(new == name and old in self.given.tensors for old, new in self.renamed.items())
 
     def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
         if new in self.made or new in self.objects:
@@ -305,16 +303,11 @@ class MappingStage:
 
     def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
-        if len(sources) > 1 and (sources[0].spec.numel > 1 or not self._all_equal(sources)):
+        first, *others = map(LazyTensor, sources)
+        if others and (sources[0].spec.numel > 1 or any((other[...] != first[...]).any() for other in others)):
             raise KeyMismatchError(
-                f"cannot merge {group.members[0]!r} and {len(sources) - 1} others into one value: they are not equal "
-                "numbers"
+                f"cannot merge {group.members[0]!r} and {len(others)} others into one value: they are not equal numbers"
             )
-
-    @staticmethod
-    def _all_equal(sources: Sequence[StoredTensor]) -> bool:
-        first = LazyTensor(sources[0])[...]
-        return all(bool((LazyTensor(source)[...] == first).all()) for source in sources[1:])
 
     def _add_objects(self, counts: Dict[Any, int]) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""

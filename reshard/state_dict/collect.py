@@ -202,7 +202,7 @@ def agree_on_gathering(
                 )
 
 
-def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | None = None) -> Group:
+def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | None) -> Group:
     """Return a group of all ranks, after checking that they use the same options. Different options
     raise an error here, so that no rank mistakes the values of another gather for its own.
     """

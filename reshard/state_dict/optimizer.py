@@ -426,12 +426,6 @@ def _keeps_step_on_device(fields: Fields) -> bool:
     return bool(fields.get("fused") or fields.get("capturable"))
 
 
-def _model_tensors(live: LiveModel, given: Mapping[str, Any]) -> list[ModelTensor]:
-    """The model's tensors that state may be tied to, with what they were set to."""
-    slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
-    return [ModelTensor(slot.name, slot.value, given.get(slot.name)) for slot in slots]
-
-
 class _Copies:
     """Writes the state of parameters: creates missing tensors first, then fills all of them, in few calls where
     possible."""
@@ -477,8 +471,9 @@ class _Copies:
         set_to = {id(value): value for value in model_state.values() if isinstance(value, torch.Tensor)}
         others = [*given, *held, *set_to.values(), *live.tensors()]
         shares_nothing = all_apart(others, self._places.spans)  # nearly always
-        model = [] if shares_nothing else _model_tensors(live, model_state)
         if not shares_nothing:
+            slots = [slot for slot in live.by_name.values() if slot.value is not None and slot.piece is None]
+            model = [ModelTensor(slot.name, slot.value, model_state.get(slot.name)) for slot in slots]
             self.ties = GivenTies([*self.values, *given], model)
         for one, holder, key, value, old, fields in self.later:
             holder[key] = self._restored(value, old, one, holder, key, fields)
@@ -534,7 +529,8 @@ class _Copies:
             same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                model = parameter.to_local() if is_dtensor(parameter) and self._stays_plain(value, one) else parameter
+                is_plain = self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
+                model = parameter.to_local() if is_plain and is_dtensor(parameter) else parameter
                 if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
                     model = old
                 self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device)
@@ -548,9 +544,6 @@ class _Copies:
         if type(value) is list or type(value) is tuple:
             return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
-
-    def _stays_plain(self, value: torch.Tensor, one: OptimizedParameter) -> bool:
-        return self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
 
 
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:

@@ -61,9 +61,9 @@ def open_objects(url: str) -> ObjectStorage:
     return ObjectStorage(store, url)
 
 
-def choose_gap_bytes(latency_s: float, bytes_per_s: float = 80e6) -> int:
+def choose_gap_bytes(latency_s: float) -> int:
     """Bytes that one connection reads while a request waits for its first byte; 64 KiB to 8 MiB, a power of two."""
-    wanted = latency_s * bytes_per_s
+    wanted = latency_s * 80e6
     gap = 64 << 10
     while gap * 2 <= wanted and gap < 8 << 20:
         gap *= 2

@@ -41,8 +41,6 @@ def open_storage(path: StoragePath) -> Storage:
     if not separator:
         if re.match(rf"({'|'.join(_OBJECT_STORES)}|file|memory):/", text):  # pathlib removes a slash
             raise StorageError(f"{text} has one slash after its scheme: pass the URL as a string, with two")
-        if not text:
-            raise StorageError("the path is empty: pass a folder")
         if text.startswith("~/"):
             raise StorageError(f"{text} begins with ~, which only shells expand: pass os.path.expanduser({text!r})")
         return LocalStorage(text)
@@ -70,10 +68,12 @@ def open_storage(path: StoragePath) -> Storage:
 
 
 def path_text(path: object) -> str:
-    """A path as text. Raises OptionError for what is none."""
+    """A path as text. Raises OptionError for what is none, and StorageError for an empty one."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise option_error(f"a path must be a folder, URL, or Storage, got {what_is_no_path(text)}", StorageError)
+    if not text:
+        raise StorageError("the path is empty: pass a folder")
     return text
 
 

@@ -261,16 +261,14 @@ class Record(metaclass=_FrozenType):
         self._grown("entries").append((key, value))
 
     def append(self, item: Any) -> None:
-        """An element of a kind of list."""
+        """An element of a kind of list or set."""
         self._grown("elements").append(item)
+
+    add = append
 
     def extend(self, items: Any) -> None:
         """Elements of a kind of list."""
         self._grown("elements").extend(items)
-
-    def add(self, item: Any) -> None:
-        """An element of a kind of set."""
-        self._grown("elements").append(item)
 
     def _grown(self, which: str) -> list[Any]:
         """The list of that name, made when the first thing goes into it."""

@@ -369,7 +369,10 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
         (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .*=$"),
         (lambda: reshard.open("c", 5), r"^open\(\) takes only path by .*: pass all others by name, such as step=$"),
-        (lambda: reshard.get_model_state_dict(NET, torch.optim.SGD(NET.parameters())), r"also got an? SGD: pass all"),
+        (
+            lambda: reshard.get_model_state_dict(NET, torch.optim.SGD(NET.parameters())),
+            r"submodules=. For both states: get_state_dict\(model, o",
+        ),
         (lambda: reshard.prune("c", 5), r"^prune\(\) takes only folder by position, .* got 5: .* such as keep_last=$"),
         (lambda: reshard.prune("c", keep=5), r"'keep': did you mean 'keep_last'\?$"),
         (lambda: reshard.open(checkpoint_id="c"), r"'checkpoint_id': pass the path without a name: .*, open\(path\)$"),
@@ -447,12 +450,40 @@ def test_a_report_prints_its_phases_on_a_line_of_its_own(tmp_path) -> None:
         (lambda: reshard.load(path="path"), r"was called with 'path' only. .*reshard.open\('path'\)$"),
         (
             lambda: reshard.load({"w": 1}),
-            r"load\(state_dict, path\) was called without a path: pass the path to load from",
+            r"load\(\) was called without path: write load\(state_dict, path\)",
         ),
         (
             lambda: reshard.save({"w": 1}),
-            r"save\(state_dict, path\) was called without a path: pass the path to save to",
+            r"save\(\) was called without path: write save\(state_dict, path\)",
         ),
+        (lambda: reshard.save(), r"^save\(\) was called without state_dict and path: write save\(state_dict, path\)$"),
+        (
+            lambda: reshard.get_state_dict(NET),
+            r"^get_state_dict\(\) was called without optimizers: write .*, optimizers\)$",
+        ),
+        (
+            lambda: reshard.get_state_dict(optimizers=[]),
+            r"^get_state_dict\(\) was called without model: write get_state",
+        ),
+        (
+            lambda: reshard.set_state_dict(NET, [], model_state_dict={}),
+            r"without optim_state_dict: write .*\(model, optimizers, model_state_dict=..., optim_state_dict=...\)$",
+        ),
+        (lambda: reshard.compare("a"), r"^compare\(\) was called without b: write compare\(a, b\)$"),
+        (
+            lambda: reshard.prune("run"),
+            r"^prune\(\) was called without keep_last: write prune\(folder, keep_last=...\)$",
+        ),
+        (lambda: reshard.CheckpointManager(every=reshard.Every(1)), r"without root: write CheckpointManager\(root\)$"),
+        (
+            lambda: reshard.CheckpointManager.save(None, 5),
+            r"^CheckpointManager.save\(\) was called without state: write CheckpointManager.save\(step, state\)$",
+        ),
+        (
+            lambda: reshard.elastic.Tier("run").save({}),
+            r"^Tier.save\(\) was called without step: write Tier.save\(state_dict",
+        ),
+        (lambda: reshard.CheckpointManager.restore(None), r"without state: write CheckpointManager.restore\(state\)$"),
         (
             lambda: reshard.async_save("path"),
             r"async_save\(state_dict, path\) was called with 'path' only: pass the state first",
@@ -594,6 +625,7 @@ def test_another_top_level_key_is_told(tmp_path) -> None:
     assert "only by the top-level key, 'optim' in place of 'optimizer'" in str(error.value)
     assert "fix: call it 'optimizer', or rename keys with mapping=" in str(error.value)
     assert shifted(["a.w", "a.v"], ["b.w", "b.v", "c.w", "c.v"]) is None  # either may be meant
+    assert shifted(["0", "1"], ["betas.0", "betas.1"]) is None  # positions, which any list has
 
 
 def test_states_by_number_are_told_where_names_are(tmp_path) -> None:
@@ -668,6 +700,11 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         (lambda: reshard.open("run/stpe-7"), r"nothing at run/stpe-7: did you mean 'step-7'\?$"),
         (lambda: reshard.open("run", step="7"), r"^step must be an integer, got '7'$"),
         (lambda: reshard.open("run/step-7", check="no"), r"^check must be True or False, got 'no'$"),
+        (lambda: checkpoint.canonical(model_only="no"), r"^model_only must be True or False, got 'no'$"),
+        (
+            lambda: reshard.save({"w": checkpoint["model.w"]}, "x"),
+            r"LazyTensor is not plain data; read it first, as in",
+        ),
         (lambda: reshard.compare("run/step-7", "run/step-7", rtol="x"), r"^rtol must be a number >= 0, got 'x'$"),
         (lambda: reshard.compare("run/step-7", "run/step-7", labels="ab"), r"^labels must be a pair of strings"),
         (lambda: reshard.compare("run/step-7", "run/step-7", workers="x"), r"^workers must be an integer >= 1, got"),

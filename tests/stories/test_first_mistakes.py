@@ -159,6 +159,28 @@ def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:
         reshard.load({"step": torch.tensor(0.0)}, tmp_path / "c")
 
 
+def test_a_whole_number_takes_no_fraction_unless_asked_to(tmp_path: Path) -> None:
+    reshard.save({"v": torch.tensor(3.0)}, tmp_path / "whole")
+    for live in (0, False):
+        state: dict[str, Any] = {"v": live}
+        with pytest.raises(KeyMismatchError, match=f"v: saved as float32, but the target is {type(live).__name__}"):
+            reshard.load(state, tmp_path / "whole")
+        assert state["v"] is live
+    with pytest.raises(KeyMismatchError, match="fix: dtype_policy='cast' converts, dtype_policy='saved' keeps"):
+        reshard.load({"v": 0}, tmp_path / "whole")
+    state = {"v": 0}
+    report = reshard.load(state, tmp_path / "whole", dtype_policy="cast")
+    assert (report.ok, report.cast, type(state["v"]), state["v"]) == (True, {"v": ("float32", "int")}, int, 3)
+    for name, value in (("half", 3.5), ("huge", float("inf")), ("none", float("nan")), ("complex", 3 + 1j)):
+        reshard.save({"v": torch.tensor(value)}, tmp_path / name)
+        for policy in ("error", "cast"):
+            with pytest.raises(KeyMismatchError, match="would drop fractions or") as caught:
+                reshard.load({"v": 0}, tmp_path / name, dtype_policy=policy)  # type: ignore[arg-type]
+            assert "'cast' converts" not in str(caught.value)
+    assert reshard.load(state, tmp_path / "half", dtype_policy="saved").cast == {"v": ("float32", "float")}
+    assert state["v"] == 3.5
+
+
 @pytest.mark.parametrize("form", ["native", "c.pt"])
 def test_numpy_arrays_count_with_their_bytes(form: str, tmp_path: Path) -> None:
     nested = {"a": np.ones(1_000_000), "b": [0, np.ones((2, 3), np.int16), {"c": 1}], "d": np.float64(3)}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from reshard.api.manager.ledger import whole_steps
+from reshard.api.manager.ledger import published_steps
 from tests import gloo
 from tests.stories import trained_by_manager
 from tests.stories.trained_by_manager import EVERY, KEEP
@@ -55,7 +55,8 @@ class Run:
         steps = [step for step, _ in rows]
         assert steps == list(range(self.newest + 1, self.newest + 1 + len(steps))), "not from the newest save"
         self.lives.append(rows)
-        whole = whole_steps(str(self.root)) if self.root.exists() else []
+        found = published_steps(str(self.root), {}) if self.root.exists() else {}
+        whole = [step for step, problem in found.items() if not problem]
         has_saved = max([*whole, 0]) > self.stored
         is_tidy = has_saved and (was_asked or has_ended)
         beyond = sorted(set(whole) - KEEP.kept({step: {} for step in whole}))

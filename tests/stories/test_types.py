@@ -315,7 +315,7 @@ def test_mappings_with_tensors_stay_as_the_target_has_them(tmp_path: Path) -> No
 
 def test_a_number_in_the_place_of_a_tensor_is_told_and_so_is_the_reverse(tmp_path: Path) -> None:
     reshard.save({"v": 3, "w": torch.tensor(4.0)}, tmp_path)
-    state = {"v": torch.tensor(0.0), "w": 1}
+    state = {"v": torch.tensor(0.0), "w": 1.0}
 
     report = reshard.load(state, tmp_path)
 

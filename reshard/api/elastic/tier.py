@@ -117,6 +117,7 @@ class Tier:
         self._pending: PendingSave[TierSaveReport] | None = None
         self._wire: dist.ProcessGroup | None = None
 
+    @renamed()
     def save(
         self,
         state_dict: Mapping[str, Any],
@@ -150,6 +151,7 @@ class Tier:
             job = self._begun(group, "Tier.save", state_dict, step, options)
             return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
 
+    @renamed()
     def async_save(
         self,
         state_dict: Mapping[str, Any],
@@ -198,6 +200,7 @@ class Tier:
             self._pending = PendingSave(start_in_background(work, f"reshard-keep-{step}"))
             return self._pending
 
+    @renamed()
     def restore(
         self,
         state_dict: dict[str, Any],
@@ -312,7 +315,7 @@ class Tier:
 
 def _check_step(step: object) -> None:
     if type(step) is not int or step < 0:
-        raise OptionError(f"step must be a number >= 0, got {step!r:.80}")
+        raise OptionError(f"step must be an integer >= 0, as in save(state_dict, step), got {step!r:.80}")
 
 
 def check_bytes_per_s(bytes_per_s: object) -> None:

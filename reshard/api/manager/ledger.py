@@ -19,7 +19,7 @@ from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
 
-__all__ = ["Ledger", "step_path", "whole_steps"]
+__all__ = ["Ledger", "published_steps", "step_path"]
 
 # run/                          the root
 #     manager.json              metrics of steps, published before the save of each begins
@@ -36,12 +36,7 @@ def step_path(root: str, step: int) -> str:
     return path_below(root, f"step-{step}")
 
 
-def whole_steps(root: str) -> list[int]:
-    """The steps in storage that are complete, according to names and sizes of files, in order."""
-    return [step for step, problem in _published(root).items() if not problem]
-
-
-def _published(root: str, seen: Seen | None = None) -> dict[int, str]:
+def published_steps(root: str, seen: Seen) -> dict[int, str]:
     """The steps in storage whose save has ended, in order, and why a damaged one cannot be opened."""
     found = [one for one in published(root, seen) if one.is_below]
     rows = [(_NAME.fullmatch(one.path.rpartition("/")[2]), one.problem) for one in found]
@@ -103,7 +98,7 @@ class Ledger:
 
     def refuse_discarded(self) -> None:
         """Raise CheckpointNotFoundError if complete steps are there, and the run has discarded all of them."""
-        if steps := [str(step) for step, problem in _published(self.root, self._seen).items() if not problem]:
+        if steps := [str(step) for step, problem in published_steps(self.root, self._seen).items() if not problem]:
             raise CheckpointNotFoundError(
                 f"no step in {self.root} can be restored: the run went back to an earlier step, which is gone, and "
                 f"discarded {', '.join(steps)}. To continue from the newest of these, delete "
@@ -116,11 +111,11 @@ class Ledger:
 
     def published(self) -> dict[int, str]:
         """The steps that count, in order, and why a damaged one cannot be opened."""
-        return {step: why for step, why in _published(self.root, self._seen).items() if step not in self.aside()}
+        return {step: why for step, why in published_steps(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
         """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`."""
-        own, seen = {f"step-{step}" for step in _published(self.root, self._seen)}, []
+        own, seen = {f"step-{step}" for step in published_steps(self.root, self._seen)}, []
         with suppress(FormatError):  # a root may hold anything besides
             seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name and one.name not in own]
         steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
@@ -147,7 +142,7 @@ class Ledger:
     def tidy(self, kept: Collection[int]) -> None:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
         so."""
-        published = _published(self.root, self._seen)
+        published = published_steps(self.root, self._seen)
         paths = {step_path(self.root, step): step for step, why in published.items() if not why and step not in kept}
         gone = remove_checkpoints(self.root, paths)
         damaged = {step for step in self.aside() if published.get(step)}

@@ -102,7 +102,7 @@ class RestoreReport(Tabled):
         odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         return (
             f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
-            f"{self.load.unchecked and f', {self.load.unchecked}'})"
+            f"{self.load.unchecked and f', {self.load.unchecked}'}{'' if self.load.ok else ', load is not ok'})"
         )
 
 
@@ -242,6 +242,7 @@ class CheckpointManager:
                 raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
         check_bytes_per_s(self._bytes_per_s)
 
+    @renamed()
     def save(
         self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False
     ) -> StepReport:
@@ -401,6 +402,7 @@ class CheckpointManager:
         else:
             self._memory.save(taken, step)
 
+    @renamed()
     def restore(
         self,
         state: Any,
@@ -448,8 +450,8 @@ class CheckpointManager:
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back()
-            missing = (*report.load.missing, *taken.missing)
-            report = replace(report, load=replace(report.load, missing=missing))
+            missing, unexpected = report.load.missing + taken.missing, report.load.unexpected + taken.unexpected
+            report = replace(report, load=replace(report.load, missing=missing, unexpected=unexpected))
             if goes_on and self._claim is not None:
                 self._ledger.set_aside([one for one in found if one > report.step])
         if discard_newer and self._may_save and not report.from_memory and self._memory is not None:

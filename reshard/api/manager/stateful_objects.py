@@ -52,6 +52,8 @@ class LiveObjects:
 
     missing: tuple[str, ...] = ()
     """After `put_back`, keys of parameters that an optimizer has and the checkpoint lacks."""
+    unexpected: tuple[str, ...] = ()
+    """The reverse, and keys of state that an optimizer does not use."""
 
     def __init__(self, user: Any, *, to_fill: bool = False, strict: Any = True) -> None:
         if not isinstance(user, MutableMapping):
@@ -100,6 +102,7 @@ class LiveObjects:
             def put(got: Any) -> None:
                 report = set_optimizer_state_dict(owners, optimizers, got, options=options)
                 self.missing += tuple(f"{key}.state.{name}" for name in report.missing)
+                self.unexpected += tuple(f"{key}.state.{name}" for name in (*report.unexpected, *report.unused))
 
             return _Taken(get_optimizer_state_dict(owners, optimizers), put)
         if _is_stateful(value):
@@ -121,7 +124,11 @@ class LiveObjects:
 
     def _models_of(self, optimizers: list[Any], key: str) -> list[nn.Module | Stage]:
         its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        found = [model for model in self._models if any(id(p) in its for p in _module_of(model).parameters())]
+        found = [
+            model
+            for model in self._models
+            if any(id(p) in its for p in (model.module if isinstance(model, Stage) else model).parameters())
+        ]
         if not found:
             raise NormalizationError(
                 f"{key!r} is an optimizer whose model is not in the state: optimizer state has the names of the "
@@ -147,9 +154,10 @@ class LiveObjects:
             raise
         except Exception as error:
             raise (type(error) if isinstance(error, ReshardError) else CheckpointError)(
-                f"{name!r} refused what was saved for it, {type(error).__name__}: {error}. Restored already: all "
-                f"tensors, {format_names(self._done) or 'no object'}; not restored: what follows {name!r} in the "
-                "state. Leave it out of the state to restore the rest, or give it the settings it was saved with"
+                f"{name!r} refused what was saved for it, {type(error).__name__}: {error}\nAlready changed: tensors "
+                f"that the state itself holds, and objects before {name!r}: {format_names(self._done)}. Not restored: "
+                f"{name!r} and what follows it. To restore the rest, leave it out of the state, or give it the "
+                "settings it was saved with"
             ) from error
         self._done.append(name)
 
@@ -180,10 +188,6 @@ def _holds_objects(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_is_object(each) or _holds_objects(each) for each in value.values())
     return isinstance(value, list | tuple) and any(_is_object(each) or _holds_objects(each) for each in value)
-
-
-def _module_of(model: nn.Module | Stage) -> nn.Module:
-    return model.module if isinstance(model, Stage) else model
 
 
 def _models_in(value: Any) -> Iterator[nn.Module | Stage]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from reshard.arguments import renamed
 from reshard.dcp.engine.states import refuse_lost_state
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import CheckpointError, DeadlineError, RankFailedError, ReshardError, StorageError, option_error
@@ -83,8 +84,9 @@ class Call:
         except ReshardError:  # a rank is gone, or far from coming here
             return {known: here}
         found = {place: pickle.loads(data) for place, data in errors.items()}
-        for first, last in others:
-            found |= {place: _told(_one_of_many(group.ranks[place])) for place in range(first, last + 1)}
+        for place in (place for first, last in others for place in range(first, last + 1)):
+            only = f"only the errors of the first {_WHOLE} ranks are sent"
+            found[place] = _told(CheckpointError(f"rank {group.ranks[place]} failed, too: {only}"))
         return {**found, **(dict.fromkeys(mine, here))} or {known: here}
 
 
@@ -106,10 +108,6 @@ def _first_ones(parts: list[_Heard]) -> _Heard:
                 first = others.pop()[0]
             others.append((first, last))
     return errors, others
-
-
-def _one_of_many(rank: int) -> CheckpointError:
-    return CheckpointError(f"rank {rank} failed, too: only the errors of the first {_WHOLE} ranks are sent")
 
 
 @contextmanager
@@ -342,7 +340,7 @@ def storage_by_position(call: Function) -> Function:
             if not hasattr(given := kwargs.get(what), verb) and given is not None:
                 words = f"{what} must be one of DCP's or of reshard.dcp, got {given!r:.80}"
                 raise option_error(words, AttributeError)
-        return call(*args, **kwargs)
+        return renamed()(call)(*args, **kwargs)
 
     return cast("Function", either_way)
 

@@ -250,9 +250,7 @@ class Grid:
         return f"tp {self.tp}, pp {self.pp}" + (f", ep {self.ep}" if self.ep > 1 else "")
 
 
-def chunk_names(
-    keys: Sequence[str], model: Mapping[str, StoredTensor], grid: Grid, stage: int, chunk: int, chunks: int, ep: int
-) -> list[str]:
+def chunk_names(keys: Sequence[str], grid: Grid, stage: int, chunk: int, chunks: int, ep: int) -> list[str]:
     """The parameters of one chunk of the model on one rank, in the order in which they were saved."""
     decoder = {name: m for name in keys if (m := LAYER.fullmatch(name)) and not _MTP.fullmatch(name)}
     numbers = [int(m["layer"]) for m in decoder.values()]

@@ -198,7 +198,7 @@ def _cut_part(
         for dtype in sorted({key[3] for key in buffers if key[1] == group}):
             mine = [buffers[key] for key in sorted(buffers) if key[1] == group and key[3] == dtype]
             for chunk, buffer in enumerate(mine):
-                names = chunk_names(keys, model, grid, pp, chunk, len(mine), ep)
+                names = chunk_names(keys, grid, pp, chunk, len(mine), ep)
                 typed = [name for name in names if model[name].spec.dtype == dtype]
                 for slot in _find_slots(buffer, typed, shapes, grid, hints):
                     local = local_shape(shapes[slot.name], _dim(slot.name, hints, grid), grid.tp, slot.name)

@@ -65,7 +65,10 @@ class TorchCheckpointingWriter(NestsWriter):
                 out.storage.delete(name)
         items = {}
         for item, keys in self.items.items():
-            rows = {_path_text(keys[key]): [_replicated(self.stored(key).spec)] for key in self._held(keys)}
+            rows = {}
+            for key in self._held(keys):
+                path = json.dumps([*map(plain_key, keys[key])], separators=(",", ":"))
+                rows[path] = [_replicated(self.stored(key).spec)]
             if rows:
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
         text = pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION})
@@ -107,10 +110,6 @@ def _checked(item: Any) -> str:
             "give it another name by mapping=, or leave it out by select="
         )
     return item
-
-
-def _path_text(path: KeyPath) -> str:
-    return json.dumps([*map(plain_key, path)], separators=(",", ":"))
 
 
 def _replicated(spec: TensorSpec) -> dict[str, Any]:

@@ -365,7 +365,7 @@ def _ordered_dict(items: Iterable[Any] = ()) -> PlainDict:
 
 
 def _default_dict(factory: Any = None, items: Iterable[Any] = ()) -> PlainDict:
-    return PlainDict(_checked(items, list, tuple, dict))
+    return _ordered_dict(items)
 
 
 def _checked(value: Any, *types: type) -> Any:

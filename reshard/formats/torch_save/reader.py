@@ -74,6 +74,10 @@ def looks_like_torch_file(head: bytes) -> bool:
     )
 
 
+_UNREADABLE: dict[str, Any] = {}
+"""The value of a damaged file."""
+
+
 def read_torch_file(source: Source) -> TorchFile:
     """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
 
@@ -86,7 +90,7 @@ def read_torch_file(source: Source) -> TorchFile:
         return _read_torch_file(source)
     except CorruptCheckpointError as error:
         source.refuse(error)
-        return TorchFile(source, {}, partial(_nowhere, source))
+        return TorchFile(source, _UNREADABLE, partial(_nowhere, source))
 
 
 def _read_torch_file(source: Source) -> TorchFile:
@@ -217,7 +221,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
         flat = flat_leaves(file, prefix)
         found.containers.update(flat.containers)
         seen: dict[TensorRef, str] = {}
-        for path, leaf in flat.leaves.items():
+        for path, leaf in flat.leaves.items() if file.value is not _UNREADABLE else ():
             key = found.claim(path)
             if isinstance(leaf, TensorRef):
                 found.add_tensor(key, partial(stored_tensor, key, file, leaf))

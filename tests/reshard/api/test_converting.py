@@ -592,7 +592,7 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"format": "gguf"}, FormatError, "Known formats: native, megatron, deepspeed"),
+        ({"format": "gguf"}, FormatError, r"Known formats: native, megatron \(torch_dist\), deepspeed"),
         ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
         ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),

@@ -172,6 +172,31 @@ def test_all_that_a_run_has_goes_on_as_if_never_interrupted(tmp_path: Path) -> N
     assert reshard.open(tmp_path / "run" / "step-3").nested()["log"]["best"] == min(again["log"]["losses"][:3])
 
 
+def test_state_that_an_optimizer_does_not_use_is_in_the_report(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    adam.step()
+    state: dict[str, Any] = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        manager.save(1, {"model": model, "optim": adam})
+        with pytest.raises(
+            KeyMismatchError, match=r"before 'optim': 1 \('model'\)\. Not restored: 'optim' and"
+        ) as caught:
+            manager.restore(state)
+        assert "which SGD does not use" in str(caught.value)
+        report = manager.restore(state, strict=False)
+    assert report is not None
+    assert {f"optim.state.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")} <= {*report.load.unexpected}
+    assert not report.load.ok
+    assert repr(report).endswith(", load is not ok)")
+
+
+def test_an_empty_root_is_refused() -> None:
+    with pytest.raises(StorageError, match="the path is empty: pass a folder"):
+        reshard.CheckpointManager("", every=Every(steps=1))
+
+
 @pytest.mark.parametrize("strict", [True, "subset", {"model.*": "partial"}, False, {"optim.*": "partial"}])
 def test_parameters_that_were_frozen_train_on_only_when_told_so(strict: Any, tmp_path: Path) -> None:
     """A fresh optimizer has them, and the checkpoint does not: they begin without state, and the report names them."""
@@ -463,7 +488,7 @@ def test_what_a_killed_job_did_not_remove_goes_before_the_next_save(tmp_path: Pa
             pytest.raises(StorageError, match="full"),
         ):
             manager.save(5, {"w": torch.zeros(3)})
-        assert ledger.whole_steps(str(tmp_path)) == [3, 4]
+        assert ledger.published_steps(str(tmp_path), {}) == {3: "", 4: ""}
         assert manager.save(6, {"w": torch.zeros(3)})
         assert manager.all_steps() == [4, 6]
 

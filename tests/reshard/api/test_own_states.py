@@ -133,8 +133,9 @@ def test_an_error_of_an_object_says_what_was_restored_before(tmp_path: Path) -> 
         saved(tmp_path, state) as manager,
         pytest.raises(
             CheckpointError,
-            match=r"'data\.own' refused what was saved for it, ValueError: size 3 is none of mine\. Restored already: "
-            r"all tensors, 1 \('model'\); not restored: what follows 'data\.own'",
+            match=r"'data\.own' refused what was saved for it, ValueError: size 3 is none of mine\nAlready "
+            r"changed: tensors that the state itself holds, and objects before 'data\.own': 1 \('model'\)\. "
+            r"Not restored: 'data\.own' and what follows it\. To restore the rest, ",
         ),
     ):
         manager.restore(state)

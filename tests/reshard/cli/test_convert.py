@@ -142,7 +142,7 @@ def test_names_on_disk_and_in_memory(say, tmp_path: Path) -> None:
         (["--names", "plain:megatron", "--config", "c", "--naming", "fill"], "write --naming KEY=VALUE"),
         (["--max-shard", "many"], "'many' is not a size"),
         (["--names", "plane:megatron", "--config", "c"], "there is no naming scheme 'plane': did you mean 'plain'?"),
-        (["--format", "gguf"], "there is no format 'gguf'. Known: native, megatron, "),
+        (["--format", "gguf"], "cannot write the format 'gguf'. Known formats: native, megatron (torch_dist), "),
         (["--onto", "fsdp=0"], "with numbers >= 1"),
         (["-f", "huggingface", "--onto", "fsdp=2"], "safetensors files are not sharded by rank: leave out --onto, or"),
     ],
@@ -209,6 +209,13 @@ def test_an_optimizer_in_files_for_hugging_face_is_told(say, tmp_path: Path) -> 
         report = reshard.convert(tmp_path / source, tmp_path / "other", format=format, overwrite=True, **options)
         assert not [text for text in report.warnings if "optimizer" in text]
         shutil.rmtree(tmp_path / "other")
+
+
+def test_each_note_is_a_line(say, tmp_path: Path) -> None:
+    reshard.save({"model": {"w": torch.ones(2, 2)}, "optim": {"state": {}, "param_groups": []}}, tmp_path / "a")
+    said = say("convert", tmp_path / "a", tmp_path / "mega", "-f", "megatron")
+    report = reshard.convert(tmp_path / "a", tmp_path / "again", format="megatron")
+    assert said.out.splitlines()[-len(report.warnings) :] == [f"note  {text}" for text in report.warnings]
 
 
 @pytest.mark.parametrize("word", ["bf16", "BF16", torch.bfloat16, "torch.bfloat16"])

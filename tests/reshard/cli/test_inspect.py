@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard as DimShard, placement_types
 
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
-from planners.geometry.layout_text import chunk_sizes, parse_layout
+from planners.geometry.layout_text import _LEGEND, chunk_sizes, parse_layout
 from planners.reports.cuts import draw_cuts
 from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
 from tests import gloo
@@ -158,6 +158,7 @@ def test_a_truncated_file_is_damaged_and_no_bug(say, tmp_path) -> None:
     said = say("inspect", tmp_path / "model.pt")
     assert (said.code, said.err) == (1, "")
     assert "the zip archive is damaged: it has no end; the file was truncated" in " ".join(said.out.split())
+    assert "= {}" not in said.out
 
 
 def test_a_glob_that_matches_nothing(say, checkpoint) -> None:
@@ -438,6 +439,12 @@ def test_a_short_form_is_explained(say) -> None:
     assert "  _S(d, n)      dim d is sharded over this axis after" in said.out
 
 
+def test_all_signs_are_explained_without_a_layout(say) -> None:
+    said = say("explain", "--legend")
+    assert (said.code, said.err) == (0, "")
+    assert [line.split("  ")[1] for line in said.out.splitlines()[2:]] == [sign for sign, _, _ in _LEGEND]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -469,7 +476,7 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
         (["S(0)", "--shape", "4"], "--shape needs a mesh: write 'S(0)' with one, such as 'S(0),R on dp=4,tp=2'"),
         (["Partial(sum)"], "unknown placement 'Partial(sum)': write S(dim)"),
         (["dp,tp: S(0)"], "has 1 placement for the 2 axes before the colon"),
-        ([""], "write PLACEMENTS on MESH, such as 'S(0),R on dp=4,tp=2'"),
+        ([" "], "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'"),
         (["S(0) on dp=2,tp=2"], "needs one placement for each axis, 2 in all, but got 1"),
         (["S(1) on dp=2", "--shape", "4"], "does not have"),
         (["S(1) on dp=2", "--shape", "4x4"], "write sizes such as 4096,1024"),

@@ -124,7 +124,18 @@ def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, opti
 def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
     reshard.save({f"w{number}": torch.ones(3) for number in range(16)}, tmp_path / "one")
     next((tmp_path / "one").glob("data-*/*.safetensors")).unlink()
-    assert "damaged: 16 tensors, and 1 problem with files or metadata" in say("verify", tmp_path / "one").out
+    assert "damaged: 16 names, and 1 problem with files or metadata" in say("verify", tmp_path / "one").out
+
+
+def test_a_damaged_value_is_named_once(say, tmp_path) -> None:
+    reshard.save({"a": torch.ones(3), "n": 5}, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        file.unlink()
+    said = say("verify", tmp_path / "dcp").out
+    assert "damaged: 2 names, and 1 problem with files or metadata" in said
+    assert "·  'a': chunk Box[0:3]: there is no __0_" in said
+    assert "·  'n': there is no __0_" in said
 
 
 def test_an_error_of_usage_is_all_that_is_printed(say, tmp_path) -> None:

@@ -27,6 +27,23 @@ def saved(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: ours.load({}, chekpoint_id="c"), r"^load\(\) got .* 'chekpoint_id': did you mean 'checkpoint_id'\?$"),
+        (lambda: ours.save({}, path="c"), r"^save\(\) got .* argument 'path': it takes state_dict, checkpoint_id, "),
+        (
+            lambda: ours.async_save(checkpoint_id="c"),
+            r"^async_save\(\) was called without state_dict: write async_save",
+        ),
+        (lambda: ours.save({}, "c"), r"^pass the path by its name: dcp.save\(state_dict, checkpoint_id=path\)$"),
+    ],
+)
+def test_a_wrong_call(call, told):
+    with pytest.raises(TypeError, match=told):
+        call()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_missing_key(saved, way):
     with pytest.raises(RuntimeError, match=r"Missing key in checkpoint state_dict(.|\n)*n\.more") as caught:

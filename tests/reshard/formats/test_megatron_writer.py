@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
-from reshard.errors import FormatError, ReshardError
+from reshard.errors import CheckpointExistsError, FormatError, ReshardError
 from tests.same import assert_same
 from tests.samples import sample
 
@@ -148,6 +148,25 @@ def test_experts_are_a_second_dim_and_layers_that_differ_keep_their_numbers(tmp_
         assert_same({k: opened[k][...] for k in params}, params)
     reshard.convert(tmp_path / "saved", folder, format="megatron", hints={"expert_optimizer": False}, overwrite=True)
     assert "param_groups" in torch.load(folder / "common.pt", weights_only=True)["optimizer"]
+
+
+def test_a_conversion_is_replaced_and_resumed_in_its_own_folder(tmp_path: Path) -> None:
+    """The folder of one iteration is the folder of a run, which other formats may not be written to."""
+    reshard.save(trained(model()), tmp_path / "saved")
+    arguments: Any = (tmp_path / "saved", tmp_path / "theirs")
+    report = reshard.convert(*arguments, format="megatron")
+    with pytest.raises(CheckpointExistsError, match=r"already contains a checkpoint \(latest_checkpointed_iteration"):
+        reshard.convert(*arguments, format="megatron")
+    again = reshard.convert(*arguments, format="megatron", overwrite=True)
+    there = {f"iter_0000007/{file.name}" for file in (tmp_path / "theirs" / "iter_0000007").glob("*.distcp")}
+    assert there == {*again.files}
+    assert not there & {*report.files}
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").unlink()
+    reshard.convert(*arguments, format="megatron")
+    assert reshard.verify(tmp_path / "theirs").ok
+    for format, what in (("native", "run with the steps iter_0000007"), ("dcp", "run with the steps iter_0000007")):
+        with pytest.raises(FormatError, match=what):
+            reshard.convert(*arguments, format=format, overwrite=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inside", ["", "iter_0000007"])

@@ -329,10 +329,10 @@ def test_where_layers_that_predict_several_tokens_are_registered() -> None:
     ]
     keys = sorted([*order, *(n.replace("layers.1", "layers.0") for n in order if "layers.1" in n)])
     grid = Grid.of({"pipeline_model_parallel_size": 2}, groups=2, experts=None, hints=Hints(None))
-    last = chunk_names(keys, {}, grid, 1, 0, 1, 0)
+    last = chunk_names(keys, grid, 1, 0, 1, 0)
     assert set(last) == set(order)
     assert order in list(orders(last, Hints(None)))
-    first = chunk_names(keys, {}, grid, 0, 0, 1, 0)
+    first = chunk_names(keys, grid, 0, 0, 1, 0)
     assert set(first) == {"embedding.word_embeddings.weight"} | {k for k in keys if "decoder.layers.0" in k}
 
 
