@@ -433,9 +433,10 @@ class Processes(Executor):
         return self._made[0]
 
     def kill(self) -> None:
-        """End all at once, and what they are at."""
+        """End all at once, and what they are at. Return when they have ended."""
         if self._made is not None:
             self._made[1].close()
+            self.shutdown()  # the first that ends fails the tasks of all, while others may still write
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let them end."""

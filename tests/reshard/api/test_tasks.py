@@ -240,6 +240,40 @@ def test_a_second_driver_on_another_machine_is_refused(
     assert reshard.verify(tmp_path / "c", source).ok
 
 
+class Sleeping:
+    """Work that says which process does it, and sleeps at all tasks but the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self) -> Callable[[int], None]:
+        def work(task: int) -> None:
+            (self.folder / f"{task}-{os.getpid()}").touch()
+            time.sleep(60 if task else 0)
+
+        return work
+
+
+def test_who_stops_waits_for_all_workers_also_for_one_that_does_not_run(tmp_path: Path) -> None:
+    """The first worker that ends fails the tasks of all. What the others have begun to write may still come."""
+    found: list[int] = []
+
+    def on_done(task: int, _: None) -> None:
+        while len(names := [path.name for path in tmp_path.iterdir()]) < 3:
+            time.sleep(0.01)
+        found.extend(int(name.partition("-")[2]) for name in names if not name.startswith("0"))
+        os.kill(found[0], signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (found[0], signal.SIGCONT)).start()
+        raise KeyboardInterrupt
+
+    with Processes(2) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            run_tasks(Sleeping(tmp_path), range(3), executor, on_done)
+        for worker in found:
+            with pytest.raises(ProcessLookupError):
+                os.kill(worker, 0)
+
+
 KILLED = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
