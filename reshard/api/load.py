@@ -231,6 +231,9 @@ class _Load:
                 with phase("assign"):
                     targets.tell_autograd(match.tensors)
                     targets.assign({**match.objects, **per_rank})
+        skipped = {name: str(error) for name, error in checkpoint.contents.skipped.items()}
+        for name, why in skipped.items() if self.group.rank == 0 else ():
+            _log.warning("%s was loaded: %s is newer but not complete: %s", checkpoint.url, name, why)
         names = checkpoint.aliases
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
@@ -257,6 +260,7 @@ class _Load:
             not_requested=tuple(name for name in truth.unexpected if options.mode_of(name) == "subset"),
             resized=tuple(targets.resized),
             retyped=match.retyped,
+            skipped=skipped,
             phases=current.get(),
         )
 
@@ -443,6 +447,8 @@ class LoadReport(FilledReport, CheckedReport):
     """key -> (saved class, class in the target) of values whose classes differ, such as a plain dict for an
     OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a number. Numbers of different classes
     and None are not listed."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Newer steps of the run, by the names of their folders, and why none of them was loaded instead."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`, of the job."""
 
@@ -461,7 +467,7 @@ class LoadReport(FilledReport, CheckedReport):
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
         head = f"{verdict}, {did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
         extra = "not_requested" if self.ok else "unexpected"
-        kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized")
+        kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized", "skipped")
         odd = self._first_of_each(*kinds)
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]

@@ -71,6 +71,9 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
+    Of a run, the newest complete checkpoint is verified. Newer steps that are damaged are findings; `covered` names
+    those that no save has completed.
+
     Returns a report, even of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
     where known. `covered` says in how many bytes a changed bit would have been found: none in formats
     without checksums, such as safetensors. If the checkpoint itself is damaged, it is not compared with `against`, and
@@ -82,7 +85,10 @@ def verify(
         checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
     except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
-    findings = _metadata_findings(checkpoint)
+    skipped = checkpoint.contents.skipped
+    newer = {f"{name} is newer but not complete: {error}": error for name, error in skipped.items()}
+    findings = [Finding(text) for text, error in newer.items() if isinstance(error, CorruptCheckpointError)]
+    findings += _metadata_findings(checkpoint)
     try:
         total = sum(tensor.nbytes for tensor in checkpoint.values())
     except CheckpointError as error:  # of a tensor, which the findings name
@@ -102,6 +108,8 @@ def verify(
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
+    if covered is not None:
+        covered = replace(covered, leaves_open="; ".join(filter(None, (covered.leaves_open, *newer))))
     kind = kind if covered else DamageReport
     return kind(f"{checkpoint.url} ({checkpoint.format}){beside}", tuple(findings), len(checkpoint), covered, hint=hint)
 

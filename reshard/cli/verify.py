@@ -49,16 +49,21 @@ def verify(
     from reshard.formats.opening import steps_at
 
     engine = executor_on(on)
-    given, against = path, against and newest(against)
+    against = against and newest(against)
     try:
-        path = newest(path, step)
+        chosen = newest(path, step)
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         if step is None and steps_at(path):  # none of them is complete
             raise damaged(path, str(error), as_json) from None
         raise
     with engine as executor:
-        report = reshard.verify(
-            path, against, deep=not shallow, workers=workers, executor=executor, progress=not as_json
+        report = reshard.verify(  # of a run, it looks for newer steps that are damaged
+            path if step is None else chosen,
+            against,
+            deep=not shallow,
+            workers=workers,
+            executor=executor,
+            progress=not as_json,
         )
     if as_json:
         print_json(report_as_json(report))
@@ -68,8 +73,8 @@ def verify(
             same = against if report.ok else None
             right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open)))
         if not report.ok:
-            print_text(console(), as_given(_failure(report, right, against), given), style="red")
-        print_report(report, right=right, path=given)
+            print_text(console(), as_given(_failure(report, right, against), path), style="red")
+        print_report(report, right=right, path=path)
     if not report.ok:
         raise typer.Exit(1)
 

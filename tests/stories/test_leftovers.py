@@ -312,6 +312,31 @@ def test_a_step_without_the_file_of_a_rank_is_not_complete(tmp_path):
         reshard.open(tmp_path)
 
 
+def test_who_uses_an_older_step_says_which_newer_ones_are_not_complete(tmp_path, caplog):
+    for step in (1, 2):
+        reshard.save(STATE, tmp_path / f"step-{step}")
+    data = next((tmp_path / "step-2").rglob("*.safetensors"))
+    os.truncate(data, data.stat().st_size - 1)
+
+    report = reshard.load({"w": torch.zeros(3)}, tmp_path)
+    assert report.path == str(tmp_path / "step-1")
+    assert "bytes: restore it" in report.skipped["step-2"]
+    assert "skipped 1 ('step-2')" in repr(report)
+    assert f"{tmp_path}/step-1 was loaded: step-2 is newer but not complete: " in caplog.text
+    assert reshard.load({"w": torch.zeros(3)}, tmp_path / "step-1").skipped == {}
+    (finding,) = reshard.verify(tmp_path).findings
+    assert finding.message.startswith("step-2 is newer but not complete: ")
+
+
+def test_verify_names_a_step_that_no_save_completed_without_calling_it_damage(tmp_path):
+    reshard.save(STATE, tmp_path / "step-1")
+    claimed(open_storage(tmp_path / "step-2"), **GONE)
+
+    report = reshard.verify(tmp_path)
+    assert report.ok
+    assert "step-2 is newer but not complete" in report.covered.leaves_open
+
+
 def test_pruning_leaves_what_is_being_replaced(tmp_path):
     for step in range(3):
         reshard.save(STATE, tmp_path / f"step-{step}")
