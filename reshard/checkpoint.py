@@ -250,7 +250,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
 
         check_options(histograms=histograms)
-        layout, contents = self.layout, self.contents
+        layout, contents, shown = self.layout, self.contents, readable(self)
         facts = contents.details(NativeFacts)
         files = [SavedFile(source.name, source.nbytes) for source in contents.files]
         if facts is not None:
@@ -264,7 +264,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             layout=layout,
             paths={name: [str(getattr(key, "value", key)) for key in path] for name, path in contents.paths.items()},
             values={
-                **{name: f"= {value!r:.60}" for name, value in self.objects.items()},
+                **{name: f"= {value!r:.60}" for name, value in shown.objects.items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
             },
             figures=[
@@ -272,7 +272,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 ("other values", f"{count_objects(contents):,}"), ("ranks that saved", f"{layout.world_size:,}"),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
-            problems=self.problems(),
+            problems=shown.problems(),
             warnings=[*self.warnings, *([left] if len(named) > _MOST_HISTOGRAMS else [])],
             files=files,
             steps=steps,
@@ -401,6 +401,26 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
             contents, url = open_contents(path, step=step, check=check, lists=True)
             return Checkpoint(contents, url, None if isinstance(path, Storage) else path)
         raise
+
+
+def readable(checkpoint: Checkpoint) -> Checkpoint:
+    """The same without the plain values that cannot be read. Its `problems` list these."""
+    lost: dict[str, list[str]] = {}
+    for key in checkpoint.objects:
+        try:
+            checkpoint.objects[key]
+        except CheckpointError as error:
+            lost.setdefault(str(error).removeprefix(f"object {key!r}: "), []).append(key)
+    if not lost:
+        return checkpoint
+    contents = checkpoint.contents
+    kept = contents.only({*contents.tensors, *contents.aliases, *contents.objects}.difference(*lost.values()))
+    errors = list(contents.checking.lost or ())
+    for why, keys in lost.items():
+        errors.append(CorruptCheckpointError(f"plain values that cannot be read: {format_names(keys)}: {why}"))
+    made = Checkpoint(replace(kept, checking=replace(contents.checking, lost=errors)), checkpoint.url)
+    made.run = checkpoint.run
+    return made
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:

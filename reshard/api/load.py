@@ -231,9 +231,6 @@ class _Load:
                 with phase("assign"):
                     targets.tell_autograd(match.tensors)
                     targets.assign({**match.objects, **per_rank})
-        skipped = {name: str(error) for name, error in checkpoint.contents.skipped.items()}
-        for name, why in skipped.items() if self.group.rank == 0 else ():
-            _log.warning("%s was loaded: %s is newer but not complete: %s", checkpoint.url, name, why)
         names = checkpoint.aliases
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
@@ -260,9 +257,16 @@ class _Load:
             not_requested=tuple(name for name in truth.unexpected if options.mode_of(name) == "subset"),
             resized=tuple(targets.resized),
             retyped=match.retyped,
-            skipped=skipped,
+            skipped=self._skipped(),
             phases=current.get(),
         )
+
+    def _skipped(self) -> dict[str, str]:
+        """Log newer steps that are not complete."""
+        skipped = {name: str(error) for name, error in self.match.checkpoint.contents.skipped.items()}
+        for name, why in skipped.items() if self.group.rank == 0 else ():
+            _log.warning("%s was loaded: %s is newer but not complete: %s", self.match.checkpoint.url, name, why)
+        return skipped
 
     def _share(self) -> SharedReading:
         """Collective: ranks that want the same elements agree on who reads them."""

@@ -63,7 +63,8 @@ def verify(
     tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, the newest complete checkpoint: damaged
+            newer steps are findings, and `covered` names those that no save completed.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         deep: read every byte. False: check sizes and metadata only.
@@ -71,13 +72,10 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Of a run, the newest complete checkpoint is verified. Newer steps that are damaged are findings; `covered` names
-    those that no save has completed.
-
-    Returns a report, even of a damaged checkpoint. Its `findings` name the damaged files and tensors, with byte ranges
-    where known. `covered` says in how many bytes a changed bit would have been found: none in formats
-    without checksums, such as safetensors. If the checkpoint itself is damaged, it is not compared with `against`, and
-    `covered` is None. The call raises only if there is no checkpoint, or none in a known format.
+    Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
+    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. A damaged
+    checkpoint is not compared with `against`, and `covered` is None. Raises only if no checkpoint of a known format is
+    there.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
@@ -85,15 +83,12 @@ def verify(
         checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
     except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
-    skipped = checkpoint.contents.skipped
-    newer = {f"{name} is newer but not complete: {error}": error for name, error in skipped.items()}
-    findings = [Finding(text) for text, error in newer.items() if isinstance(error, CorruptCheckpointError)]
-    findings += _metadata_findings(checkpoint)
+    findings = _metadata_findings(checkpoint)
     try:
         total = sum(tensor.nbytes for tensor in checkpoint.values())
     except CheckpointError as error:  # of a tensor, which the findings name
         deep, total, findings = False, 0, findings or [Finding(str(error))]
-    covered = None if findings else Coverage(total, 0, 0)
+    covered = None if findings else Coverage(total, 0, 0, leaves_open=_left_open(checkpoint))
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
         if deep:
@@ -108,8 +103,6 @@ def verify(
                 covered = None  # without `deep`, the comparison is the first that reads
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
-    if covered is not None:
-        covered = replace(covered, leaves_open="; ".join(filter(None, (covered.leaves_open, *newer))))
     kind = kind if covered else DamageReport
     return kind(f"{checkpoint.url} ({checkpoint.format}){beside}", tuple(findings), len(checkpoint), covered, hint=hint)
 
@@ -204,13 +197,23 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     )
     arrays = array_bytes(checkpoint.objects) if metadata_checked else 0
     total_bytes += arrays
-    return Coverage(
-        total_bytes, total_bytes, checked + arrays, metadata_checked, checkpoint.contents.checking.leaves_open
-    )
+    left_open = _left_open(checkpoint, checkpoint.contents.checking.leaves_open)
+    return Coverage(total_bytes, total_bytes, checked + arrays, metadata_checked, left_open)
+
+
+def _left_open(checkpoint: Checkpoint, *others: str) -> str:
+    return "; ".join(filter(None, (*others, *_newer(checkpoint, damaged=False))))
+
+
+def _newer(checkpoint: Checkpoint, *, damaged: bool) -> list[str]:
+    """Newer steps of the run that are damaged, or that no save completed."""
+    skipped = checkpoint.contents.skipped.items()
+    said = [(error, f"{name} is newer but not complete: {error}") for name, error in skipped]
+    return [text for error, text in said if isinstance(error, CorruptCheckpointError) == damaged]
 
 
 def _metadata_findings(checkpoint: Checkpoint) -> list[Finding]:
-    findings = [Finding(problem) for problem in checkpoint.problems()]
+    findings = [Finding(problem) for problem in (*_newer(checkpoint, damaged=True), *checkpoint.problems())]
     native = checkpoint.contents.details(NativeFacts)
     if native is None:
         return findings

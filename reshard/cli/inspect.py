@@ -73,7 +73,7 @@ def inspect(
     is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected
-    from reshard.checkpoint import open_damaged
+    from reshard.checkpoint import open_damaged, readable
     from reshard.formats.opening import steps_at
 
     steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
@@ -87,7 +87,7 @@ def inspect(
         checkpoint = open_damaged(path, step=step)
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
-    whole, run = checkpoint, checkpoint.run
+    whole, run = readable(checkpoint), checkpoint.run
     checkpoint = selected(whole, select) if select else whole
     if is_shown and html is None:
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url

@@ -97,8 +97,8 @@ class ByteCounts:
 
 @dataclass(frozen=True)
 class Staged:
-    """A target that numpy cannot write into: of another dtype or device than the saved tensor, or lazily
-    conjugated."""
+    """A target that numpy cannot write into: of another dtype or device than the saved tensor, or
+    lazily conjugated."""
 
     tensor: torch.Tensor
     saved: torch.dtype
@@ -113,7 +113,8 @@ class Staged:
         return piece_bytes if self.uploads is None else min(piece_bytes, self.uploads.slot_bytes)
 
     def fill(self, place: Extent, buffer_bytes: int, *, compared: bool = False) -> None:
-        """Read the elements into memory of the saved dtype, and from there into the target: see `copy_place`."""
+        """Read the elements into memory of the saved dtype, and from there into the target: see
+        `copy_place`."""
         read = partial(copy_place, place, buffer_bytes=buffer_bytes, compared=compared)
         if self.uploads is not None:
             self.uploads.put(self.tensor, self.saved, place.window.sizes, read)

@@ -1,12 +1,14 @@
-"""What a format is: how its files are recognized and read, what its names mean, and how it is written."""
+"""What a format is: how its files are recognized and read, what its names mean, and how it is
+written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.native.manifest import HF_INDEX, MANIFEST
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = ["Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "read_index"]
+__all__ = [
+    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "read_index",
+]  # fmt: skip
 
 
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
@@ -41,8 +45,8 @@ class Writing:
     own: tuple[str, ...] = ()
     """Globs of `MARKS` that are of this format."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
-    """Of a format with names and shapes of its own: contents, which normalize to the first, as the writer takes them.
-    The hints are the caller's, the text names the source in messages."""
+    """Of a format with names and shapes of its own: contents, which normalize to the first, as the
+    writer takes them. The hints are the caller's, the text names the source in messages."""
     is_sharded: bool = False
     """Whether its files can be those of the ranks of a layout."""
     is_one_file: bool = False
@@ -50,7 +54,8 @@ class Writing:
 
     @property
     def foreign(self) -> list[str]:
-        """Globs of files of other formats, beside which a folder does not open, or opens as what was there before."""
+        """Globs of files of other formats, beside which a folder does not open, or opens as what
+        was there before."""
         return [] if self.is_one_file else [mark for mark in MARKS if mark not in self.own]
 
 
@@ -64,11 +69,11 @@ class Format:
     detect: Callable[[Storage, Mapping[str, int]], bool]
     """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
     open: Callable[[Files], Contents]
-    """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises FormatError or
-    CorruptCheckpointError, naming the file."""
+    """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises
+    FormatError or CorruptCheckpointError, naming the file."""
     is_composite: bool = False
-    """Whether it is made of files of other formats and something that identifies it: the first such format that
-    fits is taken. Of all others, two that fit are a mixture."""
+    """Whether it is made of files of other formats and something that identifies it: the first such
+    format that fits is taken. Of all others, two that fit are a mixture."""
     holds_dcp: bool = False
     """Whether it is made of a DCP checkpoint: any other composite format beside one is a mixture."""
     normalizer: Callable[[], Normalizer] | None = None
@@ -117,17 +122,27 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
         raise CorruptCheckpointError(f"{label}: no index of files: {type(error).__name__}: {error}") from None
     named = sorted(set(places.values()))
     if missing := [file for file in named if file not in files.listed]:
-        key = next(key for key, file in places.items() if file == missing[0])
-        files.checking.refuse(CorruptCheckpointError(
-            f"{url}: {len(missing)} of {len(named)} files that {indexes[0]} names are missing: "
-            f"{', '.join(missing[:5])}; {missing[0]} should hold {key!r}"
-        ))  # fmt: skip
+        held = [key for key, file in places.items() if file == missing[0]]
+        files.checking.refuse(missing_files(url, indexes[0], len(named), missing, held))
         places = {key: file for key, file in places.items() if file not in missing}
     return files, label, places
 
 
+def missing_files(
+    where: str, index: str, named: int, missing: Sequence[str], held: Sequence[str]
+) -> CorruptCheckpointError:
+    """The error where some of the files that an index names are missing; the first of them `held`
+    these names."""
+    what = f"{len(missing)} of {named} files that {index} names are missing: {format_some(missing)}"
+    return CorruptCheckpointError(
+        f"{where}: {what}. {missing[0]} held {format_count(len(held), 'name')}, such as {held[0]!r}: restore it, or "
+        "load another checkpoint"
+    )
+
+
 def check_index(files: Files, label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
-    """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of each key in them."""
+    """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of
+    each key in them."""
     for key, file in {} if files.checking.lost else {**dict.fromkeys(held, "no file"), **weight_map}.items():
         there = held.get(key, "no file")
         if there != file:

@@ -245,8 +245,8 @@ class NativeFacts(Facts):
         self._is_checked = sources.checking.enabled
 
     def prefetch(self, ranks: Iterable[int]) -> None:
-        """Read the headers of the files of these ranks, and their checksums if they are to be compared, many at a time:
-        they need not be waited for one by one when they are asked for."""
+        """Read the headers of the files of these ranks, and their checksums if they are to be
+        compared, many at a time: they need not be waited for one by one when they are asked for."""
         names = {record.name for record in map(self._file_of, ranks) if record is not None}
         kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self._is_checked else [])]
         with ThreadPoolExecutor(self.storage.requests, thread_name_prefix="reshard-read") as pool:
@@ -403,7 +403,8 @@ def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRe
 
 
 class _Place(msgspec.Struct):
-    """Where the data of a tensor begin and end, counted from the end of the header; None in the entry of metadata."""
+    """Where the data of a tensor begin and end, counted from the end of the header; None in the
+    entry of metadata."""
 
     data_offsets: Range | None = None
 
@@ -454,7 +455,8 @@ class ArrayPart(NamedTuple):
     array: Box
     """The region that an array of a file holds, of which the box is a part."""
     file: str = ""
-    """Relative to the checkpoint's folder; empty for the rank's own, in which the box is an array by itself."""
+    """Relative to the checkpoint's folder; empty for the rank's own, in which the box is an array
+    by itself."""
     start: int = 0
     """The first byte of the array in that file."""
 

@@ -86,7 +86,8 @@ class Contents(State[StoredTensor]):
     warnings: tuple[str, ...] = ()
     """What a reader should know: files that were ignored, objects that could not be represented."""
     subset: tuple[str, ...] | None = None
-    """The globs that chose what was saved, where a checkpoint is declared to be a part of something."""
+    """The globs that chose what was saved, where a checkpoint is declared to be a part of
+    something."""
     keys_are_text: bool = False
     """Whether the format records keys of dicts as text only, so that `"2"` may have been 2."""
     files: tuple[FileSource, ...] = ()
@@ -94,16 +95,19 @@ class Contents(State[StoredTensor]):
     checking: Checking = field(default_factory=Checking, compare=False)
     """How the bytes of its files are checked, and how many were."""
     skipped: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """Newer steps of the run, by the names of their folders, and why none of them was opened instead."""
+    """Newer steps of the run, by the names of their folders, and why none of them was opened
+    instead."""
     left_out: tuple[str, ...] = ()
-    """Keys of what was opened that have no place here, such as each rank's own values among canonical names."""
+    """Keys of what was opened that have no place here, such as each rank's own values among
+    canonical names."""
 
     def details(self, kind: type[F]) -> F | None:
         """Return what the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
 
     def refuse_incomplete(self) -> None:
-        """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by its own path."""
+        """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by
+        its own path."""
         if problems := self.problems():
             raise CorruptCheckpointError("; ".join(problems))
 
@@ -129,7 +133,8 @@ class Contents(State[StoredTensor]):
 
 
 class ContentsBuilder:
-    """Collects contents as a reader finds them, each tensor and object as a function that makes it on request."""
+    """Collects contents as a reader finds them, each tensor and object as a function that makes it
+    on request."""
 
     def __init__(self, where: str) -> None:
         """`where` is what errors name."""

@@ -201,7 +201,8 @@ class FileSource(Source):
         self._refuse(bad)
 
     def _judge(self, blocks: Iterable[tuple[Range, Iterable[bytes | memoryview]]]) -> None:
-        """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is right."""
+        """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is
+        right."""
         assert self.checksums is not None
         bad, compared = [], 0
         for block, pieces in blocks:
@@ -261,7 +262,8 @@ class FileSource(Source):
         return whole[start - first : stop - first]
 
     def _blocks_to_compare(self, start: int, stop: int) -> list[Range] | None:
-        """The blocks to compare where bytes [start, stop) are read; None if they are to go unchecked."""
+        """The blocks to compare where bytes [start, stop) are read; None if they are to go
+        unchecked."""
         if self.checksums is None or not self.checking.enabled:
             return None
         blocks = self.checksums.pending(start, stop)
@@ -335,17 +337,20 @@ class FileSource(Source):
             self.storage.read_into(self.name, start, buffer)
 
     def read_directly(self, start: int, buffer: memoryview) -> None:
-        """Like `read_into`, by calls to the storage even where there is a view: the pages stay unmapped."""
+        """Like `read_into`, by calls to the storage even where there is a view: the pages stay
+        unmapped."""
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
             self.storage.read_into(self.name, start, buffer)
 
     def release(self) -> None:
-        """Give the mapped pages that were read back: they count as this process's memory until then."""
+        """Give the mapped pages that were read back: they count as this process's memory until
+        then."""
         self._give_back(0, self.nbytes)  # what is needed again comes from the page cache
 
     def mapped(self, start: int, length: int) -> memoryview | None:
-        """Bytes of the file, brought into memory at once and without a copy, or None where it cannot be so."""
+        """Bytes of the file, brought into memory at once and without a copy, or None where it
+        cannot be so."""
         self.check(start, start + length)
         view = self.view()
         if view is None or self._file is None:

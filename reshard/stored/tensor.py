@@ -93,7 +93,8 @@ class StoredChunk:
 
     @property
     def place(self) -> Extent:
-        """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the metadata says."""
+        """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the
+        metadata says."""
         if self._place is None:
             assert self._locate is not None
             self._place = self._checked(self._locate())
@@ -130,7 +131,8 @@ class StoredChunk:
         return self.derived(self.box.shift(by), lambda w: w)
 
     def permute(self, dims: Sequence[int]) -> StoredChunk:
-        """The same elements of the tensor transposed so that its old dim `dims[i]` is the new dim i."""
+        """The same elements of the tensor transposed so that its old dim `dims[i]` is the new dim
+        i."""
         box = Box([self.box.offsets[d] for d in dims], [self.box.sizes[d] for d in dims])
         return self.derived(box, lambda w: w.permute(dims))
 
@@ -202,7 +204,8 @@ class StoredTensor:
         return tuple(chunk.box for chunk in self.chunks)
 
     def meeting(self, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
-        """The chunks that share elements with `box`, which is in global coordinates, and what they share."""
+        """The chunks that share elements with `box`, which is in global coordinates, and what they
+        share."""
         if isinstance(self.found, LazyChunks):
             near = self.found.near(box)
         elif len(self.found) <= _MANY_CHUNKS:
@@ -226,7 +229,8 @@ class StoredTensor:
 
 
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
-    """Raises CorruptCheckpointError unless the chunks hold every element of `region` (default: all) exactly once."""
+    """Raises CorruptCheckpointError unless the chunks hold every element of `region` (default: all)
+    exactly once."""
     wanted = Box.full(tensor.spec.shape) if region is None else region
     if region is None:  # a stored tensor has no chunk outside itself
         inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
@@ -382,7 +386,8 @@ def whole(value: Any) -> Any:
 
 
 def read_value(value: Any) -> Any:
-    """The tensor itself of a stored one, such as the learning rate of a param group; any other value as it is."""
+    """The tensor itself of a stored one, such as the learning rate of a param group; any other
+    value as it is."""
     return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
@@ -540,7 +545,8 @@ def copy_place(
 
 
 def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> None:
-    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be enough."""
+    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be
+    enough."""
     if window.numel:
         _copy(view, window, out)
         if conjugate:
@@ -564,8 +570,8 @@ class _Transfer:
     passing: bool
 
     def run(self, window: Window, out: Array) -> None:
-        """Long runs are read straight into their place; short ones are copied from a view, or read with some
-        neighbors."""
+        """Long runs are read straight into their place; short ones are copied from a view, or read
+        with some neighbors."""
         source, view, runs = self.source, self.view, window.runs()
         long = runs.run_bytes >= source.direct_bytes
         if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
@@ -592,8 +598,8 @@ class _Transfer:
             start = stop
 
     def _read(self, window: Window, out: Array) -> None:
-        """Read at once what a plan counts as one read, as far as there is memory; else part by part along the widest
-        dim."""
+        """Read at once what a plan counts as one read, as far as there is memory; else part by part
+        along the widest dim."""
         span = window.stop - window.offset
         gap = self.source.max_gap_bytes
         if span <= self.buffer_bytes and window.runs().in_order().joined(gap).count == 1:

@@ -17,8 +17,9 @@ import torch
 from planners.errors import PlanError
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
+from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
-from reshard.formats.format import Format, Writing, as_shape
+from reshard.formats.format import Format, Writing, as_shape, missing_files
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
@@ -172,24 +173,21 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
     """The files that are named, and there. Refuses those that are missing, or end before an item
     does."""
     names, where = files.listed, f"{files.storage.url}/{folder}"
-    needed: dict[str, tuple[int, str]] = {}
+    needed: dict[str, dict[str, int]] = {}
     for key, items in index.items.items():
         for item in items.values():
-            if item.file not in needed or item.stop > needed[item.file][0]:
-                needed[item.file] = (item.stop, key)
+            held = needed.setdefault(item.file, {})
+            held[key] = max(held.get(key, 0), item.stop)
     missing = sorted(file for file in needed if folder + file not in names)
     if missing:
-        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        files.checking.refuse(CorruptCheckpointError(
-            f"{where}: {len(missing)} of {len(needed)} files that .metadata names are missing: {some}; "
-            f"{missing[0]} should hold {needed[missing[0]][1]!r}"
-        ))  # fmt: skip
+        files.checking.refuse(missing_files(where, ".metadata", len(needed), missing, [*needed[missing[0]]]))
     found = {file: names[folder + file] for file in needed if folder + file in names}
     for file, nbytes in found.items():
-        stop, key = needed[file]
-        if nbytes < stop:
+        if lost := {key: stop for key, stop in needed[file].items() if stop > nbytes}:
+            key, stop = next(iter(lost.items()))
             files[folder + file].refuse(CorruptCheckpointError(
-                f"{where}{file}: truncated: {key!r} should end at byte {stop}, but the file has {nbytes} bytes"
+                f"{where}{file}: truncated: it has {nbytes} bytes, which end before {format_count(len(lost), 'name')} "
+                f"do, such as {key!r} at byte {stop}: restore it, or load another checkpoint"
             ))  # fmt: skip
     return sorted(folder + file for file in found)
 

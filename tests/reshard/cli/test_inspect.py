@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard as DimShard, placement_types
 
@@ -237,6 +239,23 @@ def test_a_torn_checkpoint_is_told(say, checkpoint) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
     assert_damaged(say, checkpoint, "manifest.json")
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_plain_values_in_a_lost_file_are_damage_and_all_else_is_shown(say, tmp_path, is_missing) -> None:
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(4), "lr": 0.1, "note": "x"}, checkpoint_id=tmp_path / "c", no_dist=True)
+    file = tmp_path / "c" / "__0_0.distcp"
+    file.unlink() if is_missing else os.truncate(file, 9)
+    said = say("inspect", tmp_path / "c")
+    assert said.code == 1
+    assert "w  float32 [4]" in said.out
+    assert "3 names" in said.out
+    assert "damaged  plain values that cannot be read: " in said.out
+    shown = json.loads(say("inspect", tmp_path / "c", "--json").out)
+    assert (shown["ok"], [*shown["tensors"]], shown["objects"]) == (False, ["w"], {})
+    assert say("inspect", tmp_path / "c", "--html", tmp_path / "page.html").code == 1
+    assert "plain values that cannot be read" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
