@@ -63,8 +63,8 @@ def verify(
     tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, the newest complete checkpoint: damaged
-            newer steps are findings, and `covered` names those that no save completed.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, its newest complete step;
+            `covered` names newer ones that are not.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         deep: read every byte. False: check sizes and metadata only.
@@ -88,7 +88,7 @@ def verify(
         total = sum(tensor.nbytes for tensor in checkpoint.values())
     except CheckpointError as error:  # of a tensor, which the findings name
         deep, total, findings = False, 0, findings or [Finding(str(error))]
-    covered = None if findings else Coverage(total, 0, 0, leaves_open=_left_open(checkpoint))
+    covered = None if findings else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
         if deep:
@@ -197,23 +197,12 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     )
     arrays = array_bytes(checkpoint.objects) if metadata_checked else 0
     total_bytes += arrays
-    left_open = _left_open(checkpoint, checkpoint.contents.checking.leaves_open)
+    left_open = "; ".join(filter(None, (checkpoint.contents.checking.leaves_open, *checkpoint.warnings)))
     return Coverage(total_bytes, total_bytes, checked + arrays, metadata_checked, left_open)
 
 
-def _left_open(checkpoint: Checkpoint, *others: str) -> str:
-    return "; ".join(filter(None, (*others, *_newer(checkpoint, damaged=False))))
-
-
-def _newer(checkpoint: Checkpoint, *, damaged: bool) -> list[str]:
-    """Newer steps of the run that are damaged, or that no save completed."""
-    skipped = checkpoint.contents.skipped.items()
-    said = [(error, f"{name} is newer but not complete: {error}") for name, error in skipped]
-    return [text for error, text in said if isinstance(error, CorruptCheckpointError) == damaged]
-
-
 def _metadata_findings(checkpoint: Checkpoint) -> list[Finding]:
-    findings = [Finding(problem) for problem in (*_newer(checkpoint, damaged=True), *checkpoint.problems())]
+    findings = [Finding(problem) for problem in checkpoint.problems()]
     native = checkpoint.contents.details(NativeFacts)
     if native is None:
         return findings

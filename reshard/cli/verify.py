@@ -57,7 +57,7 @@ def verify(
             raise damaged(path, str(error), as_json) from None
         raise
     with engine as executor:
-        report = reshard.verify(  # of a run, it looks for newer steps that are damaged
+        report = reshard.verify(  # of a run, it names newer steps that are not complete
             path if step is None else chosen,
             against,
             deep=not shallow,

@@ -14,7 +14,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, read_index
-from reshard.native.manifest import HF_INDEX
+from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts
@@ -73,6 +73,9 @@ def open(files: Files) -> Contents:
     part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
     if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
         warning = f"{found[0]} is one of several files, and the others were not opened"
+        return replace(open_files(files, found), warnings=(warning,))
+    if len(names) == 1 and is_generation(storage.url.rstrip("/")):
+        warning = f"{found[0]} is one rank's part of {storage.url.rpartition('/data-')[0]}: open that for the rest"
         return replace(open_files(files, found), warnings=(warning,))
     _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)

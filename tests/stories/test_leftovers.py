@@ -324,17 +324,17 @@ def test_who_uses_an_older_step_says_which_newer_ones_are_not_complete(tmp_path,
     assert "skipped 1 ('step-2')" in repr(report)
     assert f"{tmp_path}/step-1 was loaded: step-2 is newer but not complete: " in caplog.text
     assert reshard.load({"w": torch.zeros(3)}, tmp_path / "step-1").skipped == {}
-    (finding,) = reshard.verify(tmp_path).findings
-    assert finding.message.startswith("step-2 is newer but not complete: ")
+    skipped = "step-2 is newer but was skipped because it is not complete: "
+    for deep in (True, False):
+        assert skipped in reshard.verify(tmp_path, deep=deep).covered.leaves_open
 
 
-def test_verify_names_a_step_that_no_save_completed_without_calling_it_damage(tmp_path):
+def test_one_data_file_of_a_checkpoint_is_not_taken_for_all_of_it(tmp_path):
     reshard.save(STATE, tmp_path / "step-1")
-    claimed(open_storage(tmp_path / "step-2"), **GONE)
-
-    report = reshard.verify(tmp_path)
-    assert report.ok
-    assert "step-2 is newer but not complete" in report.covered.leaves_open
+    (file,) = (tmp_path / "step-1").glob("data-*/*.safetensors")
+    warning = f"00000.safetensors is one rank's part of {tmp_path}/step-1: open that for the rest"
+    assert reshard.open(file).warnings == (warning,)
+    assert warning in reshard.verify(file).covered.leaves_open
 
 
 def test_pruning_leaves_what_is_being_replaced(tmp_path):

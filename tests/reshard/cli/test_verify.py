@@ -121,19 +121,19 @@ def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, opti
     assert "manifest.json is truncated or damaged, with" in said.out
 
 
-def test_a_damaged_newer_step_of_a_run_is_no_success(say, tmp_path) -> None:
-    """Also where an older one is whole: other commands say on stderr that they use it."""
+def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path) -> None:
+    """On stderr; what `verify` left out is also in its verdict, and in its JSON."""
     run = tmp_path / "run"
     for step in (1, 2):
         reshard.save({"a": torch.ones(3)}, run / f"step-{step}")
     (data,) = (run / "step-2").glob("data-*/*.safetensors")
     data.unlink()
-    said = say("verify", run)
-    assert (said.code, said.out.splitlines()[0]) == (1, "damaged: 1 problem")
-    assert "step-2 is newer but not complete: " in said.out
+    said, skipped = say("verify", run), "step-2 is newer but was skipped because it is not complete: "
+    assert said.code == 0
+    assert skipped in said.out
     assert f"using {run}/step-1, the newest complete checkpoint of {run}\nskipped  step-2 is newer but " in said.err
-    assert not json.loads(say("verify", run, "--json").out)["ok"]
-    assert say("verify", run, "--step", "1").code == 0
+    assert skipped in json.loads(say("verify", run, "--json").out)["covered"]["leaves_open"]
+    assert "step-2" not in say("verify", run, "--step", "1").out
     for command in (["plan", run, "dp=1"], ["convert", run, tmp_path / "out"], ["normalize", run], ["diff", run, run]):
         assert "\nskipped  step-2 is newer but not complete: " in say(*command).err, command
 

@@ -194,7 +194,9 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError, match=what):
             open_checkpoint(tmp_path)
     (tmp_path / weight_map["a"]).unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin; .* hold 'a'"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"are missing: pytorch_model-00001-of-00002.bin. .* held 1 name, such as 'a'"
+    ):
         open_checkpoint(tmp_path)
     (tmp_path / "other.bin.index.json").write_text(index.read_text())
     with pytest.raises(FormatError, match=r"has 2 indexes: other.bin.index.json, pytorch_model.bin.index.json"):
