@@ -102,8 +102,8 @@ def open(files: Files) -> Contents:
     if MANIFEST not in names:
         if left := without_claim(names):
             raise CorruptCheckpointError(
-                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since "
-                f"{left[-1]} belongs to no running or killed save. Restore it, or load another checkpoint"
+                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied: "
+                f"{left[-1]} is from a finished save. Restore it, or load another checkpoint"
             )
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
