@@ -62,7 +62,7 @@ def explain(
         else:
             said = _placements(layout)
     except PlanError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error).removesuffix(" (tensor 'tensor')")) from None
     if as_json:
         print_json(said.data)
         return

@@ -428,7 +428,9 @@ def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
     """The content of a small file, which must have this digest."""
     data = storage.read(file)
     if xxhash.xxh3_128_hexdigest(data) != digest:
-        raise CorruptCheckpointError(f"{storage.url}: {file} was changed since it was written")
+        raise CorruptCheckpointError(
+            f"{storage.url}: {file} was changed since it was written: restore it, or load another checkpoint"
+        )
     return data
 
 
