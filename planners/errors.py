@@ -66,12 +66,12 @@ class CodecError(PlanError):
     """A JSON text is not a plan or layout of a known version, or it was edited."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
     from difflib import get_close_matches
 
     names = list(known)
-    near = get_close_matches(word, names, n=1) or get_close_matches(word.lower(), names, n=1)
+    near = get_close_matches(word, names, 1, cutoff) or get_close_matches(word.lower(), names, 1, cutoff)
     near = near or [name for name in names if name.startswith(f"{word}_")]
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]

@@ -5,7 +5,6 @@ Each name is imported on first use, so `import reshard` is fast and loads only w
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
@@ -151,7 +150,8 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             places = {"errors": errors, "planners": planners, "mapping": mapping, "dcp": dcp}
             known = [] if name[0] == "_" or name in _ELSEWHERE else places
             place = next((each for each in known if hasattr(places[each], name)), "")
-            meant = f": it is reshard.{place}.{name}" if place else errors.did_you_mean(name, _HOME)
+            meant = errors.did_you_mean(name.partition("_checkpoint")[0], _HOME)
+            meant = f": it is reshard.{place}.{name}" if place else meant
             meant = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else meant
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage_collection import gc_paused

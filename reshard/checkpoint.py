@@ -116,7 +116,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
         stored = self.contents.find(name)
         if stored is None:
-            what = "it is an object, see .objects" if name in self.objects else _similar(name, self)
+            what = "read it from .objects" if name in self.objects else _similar(name, self)
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
 

@@ -262,8 +262,8 @@ class Topology:
             raise PlanError(f"{what}: name each of {', '.join(free)}")
         if len(groups) != len(rule.placements):
             raise PlanError(
-                f"it has {format_count(len(rule.placements), 'placement')}, but needs one for each axis of "
-                f"{', '.join(free)}, such as "
+                f"it has {format_count(len(rule.placements), 'placement')}, but needs one per axis "
+                f"({', '.join(free)}), such as "
                 f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
             )
         turned = self.mesh.submesh(*named, at=at)

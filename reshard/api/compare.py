@@ -1,12 +1,12 @@
 """`compare` finds the differences between two checkpoints, or a checkpoint and a state dict.
 
-It processes one tensor at a time, in pieces of bounded size, and needs no model, GPU, or process group. The ranks that
-share a sharded state each compare what they hold, and put the results together.
+It reads tensors in small pieces, without a model or GPU. Ranks that share a sharded state compare what each holds.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -67,6 +67,7 @@ from reshard.live.tree import flatten
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
+from reshard.storage import Storage
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 
@@ -168,7 +169,7 @@ def compare_sides(
     """See `compare`; `how` has the relative and the absolute tolerance, and whether differences are measured."""
     rtol, atol, is_measured = how
     with gc_paused():
-        left, right = _Side(a, group), _Side(b, group)
+        left, right = _Side(a, group), _Side(b, group, "b")
     if labels is not None:
         left.label, right.label = labels
     subject = f"{left.label} and {right.label}"
@@ -588,7 +589,7 @@ class _SideNames(msgspec.Struct):
 class _Side:
     """Tensors by name, objects, values of each rank by key and rank, and fingerprints of one of the two."""
 
-    def __init__(self, source: Any, group: Group | None = None) -> None:
+    def __init__(self, source: Any, group: Group | None = None, name: str = "a") -> None:
         self.fingerprints: Mapping[str, str] = {}
         self.checkpoint: Checkpoint | None = None
         self.tensors: Mapping[str, Any]
@@ -596,9 +597,10 @@ class _Side:
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
         self.is_one_rank_s = False
-        if isinstance(source, torch.nn.Module | torch.optim.Optimizer):
+        if not isinstance(source, str | os.PathLike | Storage | Mapping):
             raise option_error(
-                f"compare takes a path, Checkpoint, or state dict, got {state_instead_of(source)}", StorageError
+                f"compare: {name} must be a path, Checkpoint, or state dict, got {state_instead_of(source)}",
+                StorageError,
             )
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
             self._take_state(source, group)

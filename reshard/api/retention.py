@@ -27,7 +27,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats.opening import LEDGER, RunStep, discarded_in, path_below, run_in, step_of, steps_at
+from reshard.formats.opening import LEDGER, RunStep, discarded_in, local_path, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
@@ -73,7 +73,7 @@ class Keep:
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
-                f"Keep: best must be an integer >= 0, and above 0 needs metric=, such as 'loss', got "
+                f"Keep: best must be an integer >= 0; if not 0, add metric=, such as 'loss'; got "
                 f"best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max") and (self.metric or self.mode is not None):
@@ -194,14 +194,16 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor 
     stay, and do not count. Only files that saves and conversions wrote are removed: other
     files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
-    Raises OptionError if `keep_last` < 1, and FormatError if a newer version of reshard wrote a
-    checkpoint.
+    Raises OptionError if `keep_last` < 1, CheckpointNotFoundError if there is no `folder`, and
+    FormatError if a newer version of reshard wrote a checkpoint.
     """
     if not is_count(keep_last):
         raise OptionError(
             f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
         )
     check_executor(executor, 1, folder)
+    if not os.path.exists(local_path(folder) or "."):
+        open_checkpoint(folder)  # raises
     found = [one for one in complete(folder) if one.is_below]
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone = remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)

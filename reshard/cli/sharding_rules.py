@@ -36,7 +36,7 @@ def example_rules(topology: Topology, saved: StateLayout, axis: str, fqns: tuple
     and then those of the topology. Nothing where they do not."""
     first = _kind(max(fqns, key=lambda fqn: len(saved[fqn].spec.shape)))
     bare = first.partition(".")[2] if first.count(".") > 1 else first  # without `model.`, which states do not have
-    return _tried(topology, saved, axis, [(f"*{bare}*", Shard(0))])
+    return _tried(topology, saved, axis, [(f"*{bare.strip('*')}*", Shard(0))])
 
 
 def as_options(rules: list[Rule]) -> list[str]:

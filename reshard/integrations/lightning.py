@@ -4,13 +4,13 @@
     Trainer(strategy=ReshardModelParallel())                    # FSDP2, tensor parallelism: sharded state
     Trainer(callbacks=[ReshardCheckpoint("run", every=Every(steps=500))])   # any strategy, CheckpointManager
 
-`ReshardIO` and `ReshardModelParallel` also read the checkpoints that Lightning itself writes in
-their place. A checkpoint is a folder. You can inspect and compare it, loads verify it, and an
-interrupted save keeps the previous one.
+`ReshardIO` and `ReshardModelParallel` also read the checkpoints that Lightning itself writes in their place. A
+checkpoint is a folder. You can inspect and compare it, loads verify it, and an interrupted save keeps the previous one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from functools import partial
@@ -42,6 +42,21 @@ _SHARDED = ("state_dict", "optimizer_states")
 """The sharded entries of Lightning's checkpoints: model and optimizers."""
 
 
+def _save(*args: Any, **options: Any) -> None:
+    """`save`, without warnings about names and states that Lightning chooses."""
+    log = logging.getLogger("reshard")
+    log.addFilter(_is_of_use)
+    try:
+        save(*args, **options)
+    finally:
+        log.removeFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    words = record.getMessage()
+    return "becomes a folder" not in words and "saved by parameter number" not in words
+
+
 class ReshardIO(CheckpointIO):
     """A Lightning plugin that stores checkpoints in the native format. Lightning decides when and
     what to save. It calls `save_checkpoint` on the first rank only.
@@ -49,7 +64,7 @@ class ReshardIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as a folder."""
-        save(checkpoint, path, alone=True)
+        _save(checkpoint, path, alone=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint. Each rank reads for itself. No code in the file runs, so
@@ -80,9 +95,9 @@ class ReshardModelParallel(ModelParallelStrategy):
         """Save a checkpoint. Collective. Values other than models and optimizers are saved as rank
         0 has them.
         """
-        sharded: dict[str, Any] = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
+        sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         rest = self.broadcast({key: value for key, value in checkpoint.items() if key not in sharded})
-        save({**rest, **sharded}, self.broadcast(filepath))
+        _save({**rest, **sharded}, self.broadcast(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill model and optimizers from a checkpoint, and return the other values. Collective."""
@@ -176,9 +191,8 @@ class ReshardCheckpoint(CheckpointCallback):
         """
         if self.manager is None or self._step == trainer.global_step:
             return
-        self._step, name = trainer.global_step, self.manager.keep.metric
-        metric = trainer.callback_metrics.get(name) if name else None
-        metrics = {} if metric is None else {name: metric}
+        self._step = trainer.global_step
+        metrics = {key: value for key, value in trainer.callback_metrics.items() if key == self.manager.keep.metric}
         if self.manager.save(self._step, self._state, metrics).preempted:
             trainer.should_stop = True
 

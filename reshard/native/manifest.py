@@ -210,7 +210,7 @@ def _read(storage: Storage, kind: Any) -> Any:
             return msgspec.json.decode(data, type=Manifest)
         if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
             raise CorruptCheckpointError(
-                f"{where} was changed since it was written: its digest is another one. Restore the file, or load "
+                f"{where} was changed since it was written: its digest differs. Restore the file, or load "
                 'another checkpoint; if it was edited on purpose, remove the field "digest"'
             )
         return msgspec.json.decode(body + b"}", type=kind)

@@ -102,8 +102,8 @@ def open(files: Files) -> Contents:
     if MANIFEST not in names:
         if left := without_claim(names):
             raise CorruptCheckpointError(
-                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied, since "
-                f"{left[-1]} belongs to no running or killed save. Restore it, or load another checkpoint"
+                f"there is no {MANIFEST} in {storage.url}: it was lost or not copied: "
+                f"{left[-1]} is from a finished save. Restore it, or load another checkpoint"
             )
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
@@ -429,7 +429,9 @@ def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
     """The content of a small file, which must have this digest."""
     data = storage.read(file)
     if xxhash.xxh3_128_hexdigest(data) != digest:
-        raise CorruptCheckpointError(f"{storage.url}: {file} was changed since it was written")
+        raise CorruptCheckpointError(
+            f"{storage.url}: {file} was changed since it was written: restore it, or load another checkpoint"
+        )
     return data
 
 

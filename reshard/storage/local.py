@@ -426,6 +426,8 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
     why = _FIXES.get(error.errno or 0, error.strerror or str(error))
     if verb == "create" and error.errno in _NOT_WRITABLE:
         explained = StorageError(f"cannot write to {url}: {why}. Fix that, or use another folder")
+    elif verb == "read" and os.path.isfile(url):
+        explained = StorageError(f"{url} is a file: pass the folder of a run")
     else:
         explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
     explained.errno = error.errno

@@ -75,7 +75,7 @@ class Source(ABC):
         if not 0 <= start <= stop <= self.nbytes:
             raise CorruptCheckpointError(
                 f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
-                "what points into it is wrong"
+                "its metadata is wrong"
             )
 
     def refuse(self, error: CorruptCheckpointError) -> None:

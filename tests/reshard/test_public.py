@@ -238,12 +238,17 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (
             lambda: reshard.compare(path, NET),
             StorageError,
-            f"compare takes a path, Checkpoint, or state dict, got Linear: {made}",
+            f"compare: b must be a path, Checkpoint, or state dict, got Linear: {made}",
         ),
         (
             lambda: reshard.compare(optimizer, path),
             StorageError,
-            "got SGD: pass reshard.get_optimizer_state_dict(mo",
+            "compare: a must be a path, Checkpoint, or state dict, got SGD: pass reshard.get_optimizer_state_dict(mo",
+        ),
+        (
+            lambda: reshard.compare(path, 5),
+            StorageError,
+            "compare: b must be a path, Checkpoint, or state dict, got int",
         ),
         (lambda: reshard.verify(NET), StorageError, "a path must be a folder, URL, or Storage, got Linear"),
         (lambda: reshard.get_state_dict(optimizer, NET), NormalizationError, "the first argument must be the model"),
@@ -683,6 +688,8 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         ("diff", "reshard.compare compares checkpoints, reshard.planners.diff plans"),
         ("latest_checkpoint", r"reshard.latest_complete\(folder\) returns its path"),
         ("async_load", "reshard.load fills a state dict; none loads in the background"),
+        ("compare_checkpoints", r"did you mean 'compare'\?"),
+        ("verify_checkpoint", r"did you mean 'verify'\?"),
     ],
 )
 def test_names_that_are_elsewhere_are_told_where(name: str, told: str) -> None:

@@ -103,6 +103,13 @@ def test_a_file_of_another_length(path, change, suffix):
     assert len([finding for finding in findings if finding.fqn is None]) == 1  # the file; others are of its tensors
 
 
+def test_changed_checksums_are_told_with_the_way_out(path):
+    file = next(path.rglob("*.sums"))
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+    assert f"{file.name} was changed since it was written: restore it, or load another checkpoint" in refused(path)
+
+
 def test_bits_flipped_anywhere_are_found_and_change_no_target(path):
     random_ = random.Random(0)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]

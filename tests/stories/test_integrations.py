@@ -84,13 +84,19 @@ def test_what_accelerate_saved_before_is_read(tmp_path: Path) -> None:
         reshard.open(tmp_path / "old").normalized()
 
 
-def test_a_run_under_lightning_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+def test_a_run_under_lightning_goes_on_as_if_never_interrupted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plugin = example("lightning_plugin", "lightning")
     straight = plugin.fit(tmp_path / "straight", 3, [plugin.ReshardIO()])
     plugin.fit(tmp_path / "first", 2, [plugin.ReshardIO()])
 
     again = plugin.fit(tmp_path / "then", 3, [plugin.ReshardIO()], tmp_path / "first" / "last.ckpt")
 
+    assert "becomes a folder" not in caplog.text, "Lightning chooses the names"
+    assert "saved by parameter number" not in caplog.text, "and what is saved"
+    reshard.save({"w": torch.ones(1)}, tmp_path / "mine.ckpt")
+    assert "mine.ckpt becomes a folder" in caplog.text, "others are told as before"
     assert same(straight.state_dict(), again.state_dict())
     last = reshard.open(tmp_path / "then" / "last.ckpt")
     assert last.format == "native"

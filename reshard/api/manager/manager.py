@@ -293,7 +293,10 @@ class CheckpointManager:
             raise CheckpointError(f"the manager of {self.root} was created with read_only=True and cannot save")
         number = checked_step(step)
         if self._before is not None and number < self._before:
-            raise CheckpointError(f"step {number} is not after the last step, {self._before}: nothing was saved")
+            raise CheckpointError(
+                f"step {number} is not after the last step, {self._before}: nothing was saved. To "
+                "continue from an earlier step, call restore(state, step=..., discard_newer=True)"
+            )
         if number < self._newest or (number == self._newest != self._here):
             raise CheckpointError(
                 f"step {number} cannot be saved, because {self.root} already has step {self._newest}. Call "

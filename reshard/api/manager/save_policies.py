@@ -85,6 +85,8 @@ class Preemption:
 
     def __post_init__(self) -> None:
         if self.file is not None:
+            if not isinstance(self.file, str | os.PathLike):
+                raise OptionError(f"Preemption: file must be a path, got {self.file!r:.80}")
             object.__setattr__(self, "file", os.path.abspath(self.file))
         if self.asks is not None and not callable(self.asks):
             raise OptionError(f"Preemption: asks must be a function, got {self.asks!r:.80}")

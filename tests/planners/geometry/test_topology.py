@@ -157,7 +157,7 @@ def test_topologies_that_cannot_be_are_refused(make, message):
             "dp=2,tp=2",
             {"*": "S(0)"},
             {},
-            "1 placement, but needs one for each axis of dp, tp, such as {'\\*': 'S\\(0\\),R'}",
+            "1 placement, but needs one per axis \\(dp, tp\\), such as {'\\*': 'S\\(0\\),R'}",
         ),
         ("dp=2,tp=2", {"*": "dp: S(0)"}, {}, "axis 'tp' is neither named nor fixed by a home: name each of dp, tp"),
         ("pp=2,dp=2", {"*": "pp,dp: R,S(0)"}, {"*": "pp=1"}, r"a home fixes \['pp'\]"),

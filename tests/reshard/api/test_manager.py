@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -665,12 +666,13 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "above 0 needs metric=, such as 'loss', got best=2, metric=''"),
+    (lambda: Keep(best=2), "if not 0, add metric=, such as 'loss'; got best=2, metric=''"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be .*got 'least'"),  # type: ignore[arg-type]
     (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
     (lambda: Keep(metric="loss"), "mode must be 'min' if low values of 'loss' are good"),  # best_step() ranks by it
     (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
+    (lambda: Preemption(file=3), "^Preemption: file must be a path, got 3$"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
 ]
 
@@ -693,7 +695,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another CheckpointManager, of process .* read_only=True"):
         reshard.CheckpointManager(root, every=Every(steps=1))
     for step, words in (
-        (3, "step 3 is not after the last step, 4"),
+        (3, r"step 3 is not after the last step, 4: .* call restore\(state, step=\.\.\., discard_newer=True\)$"),
         (-1, r">= 0, as in save\(step, state\), got -1"),
         (True, "got True"),
         ("5", "got '5'"),
@@ -958,6 +960,23 @@ def test_a_metric_beyond_all_floats_is_refused() -> None:
 def test_prune_takes_no_flag_for_a_number(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="keep_last must be an integer >= 1, got True"):
         reshard.prune(tmp_path, keep_last=True)
+
+
+def test_a_file_or_nothing_in_place_of_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
+    for call in (
+        reshard.steps,
+        reshard.latest_complete,
+        partial(reshard.prune, keep_last=2),
+        partial(reshard.CheckpointManager, every=Every(steps=1)),
+        partial(reshard.CheckpointManager, read_only=True),
+    ):
+        with pytest.raises(StorageError, match=r"a\.pt is a file: pass the folder of a run$"):
+            call(tmp_path / "a.pt")
+    with pytest.raises(CheckpointNotFoundError, match=r"there is nothing at .*/nowhere"):
+        reshard.prune(tmp_path / "nowhere", keep_last=2)
+    (tmp_path / "empty").mkdir()
+    assert reshard.prune(tmp_path / "empty", keep_last=2) == []
 
 
 def test_the_log_says_what_was_restored_or_that_nothing_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

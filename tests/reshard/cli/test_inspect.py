@@ -479,6 +479,11 @@ def test_every_short_form_is_drawn(say, words, told) -> None:
     assert told in say("explain", *words).out
 
 
+def test_an_error_does_not_name_the_tensor_that_is_drawn(say) -> None:
+    said = say("explain", "S(5) on dp=4", "--shape", "4,4")
+    assert said.err.endswith("shards a dim that the shape (4, 4) does not have\n")
+
+
 def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
     said = say("explain", "S(0) on dp=65").out
     assert "┌" not in said

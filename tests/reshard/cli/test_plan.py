@@ -35,6 +35,12 @@ def test_text_for_people(say, checkpoint) -> None:
     assert "1 more rank;" in said.out
 
 
+def test_the_glob_of_an_example_has_no_two_stars_in_a_row(say, tmp_path) -> None:
+    reshard.save({f"{i}.weight": torch.ones(4, 4) for i in range(2)}, tmp_path / "c")
+
+    assert "--rule '*.weight*=S(0)'\n" in say("plan", tmp_path / "c", "tp=2").out
+
+
 def test_an_axis_that_shards_nothing_is_an_error_with_the_names_and_an_example_of_a_rule(say, checkpoint) -> None:
     names = {f"model.layers.{i}.w" for i in range(3)}
 

@@ -173,6 +173,7 @@ def test_an_unknown_family_names_the_nearest() -> None:
     [
         ({"model_type": "llama"}, "lacks num_attention_heads, vocab_size"),
         ({"model_type": "bogus"}, r"no ready mapping for 'bogus'\. Known: llama(, \w+){7} and \d+ more\. If"),
+        ({"model_type": "mamba"}, r"no ready mapping for 'mamba'\. Known: "),  # jamba is another model
         ({"model_type": "bert", "num_attention_heads": 2, "vocab_size": 4}, "no ready mapping for 'bert'"),
         (
             {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 4},
