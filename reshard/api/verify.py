@@ -63,8 +63,7 @@ def verify(
     tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, its newest complete step;
-            `covered` names newer ones that are not.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, its newest complete step.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
             compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
         deep: read every byte. False: check sizes and metadata only.
@@ -73,9 +72,9 @@ def verify(
         progress: show a progress bar if stderr is a terminal.
 
     Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
-    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. A damaged
-    checkpoint is not compared with `against`, and `covered` is None. Raises only if no checkpoint of a known format is
-    there.
+    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. It names what
+    was not opened, such as newer steps of a run. A damaged checkpoint is not compared with `against`, and `covered` is
+    None. Raises only if no checkpoint of a known format is there.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
