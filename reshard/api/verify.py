@@ -72,9 +72,9 @@ def verify(
         progress: show a progress bar if stderr is a terminal.
 
     Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
-    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. It names
-    what was not opened, such as newer steps of a run. A damaged checkpoint is not compared with `against`, and `covered` is
-    None. Raises only if no checkpoint of a known format is there.
+    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. It also
+    names what was not opened, such as newer steps of a run. A damaged checkpoint is not compared with `against`, and
+    `covered` is None. Raises only if no checkpoint of a known format is there.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
