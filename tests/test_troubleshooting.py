@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+from reshard.errors import framework
 from reshard.execute.exchange import Exchange
+from reshard.native.manifest import VERSION
 from reshard.ranks.liveness import PeerWatch, machine
 from reshard.ranks.store import StoreClient
 from tests import gloo
@@ -79,6 +82,19 @@ def _function() -> None:
     reshard.open("other.pt")
 
 
+def _newer() -> None:
+    shutil.copytree("run/step-7", "run/step-5")
+    manifest = Path("run/step-5/manifest.json")
+    data = json.loads(manifest.read_bytes())
+    manifest.write_text(json.dumps({**data, "version": VERSION + 1}))
+    reshard.open("run/step-5")
+
+
+def _without_a_package() -> None:
+    with mock.patch.dict(sys.modules, {"zstandard": None}), framework("zstandard>=0.22", "items of zstd: "):
+        __import__("zstandard")
+
+
 def _numbered() -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,6 +135,9 @@ PROVOKE: list[Callable[[], object]] = [
     _incomplete,
     _lost,
     _changed,
+    _newer,
+    _without_a_package,
+    lambda: reshard.save(STATE, "run/step-7", overwrite=False),
     _function,
     _renamed,
     lambda: reshard.load(_target(w=torch.zeros(5, 3)), "run/step-7"),
@@ -144,7 +163,7 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
             provoke()
         seen.append(_is_quoted(caught.value))
 
-    assert len(set(seen)) == len(PROVOKE) == 15
+    assert len(set(seen)) == len(PROVOKE) == 18
     others = [quote.partition(":")[0] for quote in QUOTED if quote not in seen]
     assert others == [
         "ImportError",

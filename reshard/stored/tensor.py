@@ -146,6 +146,8 @@ class LazyChunks:
     The rule answers for chunks within the tensor that do not overlap.
     """
 
+    # no ABC: to ask whether something is an instance of one takes a microsecond, for each tensor
+
     @property
     def geometry(self) -> Hashable:
         """All tensors with an equal one have the same boxes. None if that is not known."""
