@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_unchecked", "open", "open_among",
-    "open_damaged", "stored_layout",
+    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked", "open",
+    "open_among", "open_damaged", "readable", "stored_layout",
 ]  # fmt: skip
 
 
@@ -340,6 +340,12 @@ def log_unchecked(checkpoint: Checkpoint) -> None:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
 
+def log_skipped(checkpoint: Checkpoint) -> None:
+    """Log the newer steps of the run that are not complete."""
+    for text in checkpoint.contents.skipped.values():
+        _log.warning("%s was opened: %s", checkpoint.url, text)
+
+
 def stored_layout(stored: StoredTensor) -> TensorLayout:
     """The saved mesh and placements where known, else the boxes of the chunks under the rank that
     wrote them."""
@@ -389,13 +395,15 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
         CorruptCheckpointError: the metadata cannot be read or contradicts itself.
         UnsafeDataError: a pickle needs something that could run code.
     """
-    return open_among(path, 0, 1, step=step, check=check)
+    checkpoint = open_among(path, 0, 1, step=step, check=check)
+    log_skipped(checkpoint)
+    return checkpoint
 
 
 def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
     """`open`, also where files are missing or damaged: `problems` lists these."""
     try:
-        return open(path, step=step, check=check)
+        return open_among(path, 0, 1, step=step, check=check)
     except CorruptCheckpointError:
         with suppress(ReshardError, ValueError):  # if this fails, too, the first error is raised
             contents, url = open_contents(path, step=step, check=check, lists=True)

@@ -21,7 +21,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open_among, stored_layout
+from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, stored_layout
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -140,6 +140,8 @@ def load_with(
             checkpoint = path
         else:
             checkpoint = open_among(path, group.rank, group.world_size, check=bool(options.check))
+            if group.rank == 0:
+                log_skipped(checkpoint)
         before = replace(checkpoint.contents.checking)
         names = {} if options.mapping is None else options.mapping
         if not isinstance(names, Mapping):
@@ -257,16 +259,9 @@ class _Load:
             not_requested=tuple(name for name in truth.unexpected if options.mode_of(name) == "subset"),
             resized=tuple(targets.resized),
             retyped=match.retyped,
-            skipped=self._skipped(),
+            skipped=checkpoint.contents.skipped,
             phases=current.get(),
         )
-
-    def _skipped(self) -> dict[str, str]:
-        """Log newer steps that are not complete."""
-        skipped = {name: str(error) for name, error in self.match.checkpoint.contents.skipped.items()}
-        for name, why in skipped.items() if self.group.rank == 0 else ():
-            _log.warning("%s was loaded: %s is newer but not complete: %s", self.match.checkpoint.url, name, why)
-        return skipped
 
     def _share(self) -> SharedReading:
         """Collective: ranks that want the same elements agree on who reads them."""

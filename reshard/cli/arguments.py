@@ -100,7 +100,7 @@ On = Annotated[
 
 def newest(path: str, step: int | None = None) -> str:
     """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
-    which is printed on stderr, with newer ones that are not complete."""
+    which is printed on stderr."""
     from reshard.formats.opening import step_path, steps_at
 
     if step is not None:
@@ -109,11 +109,9 @@ def newest(path: str, step: int | None = None) -> str:
         return path
     import reshard
 
-    found = reshard.open(path)
-    print_text(console(stderr=True), f"using {found.url}, the newest complete checkpoint of {path}")
-    for name, error in found.contents.skipped.items():
-        print_text(console(stderr=True), f"{name} is newer but not complete: {error}", "skipped", "yellow")
-    return found.url
+    found = reshard.open(path).url  # newer ones that are not complete are logged, which prints them on stderr, too
+    print_text(console(stderr=True), f"using {found}, the newest complete checkpoint of {path}")
+    return found
 
 
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:

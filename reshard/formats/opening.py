@@ -273,7 +273,7 @@ def _open_step(
     checking: Callable[[], Checking],
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
-    skipped: dict[str, CheckpointError] = {}
+    skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
@@ -285,8 +285,11 @@ def _open_step(
                 raise
             skipped[step.name] = error
             continue
-        why = [f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()]
-        return replace(contents, warnings=(*contents.warnings, *why, *run.not_opened(path)), skipped=skipped), url
+        newer = {
+            name: f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()
+        }
+        said = (*contents.warnings, *newer.values(), *run.not_opened(path))
+        return replace(contents, warnings=said, skipped=newer), url
     why = [f"{name}: {error}" for name, error in skipped.items()]
     why[_MOST_REASONS:] = [f"and {format_count(len(why) - _MOST_REASONS, 'older step')}"] * (len(why) > _MOST_REASONS)
     why += run.not_opened(path)

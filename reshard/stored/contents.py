@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean
+from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean
 from reshard.live.tree import nested
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
@@ -94,9 +94,9 @@ class Contents(State[StoredTensor]):
     """The files that were looked at, if it was opened from a folder."""
     checking: Checking = field(default_factory=Checking, compare=False)
     """How the bytes of its files are checked, and how many were."""
-    skipped: Mapping[str, CheckpointError] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
     """Newer steps of the run, by the names of their folders, and why none of them was opened
-    instead."""
+    instead. `warnings` has these sentences, too."""
     left_out: tuple[str, ...] = ()
     """Keys of what was opened that have no place here, such as each rank's own values among
     canonical names."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,8 +123,8 @@ def test_a_run_without_an_undamaged_step_is_damaged(say, tmp_path, command, opti
     assert "manifest.json is truncated or damaged, with" in said.out
 
 
-def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path) -> None:
-    """On stderr; what `verify` left out is also in its verdict, and in its JSON."""
+def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path, caplog) -> None:
+    """In the log, which goes to stderr; what `verify` left out is also in its verdict, and in its JSON."""
     run = tmp_path / "run"
     for step in (1, 2):
         reshard.save({"a": torch.ones(3)}, run / f"step-{step}")
@@ -131,11 +133,26 @@ def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path) -> None:
     said, skipped = say("verify", run), "step-2 is newer but was skipped because it is not complete: "
     assert said.code == 0
     assert skipped in said.out
-    assert f"using {run}/step-1, the newest complete checkpoint of {run}\nskipped  step-2 is newer but " in said.err
     assert skipped in json.loads(say("verify", run, "--json").out)["covered"]["leaves_open"]
     assert "step-2" not in say("verify", run, "--step", "1").out
-    for command in (["plan", run, "dp=1"], ["convert", run, tmp_path / "out"], ["normalize", run], ["diff", run, run]):
-        assert "\nskipped  step-2 is newer but not complete: " in say(*command).err, command
+    one = tmp_path / "one"
+    reshard.save({"a": torch.ones(3)}, one)
+    for command in (
+        ["verify", run],
+        ["plan", run, "fsdp=1"],
+        ["convert", run, tmp_path / "out"],
+        ["normalize", run],
+        ["diff", run, one],
+    ):
+        caplog.clear()
+        said = say(*command)
+        assert said.code == 0, command
+        assert f"using {run}/step-1, the newest complete checkpoint of {run}" in said.err
+        assert caplog.text.count(f"{run}/step-1 was opened: {skipped}") == 1, command
+    done = subprocess.run(
+        [sys.executable, "-m", "reshard", "diff", run, one], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.startswith(f"{run}/step-1 was opened: {skipped}")
 
 
 def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
