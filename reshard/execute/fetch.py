@@ -1,6 +1,6 @@
 """Reads the bytes of a load. All checks that are possible before writing come first.
 
-For itself, or together with the other ranks of the machine where that touches much less of the storage.
+For itself, or together with the other ranks of the host where that touches much less of the storage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fetch(AbstractContextManager["Fetch"]):
     Args:
         is_checked: whether bytes are compared with their checksums.
         on_bytes: called with the bytes of each piece that is checked or read; may raise to end it.
-        together: the ranks of a machine may read for one another: all ranks of the group say the same, and go through
+        together: the ranks of a host may read for one another: all ranks of the group say the same, and go through
             all steps.
         room_bytes: the memory that this rank may take; with too little, it reads for itself.
     """
@@ -44,7 +44,7 @@ class Fetch(AbstractContextManager["Fetch"]):
     done: ByteCounts = field(default_factory=ByteCounts)
 
     _own: OwnMemory | None = None
-    _machine: HostReading | None = None
+    _host: HostReading | None = None
     _in_place: InPlace | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -52,7 +52,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             self._own.__exit__()
 
     def check(self, on_bytes: Callable[[int], None]) -> None:
-        """Compare all blocks that this rank touches, if it is the one of its machine to do it; with `in_place` those
+        """Compare all blocks that this rank touches, if it is the one of its host to do it; with `in_place` those
         that can be compared while they are read are left to `read`.
 
         Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
@@ -66,7 +66,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             # who does not check may not read for who does, nor who checks late for who does so first
             party = f"checks {self.in_place}" if self.is_checked else ""
             self._own = OwnMemory(slots, slot_bytes, party)
-            self._machine = HostReading.agree(self.copies, self._own, self.group)
+            self._host = HostReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
     def _check(self, on_bytes: Callable[[int], None]) -> None:
@@ -75,12 +75,12 @@ class Fetch(AbstractContextManager["Fetch"]):
             self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
             return
         wanted = wanted_by_file(near)
-        elsewhere = {} if self._machine is None else self._machine.compared_elsewhere(wanted, in_place=self.in_place)
+        elsewhere = {} if self._host is None else self._host.compared_elsewhere(wanted, in_place=self.in_place)
         plan = plan_compare(wanted, elsewhere)
         if self.in_place:
             from reshard.execute.in_place import InPlace
 
-            for_itself = self.copies if self._machine is None else self._machine.rest
+            for_itself = self.copies if self._host is None else self._host.rest
             self._in_place = InPlace.out_of(
                 plan, for_itself, {source: of.for_others for source, of in elsewhere.items()}
             )
@@ -89,24 +89,24 @@ class Fetch(AbstractContextManager["Fetch"]):
 
     def settle(self) -> None:
         """Collective: no rank writes before all ranks are sure."""
-        if self._machine is None:
+        if self._host is None:
             self.group.barrier()
             return
-        agreed = self._machine
-        self._machine, refused = agreed.confirm(self.group)
+        agreed = self._host
+        self._host, refused = agreed.confirm(self.group)
         if refused:
-            if self._machine is not agreed:  # what another rank was to check while reading it for this one
+            if self._host is not agreed:  # what another rank was to check while reading it for this one
                 self._check(lambda _: self.group.check())
             self.group.barrier()
 
     def read(self, on_bytes: Callable[[int], None]) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
         alone, overwritten = self.copies, set[str]()
-        if self._machine is not None:
-            run = self._machine.run
+        if self._host is not None:
+            run = self._host.run
             self.done.add(run(piece_bytes=self.space.piece_bytes, is_checked=self.is_checked, on_bytes=on_bytes))
-            alone = self._machine.rest
-            overwritten = {copy.fqn for its in self._machine.copies.values() for copy in its}
+            alone = self._host.rest
+            overwritten = {copy.fqn for its in self._host.copies.values() for copy in its}
         if self._in_place is not None:
             self.done.read += self._in_place.run(self.space.threads, overwritten, on_bytes)
             done = {id(copy) for copy, _ in self._in_place.copies}

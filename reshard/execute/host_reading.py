@@ -1,4 +1,4 @@
-"""Reads for all ranks of a machine: one rank reads each segment into memory that they share."""
+"""Reads for all ranks of a host: one rank reads each segment into memory that they share."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
-__all__ = ["Address", "HostReading", "MachineMemory", "OwnMemory", "slots_for"]
+__all__ = ["Address", "HostReading", "HostSlots", "OwnMemory", "slots_for"]
 
 
 #     rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
 #     rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
 #
 # So a byte that several ranks need, or a page of which each needs a part, comes from the storage
-# once for the machine. What is to be done is written down as a `WorkList`, in turns: in each of them
+# once for the host. What is to be done is written down as a `WorkList`, in turns: in each of them
 # every rank reads a piece of a segment.
 
 
@@ -76,7 +76,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class HostReading:
     """What this rank reads for all, copies of segments that others read, and reads for itself."""
 
-    memory: MachineMemory | None
+    memory: HostSlots | None
     """None where each rank reads for itself."""
     turns: _Turns | None
     """What ranks read for all, also of files that this one does not know."""
@@ -84,7 +84,7 @@ class HostReading:
     """What this rank takes of what is read for all."""
     rest: list[Copy]
     places: list[int]
-    """Of the ranks of this machine in the group."""
+    """Of the ranks of this host in the group."""
     reads: _Ranges
     """What this rank reads for all."""
     read_for_all: _Ranges
@@ -100,7 +100,7 @@ class HostReading:
 
     @classmethod
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> HostReading:
-        """Collective: which rank reads which segments for all ranks of this machine.
+        """Collective: which rank reads which segments for all ranks of this host.
 
         Each reads for itself where sharing would not pay or is not possible. It counts once confirmed.
 
@@ -113,7 +113,7 @@ class HostReading:
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
         offer = _Offer(zlib.compress(msgspec.msgpack.encode(touched), 1), cost, own.address)
-        # who knows no machine of its own is alone in one
+        # who knows no host of its own is alone in one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
         touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
@@ -131,7 +131,7 @@ class HostReading:
             return alone
         addresses, ranks = [offers[i].address for i in places], [group.ranks[i] for i in places]
         try:
-            memory = MachineMemory(own, addresses, ranks, place, group)
+            memory = HostSlots(own, addresses, ranks, place, group)
         except (
             OSError,
             ValueError,
@@ -146,8 +146,8 @@ class HostReading:
         return cls(memory, turns, taken, rest, places, reads, for_all, checks, others, alone)
 
     def confirm(self, group: Group) -> tuple[HostReading, bool]:
-        """Collective, and a barrier: itself if all ranks of this machine can take part, else each
-        reads for itself; and whether a rank of any machine cannot."""
+        """Collective, and a barrier: itself if all ranks of this host can take part, else each
+        reads for itself; and whether a rank of any host cannot."""
         if not group.merge(self.refused, any, "the agreement to share reads"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
@@ -184,11 +184,11 @@ class HostReading:
         """
         if self.memory is None or self.turns is None:
             return ByteCounts()
-        return _MachineRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
+        return _HostRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
 
 
 def _common(copy: Copy) -> FileSource | None:
-    """Return the file of a copy if the other ranks of the machine see the same one under its name."""
+    """Return the file of a copy if the other ranks of the host see the same one under its name."""
     source = copy.place.source
     return source if isinstance(source, FileSource) and source.storage.is_common else None
 
@@ -246,7 +246,7 @@ class _SlotFiller(AbstractContextManager["_SlotFiller"]):
     """Fills this rank's slots where the storage gives no file: ahead, on threads, if answers take long."""
 
     def __init__(
-        self, turns: int, read: Callable[[int], None], memory: MachineMemory, watch: Callable[[int], None]
+        self, turns: int, read: Callable[[int], None], memory: HostSlots, watch: Callable[[int], None]
     ) -> None:
         self._turns, self._read, self._memory, self._watch = turns, read, memory, watch
         ahead = memory.slots > LOCAL_SLOTS and turns > 1
@@ -290,7 +290,7 @@ class _Turns(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[SharedSegments], files: Mapping[str, FileFootprint], ranks: int) -> _Turns:
-        """`files`: as the ranks of the machine see them."""
+        """`files`: as the ranks of the host see them."""
         rank = np.concatenate([its.rank for its in segments])
         order = np.argsort(rank, kind="stable")
         file = np.repeat(np.arange(len(segments)), [len(its.rank) for its in segments])[order]
@@ -326,14 +326,14 @@ _OWN, _RECEIVED = 0, 2
 """Tallies; one more of each for what was not compared with checksums."""
 
 
-class _MachineRun:
+class _HostRun:
     """One run of a `HostReading`."""
 
     def __init__(
         self,
         reading: HostReading,
         turns: _Turns,
-        memory: MachineMemory,
+        memory: HostSlots,
         piece_bytes: int,
         is_checked: bool,
         on_bytes: Callable[[int], None],
@@ -544,7 +544,7 @@ class _MachineRun:
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
-    """The number and size of the slots that this rank shares with the others of its machine: one
+    """The number and size of the slots that this rank shares with the others of its host: one
     for each request that storage should have in flight, or as many fit in half of its memory; none
     if that is fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
@@ -555,7 +555,7 @@ def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]
     return slots if slots >= LOCAL_SLOTS else 0, nbytes
 
 
-# Memory that the ranks of one machine share.
+# Memory that the ranks of one host share.
 #
 # Each rank owns a few slots, which it fills and the others take from. How many it has filled and how
 # many it has taken from is counted where all see it: in the memory of the first of them.
@@ -616,8 +616,8 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
         self._files = []
 
 
-class MachineMemory:
-    """The slots of all ranks of this machine, by place, and counters of what each has filled and
+class HostSlots:
+    """The slots of all ranks of this host, by place, and counters of what each has filled and
     taken. An address is (number of the memory, byte in it)."""
 
     step = 2 * _COUNTER_STEP
@@ -626,7 +626,7 @@ class MachineMemory:
     def __init__(
         self, own: OwnMemory, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group
     ) -> None:
-        """`addresses`: of the ranks of this machine, in an order that all know; `ranks`: what messages call them;
+        """`addresses`: of the ranks of this host, in an order that all know; `ranks`: what messages call them;
         `place`: where among them this rank is.
 
         Raises OSError if this process may not open what belongs to another one.

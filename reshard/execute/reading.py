@@ -85,7 +85,7 @@ class ByteCounts:
     """Of elements that this rank wants and no rank compared with checksums; without what sources
     that decode or compute read."""
     received: int = 0
-    """That other ranks of the machine read for this one."""
+    """That other ranks of the host read for this one."""
 
     def add(self, more: ByteCounts) -> None:
         """Count more bytes."""

@@ -1,4 +1,4 @@
-"""Which parts of files the ranks of a machine would each read, and which of them one rank reads or checks for all."""
+"""Which parts of files the ranks of a host would each read, and which of them one rank reads or checks for all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 # Files are divided into segments of equal size. A rank says how many bytes of each its reading
 # touches, in the grain in which the storage gives them: who wants one column of every row
-# touches every page. From what all ranks of the machine say, each finds the same answer:
+# touches every page. From what all ranks of the host say, each finds the same answer:
 #
 #     touched of a segment     rank 0   rank 1   rank 2   rank 3
 #     rows -> columns           all      all      all      all    four times: one reads it, all take theirs
@@ -117,11 +117,11 @@ class SharedSegments(NamedTuple):
     ranges: Ints
     """(n, 2): first byte, and one past the last."""
     rank: Ints
-    """Who does it with each of them: the place of a rank of the machine."""
+    """Who does it with each of them: the place of a rank of the host."""
 
 
 class SegmentAssignment(NamedTuple):
-    """What ranks do for all ranks of their machine, a row for each file."""
+    """What ranks do for all ranks of their host, a row for each file."""
 
     reads: list[SharedSegments]
     """Read into shared memory, by each rank in this order."""
@@ -136,7 +136,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     all if they touch all of it together. Those that touch it take turns.
 
     Args:
-        ranks: those of one machine, in an order that all of them know.
+        ranks: those of one host, in an order that all of them know.
         touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
     """
     found: list[tuple[str, FileFootprint, Flags, Flags, Flags]] = []

@@ -427,7 +427,7 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
     if verb == "create" and error.errno in _NOT_WRITABLE:
         explained = StorageError(f"cannot write to {url}: {why}. Fix that, or use another folder")
     elif verb == "read" and os.path.isfile(url):
-        explained = StorageError(f"{url} is a file: pass the folder of a run")
+        explained = StorageError(f"{url} is a file: pass a folder")
     else:
         explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
     explained.errno = error.errno

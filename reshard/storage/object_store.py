@@ -61,9 +61,13 @@ def open_objects(url: str) -> ObjectStorage:
     return ObjectStorage(store, url)
 
 
+_BYTES_PER_S = 80e6
+"""What one connection reads."""
+
+
 def choose_gap_bytes(latency_s: float) -> int:
     """Bytes that one connection reads while a request waits for its first byte; 64 KiB to 8 MiB, a power of two."""
-    wanted = latency_s * 80e6
+    wanted = latency_s * _BYTES_PER_S
     gap = 64 << 10
     while gap * 2 <= wanted and gap < 8 << 20:
         gap *= 2

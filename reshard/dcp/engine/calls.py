@@ -327,6 +327,7 @@ def storage_by_position(call: Function) -> Function:
     Raises TypeError for a path by position.
     """
     name = next(name for name in inspect.signature(call).parameters if name.startswith("storage_"))
+    checked = renamed()(call)
 
     @functools.wraps(call)
     def either_way(*args: Any, **kwargs: Any) -> Any:
@@ -340,7 +341,7 @@ def storage_by_position(call: Function) -> Function:
             if not hasattr(given := kwargs.get(what), verb) and given is not None:
                 words = f"{what} must be one of DCP's or of reshard.dcp, got {given!r:.80}"
                 raise option_error(words, AttributeError)
-        return renamed()(call)(*args, **kwargs)
+        return checked(*args, **kwargs)
 
     return cast("Function", either_way)
 

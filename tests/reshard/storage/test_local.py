@@ -253,7 +253,7 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "model.pt")
     with pytest.raises(StorageError, match=r"model\.pt is a file, not a folder"):
         storage.list()
-    with pytest.raises(StorageError, match=r"model\.pt is a file: pass the folder of a run$"):
+    with pytest.raises(StorageError, match=r"model\.pt is a file: pass a folder$"):
         storage.read("manifest.json")
     for call in (storage.create, lambda name: storage.publish(name, b"")):
         with pytest.raises(StorageError, match="a part of the path is a file"):
