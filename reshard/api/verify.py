@@ -72,8 +72,9 @@ def verify(
         progress: show a progress bar if stderr is a terminal.
 
     Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
-    known. `covered` says in how many bytes a changed bit would be found: none in formats without checksums. It also
-    names what was not opened, such as newer steps of a run. A damaged checkpoint is not compared with `against`, and
+    known; of a run, also newer steps that lost something after their save had ended. `covered` says in how many bytes
+    a changed bit would be found: none in formats without checksums. It also names what was not opened, such as newer
+    steps that killed saves left. A damaged checkpoint is not compared with `against`, and
     `covered` is None. Raises only if no checkpoint of a known format is there.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
@@ -82,17 +83,18 @@ def verify(
         checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
     except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
-    findings = _metadata_findings(checkpoint)
+    findings, contents = _metadata_findings(checkpoint), checkpoint.contents
+    newer = [Finding(contents.skipped[name]) for name in contents.damaged_steps]
     try:
         total = sum(tensor.nbytes for tensor in checkpoint.values())
     except CheckpointError as error:  # of a tensor, which the findings name
         deep, total, findings = False, 0, findings or [Finding(str(error))]
-    covered = None if findings else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
+    covered = None if findings or newer else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
         if deep:
             findings += _deep_findings(checkpoint, total, findings, hands, progress)
-            covered = None if findings else _covered(checkpoint, total)
+            covered = None if findings or newer else _covered(checkpoint, total)
         if against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
@@ -103,7 +105,10 @@ def verify(
             elif other.ok:
                 covered = _also_compared(covered, other.covered)
     kind = kind if covered else DamageReport
-    return kind(f"{checkpoint.url} ({checkpoint.format}){beside}", tuple(findings), len(checkpoint), covered, hint=hint)
+    if newer and not findings:
+        hint = f"no problem was found in {checkpoint.url} itself"
+    title = f"{checkpoint.url} ({checkpoint.format}){beside}"
+    return kind(title, (*newer, *findings), len(checkpoint), covered, hint=hint)
 
 
 def _is_first_damaged(report: CompareReport) -> bool:

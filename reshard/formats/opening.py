@@ -30,7 +30,7 @@ from reshard.formats.format import Format
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation
+from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, without_claim
 from reshard.storage.base import Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -285,17 +285,24 @@ def _open_step(
                 raise
             skipped[step.name] = error
             continue
-        newer = {
-            name: f"{name} is newer but was skipped because it is not complete: {e}" for name, e in skipped.items()
-        }
+        lost = tuple(name for name, error in skipped.items() if _had_ended(path_below(path, name), error))
+        why = {name: "damaged" if name in lost else "not complete" for name in skipped}
+        newer = {name: f"{name} is newer but was skipped because it is {why[name]}: {skipped[name]}" for name in why}
         said = (*contents.warnings, *newer.values(), *run.not_opened(path))
-        return replace(contents, warnings=said, skipped=newer), url
-    why = [f"{name}: {error}" for name, error in skipped.items()]
-    why[_MOST_REASONS:] = [f"and {format_count(len(why) - _MOST_REASONS, 'older step')}"] * (len(why) > _MOST_REASONS)
-    why += run.not_opened(path)
+        return replace(contents, warnings=said, skipped=newer, damaged_steps=lost), url
+    all_said = [f"{name}: {error}" for name, error in skipped.items()]
+    older = len(all_said) - _MOST_REASONS
+    all_said[_MOST_REASONS:] = [f"and {format_count(older, 'older step')}"] * (older > 0)
+    all_said += run.not_opened(path)
     kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
     kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
-    raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(why)}")
+    raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(all_said)}")
+
+
+def _had_ended(path: str, error: Exception) -> bool:
+    """Return True if an error is about a checkpoint whose save had ended, as far as its format shows that."""
+    names = _find(path)[1]
+    return isinstance(error, CorruptCheckpointError) and bool(names.keys() & {*_MARKERS} or without_claim(names))
 
 
 def local_path(path: StoragePath) -> str | None:

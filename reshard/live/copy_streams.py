@@ -306,8 +306,8 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
     for some in batches(tensors, lambda tensor: tensor.nbytes, _TOGETHER_BYTES, _small_kind):
         if len(some) > 1 and _small_kind(some[0]) is not None:
             yield from ring.flush()
-            with gc_paused():
-                joined = torch.cat([tensor.detach().view(-1) for tensor in some])
+            with gc_paused(), torch.no_grad():
+                joined = torch.cat([tensor if tensor.ndim == 1 else tensor.view(-1) for tensor in some])
             yield row_major_bytes(as_array(joined))
             continue
         for tensor in some:

@@ -643,10 +643,7 @@ def pack_tally(parts: Mapping[K, Partial], every: Iterable[K]) -> bytes:
     """The parts by name, 28 bytes each. `every`: the names of all tensors, in the order of all
     ranks."""
     held = [(number, parts[name]) for number, name in enumerate(every) if name in parts] if parts else []
-    rows = np.zeros(len(held), _ROW)
-    for row, (number, part) in zip(rows, held):
-        row["number"], row["sums"], row["count"] = number, part.sums, part.count
-    return rows.tobytes()
+    return np.array([(number, part.sums, part.count) for number, part in held], _ROW).tobytes()
 
 
 @gc_paused()

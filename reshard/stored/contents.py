@@ -97,6 +97,8 @@ class Contents(State[StoredTensor]):
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Newer steps of the run, by the names of their folders, and why none of them was opened
     instead. `warnings` has these sentences, too."""
+    damaged_steps: tuple[str, ...] = ()
+    """Those of `skipped` whose save had ended, so that they have lost something."""
     left_out: tuple[str, ...] = ()
     """Keys of what was opened that have no place here, such as each rank's own values among
     canonical names."""

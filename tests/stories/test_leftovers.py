@@ -320,7 +320,7 @@ def test_who_uses_an_older_step_says_which_newer_ones_are_not_complete(tmp_path,
 
     report = reshard.load({"w": torch.zeros(3)}, tmp_path)
     assert report.path == str(tmp_path / "step-1")
-    skipped = "step-2 is newer but was skipped because it is not complete: "
+    skipped = "step-2 is newer but was skipped because it is damaged: "
     assert report.skipped["step-2"].startswith(skipped)
     assert "skipped 1 ('step-2')" in repr(report)
     assert reshard.load({"w": torch.zeros(3)}, tmp_path / "step-1").skipped == {}
@@ -336,7 +336,8 @@ def test_who_uses_an_older_step_says_which_newer_ones_are_not_complete(tmp_path,
         call()
         assert caplog.text.count(f"{tmp_path}/step-1 was opened: {skipped}") == 1
     for deep in (True, False):
-        assert skipped in reshard.verify(tmp_path, deep=deep).covered.leaves_open
+        (finding,) = reshard.verify(tmp_path, deep=deep).findings
+        assert finding.message.startswith(skipped)
 
 
 def test_one_data_file_of_a_checkpoint_is_not_taken_for_all_of_it(tmp_path):

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import reshard
+from reshard import dcp
+from reshard.errors import CorruptCheckpointError
 from reshard.ranks.progress import Event, listening
 
 
@@ -130,15 +132,19 @@ def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path, caplog) -> None
         reshard.save({"a": torch.ones(3)}, run / f"step-{step}")
     (data,) = (run / "step-2").glob("data-*/*.safetensors")
     data.unlink()
-    said, skipped = say("verify", run), "step-2 is newer but was skipped because it is not complete: "
-    assert said.code == 0
+    said, skipped = say("verify", run), "step-2 is newer but was skipped because it is damaged: "
+    assert said.code == 1
+    assert said.out.startswith("damaged: 1 problem\n")
+    assert f"no problem was found in {run}/step-1 itself" in said.out
     assert skipped in said.out
-    assert skipped in json.loads(say("verify", run, "--json").out)["covered"]["leaves_open"]
-    assert "step-2" not in say("verify", run, "--step", "1").out
+    (finding,) = json.loads(say("verify", run, "--json").out)["findings"]
+    assert finding["message"].startswith(skipped)
+    older = say("verify", run, "--step", "1")
+    assert older.code == 0
+    assert "step-2" not in older.out
     one = tmp_path / "one"
     reshard.save({"a": torch.ones(3)}, one)
     for command in (
-        ["verify", run],
         ["plan", run, "fsdp=1"],
         ["convert", run, tmp_path / "out"],
         ["normalize", run],
@@ -153,6 +159,50 @@ def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path, caplog) -> None
         [sys.executable, "-m", "reshard", "diff", run, one], capture_output=True, text=True, check=True
     )
     assert done.stderr.startswith(f"{run}/step-1 was opened: {skipped}")
+
+
+def _without(run, pattern) -> None:
+    """The second step of a run without a file."""
+    next((run / "step-2").glob(pattern)).unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "is_damaged"),
+    [
+        ("native", "data-*/*.safetensors", True),
+        ("native", "manifest.json", True),  # no claim is beside the data: the save had ended
+        ("dcp", "*.distcp", True),
+        ("dcp", ".metadata", False),  # as of a save that was killed
+    ],
+)
+def test_a_newer_step_that_had_been_complete_is_damage(say, tmp_path, kind, pattern, is_damaged) -> None:
+    """And one that a killed save leaves is not: a job that was preempted has many."""
+    for step in (1, 2):
+        path = tmp_path / "run" / f"step-{step}"
+        if kind == "native":
+            reshard.save({"a": torch.ones(3)}, path)
+        else:
+            dcp.save({"a": torch.ones(3)}, checkpoint_id=path)
+    _without(tmp_path / "run", pattern)
+    for report in (reshard.verify(tmp_path / "run"), reshard.verify(reshard.open(tmp_path / "run"))):
+        assert report.ok == (not is_damaged)
+        said = report.findings[0].message if is_damaged else report.covered.leaves_open
+        assert f"step-2 is newer but was skipped because it is {'damaged' if is_damaged else 'not complete'}: " in said
+    said = say("verify", tmp_path / "run")
+    assert said.code == is_damaged
+    if is_damaged:
+        with pytest.raises(CorruptCheckpointError, match="step-2 is newer"):
+            report.raise_if_failed()
+
+
+def test_a_killed_save_is_no_damage(say, tmp_path) -> None:
+    for step in (1, 2):
+        reshard.save({"a": torch.ones(3)}, tmp_path / "run" / f"step-{step}")
+    _without(tmp_path / "run", "manifest.json")
+    next((tmp_path / "run" / "step-2").glob("data-*")).joinpath("claim.json").write_text("{}")
+    said = say("verify", tmp_path / "run")
+    assert said.code == 0
+    assert "step-2 is newer but was skipped because it is not complete: " in said.out
 
 
 def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
