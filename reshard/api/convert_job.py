@@ -18,7 +18,7 @@ import xxhash
 
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.topologies import Topology
-from planners.units import format_count
+from planners.units import format_count, format_some
 from reshard.api.task_shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
@@ -209,13 +209,16 @@ def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:
 def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
     """Return the names that match a glob, and none that a glob with `!` matches.
 
-    Raises KeyMismatchError if a glob matches nothing at all `where` these names are.
+    Raises KeyMismatchError if a glob matches nothing at all `where` these names are, or no name is left.
     """
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
             near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
-    return frozenset(name for name in names if is_selected(name, globs))
+    found = frozenset(name for name in names if is_selected(name, globs))
+    if not found:
+        raise KeyMismatchError(f"the globs {format_some(globs)} leave no name of {where}: remove a glob that begins with '!'")
+    return found
 
 
 def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:

@@ -102,8 +102,8 @@ def verify(
             kind = DamageReport if other._error is VerificationError else Report
             if isinstance(other, CompareReport) and _is_first_damaged(other):
                 covered = None  # without `deep`, the comparison is the first that reads
-            elif other.ok:
-                covered = _also_compared(covered, other.covered)
+            else:
+                covered = _also_compared(covered, other)
     kind = kind if covered else DamageReport
     if newer and not findings:
         hint = f"no problem was found in {checkpoint.url} itself"
@@ -128,12 +128,14 @@ class DamageReport(Report):
         return VerificationError
 
 
-def _also_compared(covered: Coverage, other: Coverage | None) -> Coverage:
-    """Extend the coverage by what a comparison adds."""
+def _also_compared(covered: Coverage, comparison: Report) -> Coverage:
+    """Extend the coverage by what a comparison read and, where all is equal, verified."""
+    other = comparison.covered
     if other is None:
         return covered
-    read, checked = other.read_bytes, other.checked_bytes
-    both = replace(covered, read_bytes=max(covered.read_bytes, read), checked_bytes=max(covered.checked_bytes, checked))
+    both = replace(covered, read_bytes=max(covered.read_bytes, other.read_bytes))
+    if comparison.ok:
+        both = replace(both, checked_bytes=max(covered.checked_bytes, other.checked_bytes))
     mine = "" if both.is_full and both.leaves_open == NO_CHECKSUMS else both.leaves_open
     return replace(both, leaves_open="; ".join(filter(None, (mine, other.leaves_open))))
 

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+_SHALLOW = (
+    "Check metadata and file sizes only. With --against, also read tensors whose saved fingerprints are missing or "
+    "differ."
+)
+
+
 def verify(
     path: Source,
     against: Annotated[
         str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint that must hold the same values.")
     ] = None,
-    shallow: Annotated[bool, typer.Option("--shallow", help="Check metadata and file sizes only.")] = False,
+    shallow: Annotated[bool, typer.Option("--shallow", help=_SHALLOW)] = False,
     step: Step = None,
     workers: Workers = 1,
     on: On = None,

@@ -40,13 +40,13 @@ OWN_TENSOR_BYTES = 1 << 20
 
 
 def check_globs(select: Iterable[str], census: GlobalState, state: Any) -> None:
-    """Raise KeyMismatchError for a glob that matches no key of any rank. What globs with `!`
-    omitted is not there."""
+    """Raise KeyMismatchError for a glob that matches no key of any rank, and if none is left. What
+    globs with `!` omitted is not there."""
     there = f"The state's top-level keys: {format_names(state, 5)}" if isinstance(state, Mapping) else ""
     keys = [*census.tensors, *census.objects, *census.per_rank, *census.aliases]
     for glob in select:
-        if not glob.startswith("!") and not any(fnmatch.fnmatchcase(key, glob) for key in keys):
-            raise KeyMismatchError(f"select={glob!r} matches no key on any rank: nothing was saved. {there}")
+        if not any(glob.startswith("!") or fnmatch.fnmatchcase(key, glob) for key in keys):
+            raise KeyMismatchError(f"select={glob!r} selects no key on any rank: nothing was saved. {there}")
 
 
 class _Description(msgspec.Struct, frozen=True):

@@ -215,9 +215,19 @@ def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None
 
 
 def test_a_glob_that_saves_nothing_is_shown_the_keys(tmp_path: Path) -> None:
-    words = "select='modl.*' matches no key on any rank: nothing was saved. The state's top-level keys: 2 ('w', 'step')"
+    words = "select='modl.*' selects no key on any rank: nothing was saved. The state's top-level keys: 2 ('w', 'step')"
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
         reshard.save(STATE, tmp_path / "c", select="modl.*")
+
+
+@pytest.mark.parametrize("globs", [["!*"], ["w", "!w"]])
+def test_globs_that_leave_nothing_are_refused(tmp_path: Path, globs: list[str]) -> None:
+    reshard.save(STATE, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match="selects no key on any rank: nothing was saved"):
+        reshard.save(STATE, tmp_path / "d", select=globs)
+    with pytest.raises(KeyMismatchError, match=f"^the globs {re.escape(', '.join(globs))} leave no name of {tmp_path}/c"):
+        reshard.convert(tmp_path / "c", tmp_path / "d", select=globs)
+    assert not (tmp_path / "d").exists()
 
 
 def test_an_empty_file_is_a_damaged_one(tmp_path: Path) -> None:

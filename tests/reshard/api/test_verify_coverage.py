@@ -202,3 +202,14 @@ def test_what_was_covered_of_a_damaged_checkpoint_is_not_said(tmp_path: Path, da
     assert not report.ok
     assert report.covered is None
     assert json.loads(said(str(path), "--json"))["covered"] is None
+
+
+def test_a_comparison_that_finds_differences_says_what_it_read(tmp_path: Path) -> None:
+    reshard.save({"w": torch.arange(4.0)}, tmp_path / "a")
+    reshard.save({"w": torch.arange(4.0) + 1}, tmp_path / "b")
+    report = reshard.verify(tmp_path / "a", tmp_path / "b", deep=False)
+    assert not report.ok
+    assert report.covered == Coverage(16, 16, 0)
+    assert "16 B of values read, none verified" in said(
+        str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--shallow"
+    )

@@ -310,6 +310,10 @@ def test_normalize_shows_selected_names(say, checkpoint) -> None:
     nothing = say("normalize", checkpoint, "--select", "zz")
     assert nothing.code == 3
     assert "matches 'zz'" in nothing.err
+    for command in (("inspect", checkpoint), ("plan", checkpoint, "fsdp=1"), ("diff", checkpoint, checkpoint)):
+        none = say(*command, "--select", "!*")
+        assert (none.code, none.out) == (3, "")
+        assert "the globs !* leave no name of " in none.err
 
 
 def test_fold_joins_only_what_is_alike() -> None:
