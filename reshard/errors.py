@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from planners.errors import (
-    ProofError,
+    CodecError as CodecError,
+    CoverageError as CoverageError,
+    LayoutMismatchError as LayoutMismatchError,
+    PlanError as PlanError,
+    ProofError as ProofError,
     ReshardError as ReshardError,
     did_you_mean as did_you_mean,
     sentence as sentence,
@@ -18,11 +22,11 @@ from planners.errors import (
 )
 
 __all__ = [
-    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CorruptCheckpointError", "DeadlineError",
-    "FormatError", "KeyMismatchError", "LayoutError", "MissingPackageError", "NewerVersionError",
-    "NormalizationError", "OptionError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
-    "UndefinedTargetsError", "UnsafeDataError", "VerificationError", "also", "format_names", "format_ranks",
-    "format_value", "framework", "option_error", "renamed_in", "warn_renamed",
+    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CodecError", "CorruptCheckpointError",
+    "CoverageError", "DeadlineError", "FormatError", "KeyMismatchError", "LayoutError", "LayoutMismatchError",
+    "MissingPackageError", "NewerVersionError", "NormalizationError", "OptionError", "PlanError", "ProofError",
+    "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
+    "UndefinedTargetsError", "UnsafeDataError", "VerificationError",
 ]  # fmt: skip
 
 

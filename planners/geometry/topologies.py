@@ -539,8 +539,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     recorded = _recorded_axes(saved) if saved is not None else []
     is_recorded = set(sizes) <= set(recorded)
     for name in [] if is_recorded else [name for name in sizes if name not in _NAMES]:
-        its = ", ".join(axis for axis in recorded if axis not in ("world", "file"))
-        of_checkpoint = f", or only axes that the checkpoint records: {its}" if its else ""
+        of_checkpoint = f", or only axes that the checkpoint records: {', '.join(recorded)}" if recorded else ""
         meant = (
             _DATA_PARALLEL if name in ("dp", "dp_shard", "data") else did_you_mean(name, [*_NAMES, *recorded]) or "."
         )
@@ -572,7 +571,10 @@ def _recorded_axes(saved: StateLayout) -> list[str]:
     """The axes over which tensors were saved; none if some tensor does not record how it was sharded."""
     if any(layout.mesh is None and layout.spec.shape for layout in saved.values()):
         return []
-    return list(dict.fromkeys(name for layout in saved.values() if layout.mesh for name in layout.mesh.names))
+    forms = [layout.form for layout in saved.values() if isinstance(layout.form, ProductForm)]
+    axes = ((name, of) for form in forms for name, of in zip(form.mesh.names, form.placements))
+    # what is in no mesh was given an axis of all ranks, or of all that share a file
+    return list(dict.fromkeys(name for name, of in axes if name not in ("world", "file") or of != Replicate()))
 
 
 def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:

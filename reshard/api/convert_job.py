@@ -217,7 +217,9 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     found = frozenset(name for name in names if is_selected(name, globs))
     if not found:
-        raise KeyMismatchError(f"the globs {format_some(globs)} leave no name of {where}: remove a glob that begins with '!'")
+        raise KeyMismatchError(
+            f"the globs {format_some(globs)} leave no name of {where}: remove a glob that begins with '!'"
+        )
     return found
 
 

@@ -81,5 +81,5 @@ def write_trace(path: str, ranks: Sequence[RankPhases]) -> None:
         with suppress(OSError):
             os.unlink(made)
         raise StorageError(
-            f"the timeline cannot be written to {path}: {error}. Pass the path of a local file"
+            f"the timeline cannot be written to {path}: {error.strerror}. Pass a file in a local folder that exists"
         ) from error

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean
+from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean, format_names
 from reshard.live.tree import nested
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
@@ -41,6 +41,9 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._makers
+
+    def __repr__(self) -> str:
+        return f"values of {format_names(self._makers)}"
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._makers)

@@ -225,7 +225,9 @@ def test_globs_that_leave_nothing_are_refused(tmp_path: Path, globs: list[str]) 
     reshard.save(STATE, tmp_path / "c")
     with pytest.raises(KeyMismatchError, match="selects no key on any rank: nothing was saved"):
         reshard.save(STATE, tmp_path / "d", select=globs)
-    with pytest.raises(KeyMismatchError, match=f"^the globs {re.escape(', '.join(globs))} leave no name of {tmp_path}/c"):
+    with pytest.raises(
+        KeyMismatchError, match=f"^the globs {re.escape(', '.join(globs))} leave no name of {tmp_path}/c"
+    ):
         reshard.convert(tmp_path / "c", tmp_path / "d", select=globs)
     assert not (tmp_path / "d").exists()
 
