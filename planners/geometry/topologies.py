@@ -54,16 +54,18 @@ class Rule:
     tensor's home leaves free, in mesh order, each by itself."""
     optional: bool = False
     """True if the glob may match no tensor."""
+    line: int = field(default=0, repr=False, compare=False)
+    """In the text of its topology, from 1; 0 if it is from no text."""
 
     @classmethod
-    def parse(cls, pattern: str, text: str, optional: bool = False) -> Rule:
+    def parse(cls, pattern: str, text: str, optional: bool = False, line: int = 0) -> Rule:
         """Parse `"S(0),R"`, `"tp,dp: S(0),S(0)"` (tp shards first), or `"dp*cp: S(0)"` (dp and cp as one axis)."""
         head, colon, tail = text.rpartition(":")
         groups = tuple(tuple(name.strip() for name in group.split("*")) for group in head.split(",")) if colon else None
         if groups is not None and any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups for n in group):
             raise PlanError(f"cannot read the axes {head!r} of the rule for {pattern!r}: write them like 'tp,dp*cp'")
         try:
-            return cls(pattern, parse_placements(tail), groups, optional)
+            return cls(pattern, parse_placements(tail), groups, optional, line)
         except PlanError as error:
             raise PlanError(f"the rule for {pattern!r}: {error}") from None
 
@@ -112,6 +114,8 @@ class Topology:
     homes: tuple[Home, ...] = ()
     even: tuple[str, ...] = ()
     """Axes that must divide the dims they shard without remainder, such as heads and experts."""
+    origin: str = field(default="", repr=False, compare=False)
+    """How its errors begin: with the file that it is from."""
     _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +166,7 @@ class Topology:
                 pattern, arrow, placements = body.rpartition(" -> ")
                 glob, on, where = body.rpartition(" on ")
                 if arrow:
-                    its_rules.append(Rule.parse(pattern.strip(), placements, optional))
+                    its_rules.append(Rule.parse(pattern.strip(), placements, optional, number))
                 elif on:
                     its_homes.append(Home.parse(glob.strip(), where, optional))
                 elif body.startswith("even "):
@@ -206,17 +210,17 @@ class Topology:
         if lost:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5])
             raise PlanError(
-                f"no rule matches {format_count(len(lost), 'tensor')}: {format_some([*map(repr, lost)])}. "
+                f"{self.origin}no rule matches {format_count(len(lost), 'tensor')}: {format_some([*map(repr, lost)])}. "
                 f"{f'The rules are for {patterns}' if patterns else 'There are no rules'}. Add a last "
-                "rule for all other tensors, such as {'*': '" + ",".join("R" for _ in self.mesh.names) + "'}"
+                f"rule for all other tensors, such as {self._written('*', (), self.mesh.names)}"
             )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
         idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
         if idle:
             names = f"there are {list(tensors)[:3]}, ..." if tensors else "there is none"
             raise PlanError(
-                f"these rules or homes have no effect: {', '.join(idle)}. They match no tensor ({names}), or only "
-                "tensors that earlier ones match"
+                f"{self.origin}these rules or homes have no effect: {', '.join(idle)}. They match no tensor ({names}), "
+                "or only tensors that earlier ones match"
             )
         return StateLayout(tensors, self.mesh.world_size)
 
@@ -250,7 +254,14 @@ class Topology:
             return TensorLayout.of(spec, form)
         except PlanError as error:
             what = str(error).removesuffix(f" (tensor {spec.fqn!r})")  # named once
-            raise PlanError(f"the rule for {rule.pattern!r} ({rule.text}): {what}", fqn=spec.fqn) from None
+            line = f"line {rule.line} of the topology: " if rule.line else ""
+            said = f"{self.origin}{line}the rule for {rule.pattern!r} ({rule.text}): {what}"
+            raise PlanError(said, fqn=spec.fqn) from None
+
+    def _written(self, pattern: str, placements: Sequence[Placement], axes: Sequence[str]) -> str:
+        """A rule with one placement per axis, as files have it, or in Python."""
+        text = ",".join([*map(str, placements), *["R"] * len(axes)][: len(axes)])
+        return repr(f"{pattern} -> {text}") if self.origin else repr({pattern: text})
 
     def _form(self, rule: Rule, at: Mapping[str, int], *, whole: bool) -> ProductForm:
         free = [name for name in self.mesh.names if name not in at]
@@ -263,8 +274,7 @@ class Topology:
         if len(groups) != len(rule.placements):
             raise PlanError(
                 f"it has {format_count(len(rule.placements), 'placement')}, but needs one per axis "
-                f"({', '.join(free)}), such as "
-                f"{{{rule.pattern!r}: {','.join([*map(str, rule.placements), *['R'] * len(free)][: len(free)])!r}}}"
+                f"({', '.join(free)}), such as {self._written(rule.pattern, rule.placements, free)}"
             )
         turned = self.mesh.submesh(*named, at=at)
         sizes = dict(self.mesh.axes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | No
         raise StorageError(f"{path} cannot be read: {error}") from error
     if Path(path).suffix != ".json":
         try:
-            return Topology.parse(text, rules)
+            return replace(Topology.parse(text, rules), origin=f"{path}: ")
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
     from planners.plans.codec import loads

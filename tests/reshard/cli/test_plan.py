@@ -317,6 +317,32 @@ def test_a_topology_without_rules_names_what_is_left(say, checkpoint) -> None:
     assert say("plan", checkpoint, checkpoint, "--rule", "*=R").code == 2
 
 
+MISFITS = [
+    ("*.w -> S(0),R\n* -> R", "line 2 of the topology: the rule for '*.w' (S(0),R): it has 2", "such as '*.w -> S(0)'"),
+    ("*.w -> S(0)", "no rule matches 3 tensors", "for all other tensors, such as '* -> R'"),
+    ("* -> R\n*.w -> S(0)", "these rules or homes have no effect: '*.w'", ""),
+    ("* -> Q(0)", "line 2 of the topology: the rule for '*': unknown placement", ""),
+]
+
+
+@pytest.mark.parametrize(("rules", "what", "fix"), MISFITS)
+def test_a_file_whose_rules_do_not_fit_is_a_wrong_argument_and_its_rule_the_one_to_mend(
+    say, checkpoint, tmp_path, rules, what, fix
+) -> None:
+    file = tmp_path / "wanted.topology"
+    file.write_text(f"tp=2\n{rules}\n")
+
+    for said in (
+        say("plan", checkpoint, file),
+        say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp", "--onto", file),
+    ):
+        assert said.err.startswith(f"error: {file}: {what}")
+        assert fix in said.err
+        assert "--rule" not in said.err
+        assert said.code == 2
+    assert not (tmp_path / "dcp").exists()
+
+
 def test_files_of_topologies_and_layouts(say, checkpoint, tmp_path) -> None:
     layout = reshard.open(checkpoint).layout
     (tmp_path / "saved.json").write_text(dumps(layout))
