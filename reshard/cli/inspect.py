@@ -37,6 +37,10 @@ _Map = Annotated[
         help="Draw which rank holds which part of this tensor.",
     ),
 ]
+_AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON, one entry per tensor or object. A list of plain values is one object."),
+]
 _Histograms = Annotated[
     str,
     typer.Option(metavar="GLOB", help="With --html: read these tensors and show their values."),
@@ -52,7 +56,7 @@ def inspect(
     step: Step = None,
     drawn: _Map = None,
     legend: Legend = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one entry per tensor.")] = False,
+    as_json: _AsJson = False,
     html: Html = None,
     histograms: _Histograms = "",
 ) -> None:
@@ -205,7 +209,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
             }
             for name, of in layout.items()
         },
-        "objects": dict(checkpoint.objects),
+        "objects": _objects(checkpoint),
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
@@ -216,10 +220,9 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
 def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
     from reshard.live.plain_data import array_bytes
-    from reshard.state import count_objects
 
     screen = show.console()
-    layout, objects = checkpoint.layout, checkpoint.objects
+    layout, objects = checkpoint.layout, _objects(checkpoint)
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
@@ -227,7 +230,7 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     show.print_text(
         screen,
         f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(total)}, "
-        f"{show.counted(count_objects(checkpoint.contents), 'object')}, "
+        f"{show.counted(len(objects), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
@@ -238,22 +241,28 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         spec = specs[name]
         text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
         leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
-    lists: dict[Any, list[Any]] = {}
-    for name in objects:
-        *above, last = path = paths[name] or (name,)
-        if type(last) is int:
-            lists.setdefault(tuple(above), []).append(objects[name])
-        else:
-            arrays = array_bytes(value := objects[name])
-            leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(value)}" + bool(arrays) * f"  {show.size(arrays)}")
-    for path, its in lists.items():
-        leaves[_parts(path)] = show.PrintedLeaf(f"= {show.short(its)}  {show.counted(len(its), 'item')}")
+    for name, value in objects.items():
+        items = f"  {show.counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
+        arrays = f"  {show.size(nbytes_of)}" if (nbytes_of := array_bytes(value)) else ""
+        leaves[_parts(paths.get(name) or (name,))] = show.PrintedLeaf(f"= {show.short(value)}{items}{arrays}")
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, forms.values(), legend)
+
+
+def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Objects by name. The plain items of a list are one: a list, or by number where tensors are among them."""
+    found, lists = dict[str, Any](), dict[str, dict[int, Any]]()
+    for name, value in checkpoint.objects.items():
+        *_, last = checkpoint.contents.path_of(name) or (name,)
+        if type(last) is int:
+            lists.setdefault(name.rpartition(".")[0], {})[last] = value
+        else:
+            found[name] = value
+    return found | {name: [*its.values()] if [*its] == [*range(len(its))] else its for name, its in lists.items()}
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:

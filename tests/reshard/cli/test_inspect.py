@@ -146,6 +146,20 @@ def test_a_list_of_plain_values_takes_one_line(say, tmp_path) -> None:
     assert "params  = ['0.weight', '1.weight', '2.weight', '3.weight', '4.weigh...  12 items\n" in said
 
 
+def test_json_has_as_many_objects_as_the_text(say, tmp_path) -> None:
+    state = {"w": torch.ones(2), "step": 3, "betas": [0.9, 0.95], "nest": {"lrs": [1]}, "mixed": [torch.ones(1), 5]}
+    reshard.save(state, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
+    wanted = {"step": 3, "betas": [0.9, 0.95], "nest.lrs": [1], "mixed": {"1": 5}}
+
+    for path in (tmp_path / "native", tmp_path / "dcp"):
+        assert json.loads(say("inspect", path, "--json").out)["objects"] == wanted
+        assert f", {len(wanted)} objects, " in say("inspect", path).out
+    torch.save([torch.ones(1), 1, 2], tmp_path / "list.pt")  # a list without a name of its own
+    assert json.loads(say("inspect", tmp_path / "list.pt", "--json").out)["objects"] == {"": {"1": 1, "2": 2}}
+    assert "{1: 1, 2: 2}" in say("inspect", tmp_path / "list.pt").out
+
+
 @pytest.mark.parametrize(("value", "shown"), [(5, "= 5"), ([1, 2], "= [1, 2]"), ({}, "= {}")])
 def test_a_file_that_holds_one_value(say, tmp_path, value, shown) -> None:
     torch.save(value, tmp_path / "value.pt")
