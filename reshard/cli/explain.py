@@ -88,7 +88,7 @@ class _Said(NamedTuple):
 def _layout(text: str, shape: str | None) -> _Said:
     """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
-    from planners.geometry.layout_text import in_words, parse_layout
+    from planners.geometry.layout_text import in_words, parse_layout, short_form
     from planners.reports.cuts import draw_cuts
 
     form = parse_layout(text)
@@ -100,7 +100,8 @@ def _layout(text: str, shape: str | None) -> _Said:
         raise UsageError(f"only layouts with split factors of at most {_DRAWN_SPLITS:,} are drawn")
     tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
     axes = [{"name": name, "size": size} for name, size in form.mesh.axes]
-    data = {"words": in_words(form), "mesh": axes, "placements": list(map(str, form.placements))}
+    placements = list(map(str, form.placements))
+    data = {"words": in_words(form), "short_form": short_form(form), "mesh": axes, "placements": placements}
     if form.mesh.size <= _DRAWN_RANKS or shape is not None:
         return _Said(in_words(form), data, [text], ["", draw_cuts(tensor, console().width)])
     note = f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"

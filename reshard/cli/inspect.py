@@ -189,11 +189,9 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
 
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
-    from planners.geometry.layout_text import in_both_forms
     from reshard.live.plain_data import array_bytes
 
-    layout, words = checkpoint.layout, _described(checkpoint, whole, in_both_forms)
-    layouts = _described(checkpoint, whole, _layout_as_json)
+    layout, layouts = checkpoint.layout, _described(checkpoint, whole, _layout_as_json)
     return {
         "path": checkpoint.url,
         "ok": not problems,
@@ -205,7 +203,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
                 "shape": list(of.spec.shape),
                 "dtype": of.spec.dtype,
                 "nbytes": of.spec.nbytes,
-                "layout": {"words": words[name], **layouts[name]},
+                "layout": layouts[name],
             }
             for name, of in layout.items()
         },
@@ -266,21 +264,23 @@ def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
-    """`mesh` and `placements` if they were saved; else `shards`, the sizes along each dim whose product the chunks are;
-    else `chunks`."""
-    from planners.geometry.layout_text import chunk_sizes
+    """In words, and in the short form if it has one. `mesh` and `placements` if they were saved; else `shards`, the
+    sizes along each dim whose product the chunks are; else `chunks`."""
+    from planners.geometry.layout_text import chunk_sizes, in_words, short_form
 
+    said = {"words": in_words(layout), "short_form": short_form(layout)}
     if (mesh := layout.mesh) is not None:
         axes = [{"name": name, "size": size} for name, size in mesh.axes]
         ranks = mesh.ranks.tolist() if mesh.has_explicit_ranks else None
         return {
+            **said,
             "mesh": axes,
             "ranks": ranks,
             "placements": [str(placement) for placement in layout.placements or ()],
         }
     if (sizes_of := chunk_sizes(layout)) is not None:
-        return {"shards": [{"dim": dim, "sizes": sizes} for dim, sizes in sizes_of]}
-    return {"chunks": [{"offsets": list(box.offsets), "sizes": list(box.sizes)} for _, box in layout.chunks()]}
+        return {**said, "shards": [{"dim": dim, "sizes": sizes} for dim, sizes in sizes_of]}
+    return {**said, "chunks": [{"offsets": list(box.offsets), "sizes": list(box.sizes)} for _, box in layout.chunks()]}
 
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -93,13 +93,15 @@ def _save_on_two_meshes(folder: str) -> None:
 def test_a_selection_and_the_json_say_of_a_layout_what_the_text_of_the_whole_says(say, tmp_path) -> None:
     """FSDP2 over tensor parallelism: what only FSDP shards is on a mesh of one axis, and tp has copies of it."""
     gloo.run(_save_on_two_meshes, 4, str(tmp_path / "c"))
-    words = "replicated over tp; dim 0 sharded over fsdp (S(0),R on fsdp=2,tp=2)"
+    words, short_form = "replicated over tp; dim 0 sharded over fsdp", "S(0),R on fsdp=2,tp=2"
 
-    assert words in say("inspect", tmp_path / "c").out
-    assert words in say("inspect", tmp_path / "c", "--select", "one").out
+    assert f"{words} ({short_form})" in say("inspect", tmp_path / "c").out
+    assert f"{words} ({short_form})" in say("inspect", tmp_path / "c", "--select", "one").out
     for select in ((), ("--select", "one")):
         layout = json.loads(say("inspect", tmp_path / "c", "--json", *select).out)["tensors"]["one"]["layout"]
-        assert layout["words"] == words
+        assert (layout["words"], layout["short_form"]) == (words, short_form)
+        told = json.loads(say("explain", short_form, "--json").out)
+        assert (told["words"], told["short_form"]) == (words, short_form)
         assert {axis["name"] for axis in layout["mesh"]} == {"fsdp", "tp"}
 
 
@@ -234,11 +236,12 @@ def test_cuts_are_shown_for_files_that_know_no_mesh(say, checkpoint, tmp_path) -
     shards = [{"dim": 0, "sizes": [3, 3]}, {"dim": 1, "sizes": [2, 2]}]
     assert told["tensors"]["model.layers.0.w"]["layout"] == {
         "words": "dim 0 in 2 chunks; dim 1 in 2 chunks",
+        "short_form": "",
         "shards": shards,
     }
     native = json.loads(say("inspect", checkpoint, "--json").out)["tensors"]["model.norm"]["layout"]
     mesh = [{"name": "world", "size": 1}]
-    assert native == {"words": "unsharded", "mesh": mesh, "ranks": None, "placements": ["R"]}
+    assert native == {"words": "unsharded", "short_form": "", "mesh": mesh, "ranks": None, "placements": ["R"]}
 
 
 def test_depth_hides_what_is_below(say, checkpoint) -> None:
