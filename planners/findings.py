@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
-from planners.units import format_count
+from planners.units import format_count, format_some
 
 __all__ = ["Coverage", "Finding", "Report", "in_groups"]
 
@@ -34,17 +35,25 @@ _MOST_LISTED = 3
 """Names with one beginning that `in_groups` lists one by one."""
 
 
+_LOST = re.compile(r"(?:chunk Box\[.*?\]: )?(there is no .*)")
+
+
 def in_groups(findings: Iterable[Finding]) -> list[str]:
-    """The findings as text, equal ones of many names as one: `"optim.state.*: 52 names, such as 'x': only in a"`."""
-    groups: dict[Hashable, list[Finding]] = {}
+    """The findings as text, equal ones of many names as one: `"optim.state.*: 52 names, such as 'x': only in a"`. A
+    file that is not there is one, whatever was in it."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
     for it in findings:
-        groups.setdefault((_front(it.fqn), it.message, it.rank, it.element), []).append(it)
+        lost = _LOST.fullmatch(it.message)
+        cause = ("", lost[1]) if lost else (_front(it.fqn), it.message)
+        groups.setdefault((*cause, it.rank, it.element), []).append(it)
     texts: list[str] = []
-    for its in groups.values():
-        if len(its) <= _MOST_LISTED:
+    for (front, message, *_), its in groups.items():
+        if len(its) <= (_MOST_LISTED if front else 1):
             texts += map(str, its)
+        elif front:
+            texts.append(f"{front}: {len(its)} names, such as {its[0].fqn!r}: {message}")
         else:
-            texts.append(f"{_front(its[0].fqn)}: {len(its)} names, such as {its[0].fqn!r}: {its[0].message}")
+            texts.append(f"{len(its)} names ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)}): {message}")
     return texts
 
 

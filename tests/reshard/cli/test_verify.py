@@ -218,8 +218,22 @@ def test_a_damaged_value_is_named_once(say, tmp_path) -> None:
         file.unlink()
     said = say("verify", tmp_path / "dcp").out
     assert "damaged: 2 names, and 1 problem with files or metadata" in said
-    assert "·  'a': chunk Box[0:3]: there is no __0_" in said
-    assert "·  'n': there is no __0_" in said
+    assert "·  2 names ('a', 'n'): there is no __0_" in said
+
+
+def test_a_lost_file_is_one_cause_for_all_its_tensors(say, tmp_path) -> None:
+    state = {f"layers.{i}.w{rows}": torch.ones(rows, 2) for i in range(3) for rows in (3, 4)} | {"lr": torch.ones(1)}
+    reshard.save(state, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
+    [file] = (tmp_path / "dcp").glob("*.distcp")
+    file.unlink()
+    said = say("verify", tmp_path / "dcp").out
+
+    names = "7 names ('layers.0.w3', 'layers.0.w4', 'layers.1.w3' and 4 more)"
+    assert f"·  {names}: there is no {file.name} in {tmp_path / 'dcp'}\n" in said
+    assert said.count("there is no ") == 1
+    told = json.loads(say("verify", tmp_path / "dcp", "--json").out)["findings"]
+    assert {it["fqn"] for it in told} == {None, *state}, "each by itself for programs"
 
 
 def test_an_error_of_usage_is_all_that_is_printed(say, tmp_path) -> None:
