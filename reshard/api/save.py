@@ -24,7 +24,7 @@ from reshard.api import background_saves, save_job
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.staging import Stage, ToWrite, check_stage, staged
-from reshard.arguments import check_arguments, no_attribute, options_of, renamed, with_options
+from reshard.arguments import check_arguments, check_options, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
 from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
@@ -128,7 +128,7 @@ class PendingSave(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the save and return its report.
 
-        Raises the errors of `save`, and TimeoutError after `timeout` seconds.
+        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError for another `timeout`.
         """
         return self._asked(self._future.result, timeout)
 
@@ -145,6 +145,7 @@ class PendingSave(Generic[T]):
         self._future.add_done_callback(lambda _: call(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
+        check_options(timeout=timeout)
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(
                 f"this save runs in process {self._pid}, and process {os.getpid()} is a fork of "
