@@ -115,12 +115,12 @@ def diff(
             executor=executor,
             progress=not as_json,
         )
-    if html is not None:
-        write_page(html, report.to_html(), as_json=as_json)
     if as_json:
         print_json(report_as_json(report))
     else:
         _print(report, unread, bool(rtol or atol), limit)
+    if html is not None:
+        write_page(html, report.to_html(), as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
 

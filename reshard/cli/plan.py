@@ -21,6 +21,7 @@ from reshard.cli.show import (
     print_totals,
     size,
     some,
+    write_page,
 )
 
 if TYPE_CHECKING:
@@ -93,20 +94,20 @@ def plan(
         _note_direction(source, onto, rule)
     texts = [unsharded_text(*item) for item in sides.unsharded_axes.items()]
     useless = [] if allow_unsharded_axes or allow_uncut_axes else texts
-    if out is not None:
-        from planners.plans.codec import dumps
-
-        out.write_text(dumps(made), encoding="utf-8")
-    if html is not None:
-        page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
-        html.write_text(page, encoding="utf-8")
     if as_json:
         print_json(_as_json(made, report, useless, cluster))
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
-        _print(made, (limit, items, legend), cluster, [file for file in (out, html) if file is not None])
+        _print(made, (limit, items, legend), cluster)
         _print_outside(sides)
         _print_unsharded(sides, source, onto, [] if useless else texts)
+    if out is not None:
+        from planners.plans.codec import dumps
+
+        write_page(out, dumps(made), as_json=as_json)
+    if html is not None:
+        page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
+        write_page(html, page, as_json=as_json)
     if useless or not report.ok:
         raise typer.Exit(1)
 
@@ -203,7 +204,7 @@ def _print_verdict(report: Report, wrong: list[str]) -> None:
         print_text(console(), text, "failed", "red")
 
 
-def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None, files: list[Path]) -> None:
+def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
     from planners.reports.text import format_plan
     from planners.units import format_seconds
@@ -233,5 +234,3 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None,
         legend,
         *["--items lists what each rank reads"] * (not items),
     )
-    for file in files:
-        print_text(screen, str(file), "wrote")

@@ -40,7 +40,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def write_page(file: Path, page: str, *, as_json: bool) -> None:
-    """Write a page and print its path; beside JSON on stderr."""
+    """Write a page, or a plan, and print its path, last of all; beside JSON on stderr."""
     file.write_text(page, encoding="utf-8")
     print_text(console(stderr=as_json), str(file), "wrote")
 

@@ -140,6 +140,12 @@ def test_a_page_of_no_name_is_named_after_its_command(
     said = say("diff", "--html", "--json", one, other)
     assert (said.code, said.err) == (1, "wrote  reshard-diff.html\n")
     assert json.loads(said.out)["findings"], "and nothing beside it"
+    assert say("diff", "--html", one, other).out.endswith("\nwrote  reshard-diff.html\n"), "last, as of all commands"
+    said = say("plan", one, "tp=2", "--html", "--out", "plan.json")
+    assert said.out.endswith("add --allow-unsharded-axes.\nwrote  plan.json\nwrote  reshard-plan.html\n")
+    said = say("plan", one, "fsdp=2", "--html", "--json")
+    assert said.err == "wrote  reshard-plan.html\n"
+    assert json.loads(said.out)["ok"]
     assert say("plan", one, "fsdp=2", "--html", "--limit", "1").code == 0
     assert say("plan", one, "fsdp=2", "--html=a.html").code == 0
     pages = ["a.html", "reshard-diff.html", "reshard-inspect.html", "reshard-plan.html"]
