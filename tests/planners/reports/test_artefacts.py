@@ -80,6 +80,7 @@ def test_a_page_is_whole_and_needs_nothing_from_outside(plan):
     assert "A &lt;b&gt;title&lt;/b&gt; &amp; more" in text
     assert not [v for k, v in page.attributes if k in ("src", "href", "srcset", "data")]
     assert not re.search(r"https?:|url\(|@import|{{", text)
+    assert """<meta http-equiv="Content-Security-Policy"\n  content="default-src 'none'; style-src""" in text
     assert page.tags.count("table") == 1
     assert {"svg", "title", "input"} <= set(page.tags)
     assert "<td>layers.<wbr>*.<wbr>w</td>" in text
