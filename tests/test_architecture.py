@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from docs import figures
-from docs.draw_architecture import CHARACTER, PICTURE, draw, drawn, package_imports, roles
+from docs.draw_architecture import CHARACTER, NAME, PICTURE, draw, drawn, package_imports, roles
 from docs.import_graph import (
     MAX_FUNCTION_LINES,
     MAX_MODULE_LINES,
@@ -379,16 +380,28 @@ def test_a_picture_says_what_was_drawn(tmp_path: Path) -> None:
 
 
 def test_texts_of_the_picture_fit_their_boxes() -> None:
-    """By a generous width of a letter: none is wider than its box, beside the number of lines, or below it."""
+    """By a generous width of a letter: none is wider than its box, and the purpose begins behind the name."""
     boxes = re.findall(r'data-package="[\w.]+"(.*?)</g>', draw(CODEBASE, PAGE), re.S)
     assert len(boxes) > 25
     for box in boxes:
         [(x, y, width, height)] = re.findall(r'<rect .*? x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"', box)
         texts = re.findall(r'<text class="(\w+)" x="(.*?)" y="(.*?)">([^<]*)<', box)
-        count = "".join(re.findall(r">([\d,]+ lines)<", box))
         assert [kind for kind, *_ in texts][:2] == ["name", "role"]
-        for kind, left, bottom, text in texts:
-            taken = len(text) * (8.5 if kind == "name" else CHARACTER)
-            taken += len(count) * CHARACTER if kind == "name" else 0
-            assert float(left) + taken < float(x) + float(width)
+        taken = {
+            text: float(left) + len(text) * (NAME if kind == "name" else CHARACTER) for kind, left, _, text in texts
+        }
+        for _, _, bottom, text in texts:
+            assert taken[text] < float(x) + float(width)
             assert float(y) < float(bottom) < float(y) + float(height)
+        name, role = texts[:2]
+        assert name[2] != role[2] or taken[name[3]] < float(role[1])
+
+
+def test_arrows_of_the_picture_lead_down_to_what_is_imported() -> None:
+    """From the bottom of a box, or to the right, to the column of planners. All imports follow from them."""
+    marker = r'<path class="arrow" marker-end="url\(#head\)" '
+    found = re.findall(marker + r'd="M([\d.]+),([\d.]+)\b.*?([,H])([\d.]+)"/>', draw(CODEBASE, PAGE))
+    imports = nx.DiGraph(sorted(package_imports(CODEBASE)))
+    assert len(found) == nx.transitive_reduction(imports).number_of_edges()
+    for x, y, kind, end in found:
+        assert float(end) > float(x if kind == "H" else y)
