@@ -31,10 +31,9 @@ __all__ = ["to_html"]
 
 
 _READS = """<h2 id="traffic">Bytes read, by the ranks that saved and read them</h2>
-<p>All ranks read from storage; none sends to another. If several ranks hold a copy, the lowest counts as the one that
-saved it."""
+<p>All ranks read from storage. Of several copies, that of the lowest rank counts."""
 _SENDS = """<h2 id="traffic">Bytes sent, by the ranks that send and receive them</h2>
-<p>What a rank copies within its own memory is not counted."""
+<p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64
 _MAX_TENSORS = 8
 _MAX_ROWS = 400
