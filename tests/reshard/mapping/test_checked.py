@@ -6,6 +6,7 @@ python -m tests.reshard.mapping.test_checked      # prints the lists
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from reshard.mapping.architectures import ARCHITECTURES
@@ -31,6 +32,7 @@ BY_NAME = (
 TITAN = "A round trip returned all tensors. For Llama and Qwen3-MoE, checkpoints of torchtitan were converted, too"
 ENGINE = "The engines were not run. The names follow the weight loaders of vLLM 0.33 and SGLang 0.5.23"
 GGUF = "llama.cpp was not run. The names and the order of rows are llama.cpp's"
+LONG = 30
 TE = "TransformerEngine was not run. The names follow its documentation"
 
 
@@ -57,10 +59,18 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def lists() -> str:
-    """The lists of the page, each in alphabetical order."""
+    """The lists of the page, each in alphabetical order, and long ones as a table with a row for each letter."""
     return "\n".join(
-        f"- {naming}: {checked}:\n\n    {', '.join(sorted(families))}\n" for naming, checked, families in rows()
+        f"**{naming}**: {checked}:\n\n{listed(sorted(families))}\n" for naming, checked, families in rows()
     )
+
+
+def listed(families: list[str]) -> str:
+    if len(families) <= LONG:
+        return ", ".join(families)
+    letters = groupby(families, key=lambda family: family[0].upper())
+    table = [f"| {letter} | {', '.join(its)} |" for letter, its in letters]
+    return "\n".join(["| | `model_type` |", "|---|---|", *table])
 
 
 def test_the_page_says_what_was_checked() -> None:
