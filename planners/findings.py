@@ -39,8 +39,11 @@ _LOST = re.compile(r"(?:chunk Box\[.*?\]: )?(there is no .*)")
 
 
 def in_groups(findings: Iterable[Finding]) -> list[str]:
-    """The findings as text, equal ones of many names as one: `"optim.state.*: 52 names, such as 'x': only in a"`. A
-    file that is not there is one, whatever was in it."""
+    """The findings as text.
+
+    Equal ones of many names are one: `"optim.state.*: 52 names, such as 'x': only in a"`.
+    So is a file that is not there, whatever was in it.
+    """
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for it in findings:
         lost = _LOST.fullmatch(it.message)
@@ -50,10 +53,10 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
     for (front, message, *_), its in groups.items():
         if len(its) <= (_MOST_LISTED if front else 1):
             texts += map(str, its)
-        elif front:
-            texts.append(f"{front}: {len(its)} names, such as {its[0].fqn!r}: {message}")
         else:
-            texts.append(f"{len(its)} names ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)}): {message}")
+            names = format_some([repr(it.fqn) for it in its], _MOST_LISTED)
+            such = f"{front}: {len(its)} names, such as {its[0].fqn!r}" if front else f"{len(its)} names ({names})"
+            texts.append(f"{such}: {message}")
     return texts
 
 
@@ -87,7 +90,7 @@ class Coverage:
         return (
             f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
             f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked"
-            + (f"; {self.leaves_open}" if self.leaves_open else "")
+            f"{'; ' * bool(self.leaves_open)}{self.leaves_open}"
         )
 
 

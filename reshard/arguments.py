@@ -180,7 +180,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "rtol atol": (lambda value: isinstance(value, int | float) and value >= 0, "a number >= 0"),
     "step": (lambda value: isinstance(value, int | None), "an integer"),
-    "timeout": (lambda value: isinstance(value, int | float | None), "a number of seconds, or None to wait to the end"),
+    "timeout": (lambda value: isinstance(value, int | float | None), "a number of seconds, or None"),
     "labels": (
         lambda value: value is None or (type(value) in (tuple, list) and len(value) == 2),
         "a pair of strings",

@@ -62,7 +62,7 @@ class Rule:
         """Parse `"S(0),R"`, `"tp,dp: S(0),S(0)"` (tp shards first), or `"dp*cp: S(0)"` (dp and cp as one axis)."""
         head, colon, tail = text.rpartition(":")
         groups = tuple(tuple(name.strip() for name in group.split("*")) for group in head.split(",")) if colon else None
-        if groups is not None and any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups for n in group):
+        if any(not re.fullmatch(r"[A-Za-z_][\w.\-]*", n) for group in groups or () for n in group):
             raise PlanError(f"cannot read the axes {head!r} of the rule for {pattern!r}: write them like 'tp,dp*cp'")
         try:
             return cls(pattern, parse_placements(tail), groups, optional, line)
@@ -89,7 +89,7 @@ class Home:
     def parse(cls, pattern: str, text: str, optional: bool = False) -> Home:
         """Parse `"pp=1"` or `"pp=1,ep=3"`."""
         parts = [re.fullmatch(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
-        if any(part is None for part in parts):
+        if None in parts:
             raise PlanError(f"cannot read the home {text!r} of {pattern!r}: write coordinates like 'pp=1,ep=3'")
         return cls(pattern, tuple((part[1], int(part[2])) for part in parts if part is not None), optional)
 
@@ -210,16 +210,19 @@ class Topology:
         if lost:
             patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5])
             raise PlanError(
-                f"{self.origin}no rule matches {format_count(len(lost), 'tensor')}: {format_some([*map(repr, lost)])}. "
-                f"{f'The rules are for {patterns}' if patterns else 'There are no rules'}. Add a last "
-                f"rule for all other tensors, such as {self._written('*', (), self.mesh.names)}"
+                f"{self.origin}no rule matches {format_count(len(lost), 'tensor')}: "
+                f"{format_some([*map(repr, lost)])}. "
+                f"{f'The rules are for {patterns}' if patterns else 'There are no rules'}. "
+                "Add a last rule for all other tensors, such as "
+                f"{self._written('*', (), self.mesh.names)}"
             )
         parts: tuple[Rule | Home, ...] = (*self.rules, *self.homes)
         idle = [f"{part.pattern!r}" for part in parts if part not in used and not part.optional]
         if idle:
             names = f"there are {list(tensors)[:3]}, ..." if tensors else "there is none"
             raise PlanError(
-                f"{self.origin}these rules or homes have no effect: {', '.join(idle)}. They match no tensor ({names}), "
+                f"{self.origin}these rules or homes have no effect: {', '.join(idle)}. "
+                f"They match no tensor ({names}), "
                 "or only tensors that earlier ones match"
             )
         return StateLayout(tensors, self.mesh.world_size)
@@ -260,8 +263,8 @@ class Topology:
 
     def _written(self, pattern: str, placements: Sequence[Placement], axes: Sequence[str]) -> str:
         """A rule with one placement per axis, as files have it, or in Python."""
-        text = ",".join([*map(str, placements), *["R"] * len(axes)][: len(axes)])
-        return repr(f"{pattern} -> {text}") if self.origin else repr({pattern: text})
+        text = f"{','.join([*map(str, placements), *['R'] * len(axes)][: len(axes)])}"
+        return f"'{pattern} -> {text}'" if self.origin else f"{{{pattern!r}: {text!r}}}"
 
     def _form(self, rule: Rule, at: Mapping[str, int], *, whole: bool) -> ProductForm:
         free = [name for name in self.mesh.names if name not in at]
@@ -276,10 +279,9 @@ class Topology:
                 f"it has {format_count(len(rule.placements), 'placement')}, but needs one per axis "
                 f"({', '.join(free)}), such as {self._written(rule.pattern, rule.placements, free)}"
             )
-        turned = self.mesh.submesh(*named, at=at)
         sizes = dict(self.mesh.axes)
         axes = [(".".join(group), math.prod(sizes[name] for name in group)) for group in groups]
-        mesh = Mesh(axes, turned.ranks.tolist())
+        mesh = Mesh(axes, self.mesh.submesh(*named, at=at).ranks.tolist())
         return ProductForm.make(mesh, [Replicate()] * len(axes) if whole else rule.placements)
 
     def _check_even(self, spec: TensorSpec, form: ProductForm) -> None:
@@ -305,9 +307,8 @@ class Topology:
     def __repr__(self) -> str:
         """One line, with the first rules; `str` has all of it."""
         first = [f"{rule.pattern!r}: {rule.text!r}" for rule in self.rules[:3]] + ["..."] * (len(self.rules) > 3)
-        homes = f", {len(self.homes)} homes" if self.homes else ""
-        rules = "1 rule" if len(self.rules) == 1 else f"{len(self.rules)} rules"
-        return f"Topology({str(self.mesh)!r}, {rules} {{{', '.join(first)}}}{homes})"
+        homes = f", {format_count(len(self.homes), 'home')}" if self.homes else ""
+        return f"Topology({str(self.mesh)!r}, {format_count(len(self.rules), 'rule')} {{{', '.join(first)}}}{homes})"
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
@@ -442,11 +443,9 @@ def expert_parallel(
     """Experts that are stacked along `expert_dim` are distributed evenly over the axis ep of size `experts`, and then
     sharded by FSDP over the axis dp of size `shards` along `fsdp_dim`. Dim 0 of all other tensors is sharded over both
     axes as one."""
-    rules = (
-        Rule.parse(pattern, f"ep,dp: S({expert_dim}),S({fsdp_dim})"),
-        Rule.parse("*", "dp*ep: S(0)", optional=True),
-    )
-    return Topology(Mesh({"dp": shards, "ep": experts}), rules, even=("ep",))
+    experts_only = Rule.parse(pattern, f"ep,dp: S({expert_dim}),S({fsdp_dim})")
+    rest = Rule.parse("*", "dp*ep: S(0)", optional=True)
+    return Topology(Mesh({"dp": shards, "ep": experts}), (experts_only, rest), even=("ep",))
 
 
 def pipelined(

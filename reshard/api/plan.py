@@ -64,8 +64,7 @@ def plan(
             words = "Pass rules= that match, or allow_unsharded_axes=True"
             warnings.warn(f"{unsharded_text(axis, fqns)}. {words}", stacklevel=3)
     elif rules:
-        words = f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}"
-        raise option_error(words, LayoutError)
+        raise option_error(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}", LayoutError)
     if not isinstance(wanted, StateLayout):
         words = "onto must be a path, Checkpoint, StateLayout, or Topology, or words such as 'fsdp=4,tp=2', got"
         raise option_error(f"{words} {what_is_no_path(onto)}", LayoutError)

@@ -187,13 +187,13 @@ def both_sides(
     onto: str,
     rules: Mapping[str, str],
     *,
-    normalized: bool = False,
-    hints: Mapping[str, Any] | None = None,
-    select: list[str] | None = None,
     step: int | None = None,
+    **how: Any,
 ) -> Sides:
-    """Both sides; `rules` are for the sides that are topologies, `normalized` and `select` for checkpoints, and `step`
-    for the first one.
+    """Both sides.
+
+    `rules` are for the sides that are topologies, `step` is for the first one,
+    and `how` for checkpoints: what else `side` takes.
 
     Raises UsageError if neither side says which tensors there are, if no side has a use for the
     rules, or if one cannot be read.
@@ -201,15 +201,13 @@ def both_sides(
     from planners.geometry.layout import StateLayout
     from reshard.api.plan import names_topology
 
-    texts = (source, onto)
-    steps = (step, None)
     opened = [
-        None if names_topology(text) else side(text, rules, normalized, hints, select, its_step)
-        for text, its_step in zip(texts, steps)
+        None if names_topology(text) else side(text, rules, step=its_step, **how)
+        for text, its_step in ((source, step), (onto, None))
     ]
-    saved = next((layout for layout in opened if isinstance(layout, StateLayout)), None)
-    sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
-    known = [side for side in sides if isinstance(side, StateLayout)]
+    known = [layout for layout in opened if isinstance(layout, StateLayout)]
+    saved = known[0] if known else None
+    sides = [_topology(text, rules, saved) if it is None else it for text, it in zip((source, onto), opened)]
     if not known:
         raise UsageError(
             f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
@@ -353,8 +351,8 @@ def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     is_other = any(part in ("torchtitan", "megatron") for part in names.split(":"))
     # "norm.weight" within "model.norm.weight" may be taken by chance
     if changed * 10 < len(state) if is_other else not changed:
-        source, first = names.partition(":")[0], next(iter(state), "no tensor")
-        raise KeyMismatchError(f"{state.url} has no names of {source}, but {first!r}. Swap the two sides of --names?")
+        found = f"{names.partition(':')[0]}, but {next(iter(state), 'no tensor')!r}"
+        raise KeyMismatchError(f"{state.url} has no names of {found}. Swap the two sides of --names?")
     return [name for name in state if is_other and name not in becomes]
 
 

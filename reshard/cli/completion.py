@@ -42,9 +42,8 @@ def namings(incomplete: str) -> list[str]:
     return one_of(*(f"{source}:{name}" for name in NAMINGS if name != source))(incomplete)
 
 
-def topologies(incomplete: str) -> list[str]:
-    """Return how short forms begin."""
-    return one_of("fsdp=", "tp=", "hsdp=", "ddp=")(incomplete)
+topologies = one_of("fsdp=", "tp=", "hsdp=", "ddp=")
+"""How short forms begin."""
 
 
 def tensor_names(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -160,10 +160,10 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
     screen = console()
     seconds = report.phases.seconds
     time = f"{seconds:.1f} s, {size(report.total_bytes / max(seconds, 1e-9))}/s"
-    tensors, objects = counted(report.tensors, "tensor"), counted(report.objects, "object")
     print_text(
         screen,
-        f"format {report.format}: {tensors} and {objects}, "
+        f"format {report.format}: {counted(report.tensors, 'tensor')} and "
+        f"{counted(report.objects, 'object')}, "
         f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {time}",
         report.target,
         "bold",

@@ -136,9 +136,8 @@ def _named(
 ) -> list[Any]:
     """Return the sides under the names by which they are compared."""
     if model or (normalized and (select or mapping is not None)):
-        kinds = (names or ":").split(":")
-        hints = [stored_hints(kind, given) for kind in kinds]
-        sides = [side.canonical(hint, model_only=model) for side, hint in zip(sides, hints)]
+        kinds = zip(sides, (names or ":").split(":"))
+        sides = [side.canonical(stored_hints(kind, given), model_only=model) for side, kind in kinds]
     elif normalized:
         sides = [side.normalized(given) for side in sides]
     sides = sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]

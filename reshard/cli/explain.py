@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from reshard.cli.arguments import AsJson, Legend, UsageError
-from reshard.cli.show import console, counted, print_json, print_legend, print_text
+from reshard.cli.show import axes_as_json, console, counted, print_json, print_legend, print_text
 
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
@@ -92,20 +92,22 @@ def _layout(text: str, shape: str | None) -> _Said:
     from planners.reports.cuts import draw_cuts
 
     form = parse_layout(text)
-    dims = [getattr(placement, "dim", 0) for placement in form.placements]
-    if max(*dims, (shape or "").count(",")) >= _DRAWN_DIMS:
+    if max(*(getattr(each, "dim", 0) for each in form.placements), (shape or "").count(",")) >= _DRAWN_DIMS:
         raise UsageError(f"only tensors of at most {_DRAWN_DIMS} dims are drawn")
-    splits = [getattr(placement, "split_factor", 1) for placement in form.placements]
-    if max(splits) > _DRAWN_SPLITS:
+    if max(getattr(each, "split_factor", 1) for each in form.placements) > _DRAWN_SPLITS:
         raise UsageError(f"only layouts with split factors of at most {_DRAWN_SPLITS:,} are drawn")
     tensor = TensorLayout.of(TensorSpec("tensor", _shape(form, shape), "float32"), form)
-    axes = [{"name": name, "size": size} for name, size in form.mesh.axes]
-    placements = list(map(str, form.placements))
-    data = {"words": in_words(form), "short_form": short_form(form), "mesh": axes, "placements": placements}
-    if form.mesh.size <= _DRAWN_RANKS or shape is not None:
-        return _Said(in_words(form), data, [text], ["", draw_cuts(tensor, console().width)])
+    words, placements = in_words(form), list(map(str, form.placements))
+    data = {
+        "words": words,
+        "short_form": short_form(form),
+        "mesh": axes_as_json(form.mesh),
+        "placements": placements,
+    }
+    is_drawn = form.mesh.size <= _DRAWN_RANKS or shape is not None
+    lines = ["", draw_cuts(tensor, console().width)] if is_drawn else ()
     note = f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"
-    return _Said(in_words(form), data, [text], note=note)
+    return _Said(words, data, [text], lines, note * (not is_drawn))
 
 
 def _placements(text: str) -> _Said:
@@ -147,8 +149,8 @@ def _topology(text: str) -> _Said:
     words = (
         f"the mesh {topology.mesh} of {counted(topology.mesh.size, 'rank')}; the first rule that matches a name counts:"
     )
-    axes = [{"name": name, "size": size} for name, size in topology.mesh.axes]
-    data = {"words": words, "mesh": axes, "rules": [{"glob": glob, "placements": of} for glob, of in rules]}
+    its_rules = [{"glob": glob, "placements": of} for glob, of in rules]
+    data = {"words": words, "mesh": axes_as_json(topology.mesh), "rules": its_rules}
     note = f"To see what its ranks read of a checkpoint: reshard plan CHECKPOINT {text}"
     return _Said(words, data, [f"{of} on {topology.mesh}" for _, of in rules], lines, note)
 

@@ -33,9 +33,7 @@ def gather(
     if as_json:
         print_json(asdict(report))
         return
-    screen, files = console(), counted(report.files, "file")
-    print_text(
-        screen, f"step {report.step}, generation {report.number}: {files}, {size(report.nbytes)}", report.path, "bold"
-    )
+    screen, files = console(), f"{counted(report.files, 'file')}, {size(report.nbytes)}"
+    print_text(screen, f"step {report.step}, generation {report.number}: {files}", report.path, "bold")
     for line in report.skipped:
         print_text(screen, line, "note", "yellow")

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
-
-T = TypeVar("T")
-
 
 _Map = Annotated[
     str | None,
@@ -74,14 +71,13 @@ def inspect(
         select = [*(select or []), only]
     if drawn is not None and (as_json or html is not None or select):
         raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
-    is_shown = not as_json and drawn is None
     import reshard
     from reshard.api.convert_job import selected
     from reshard.checkpoint import open_damaged, readable
     from reshard.formats.opening import steps_at
 
     steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
-    if steps and is_shown:
+    if steps and not as_json:
         _print_run(path, steps)
     if steps and all(found.problem for found in steps):
         if as_json:
@@ -93,7 +89,7 @@ def inspect(
         raise show.damaged(path, str(error), as_json) from None
     whole, run = readable(checkpoint), checkpoint.run
     checkpoint = selected(whole, select) if select else whole
-    if is_shown and html is None:
+    if not as_json and drawn is None and html is None:
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
@@ -143,10 +139,10 @@ def _costs(run: str) -> list[SavedStep]:
             found.append(SavedStep(name, 0, 0, 0, problem=step.problem))
             continue
         facts = reshard.open(step.path).contents.details(NativeFacts)
-        files = [] if facts is None else [*facts.files.values()]
-        linked = [file for file in files if isinstance(file, LinkedRecord)]
+        files = []
         if facts is not None:
-            saves[facts.manifest.save_id] = name
+            files, saves[facts.manifest.save_id] = [*facts.files.values()], name
+        linked = [file for file in files if isinstance(file, LinkedRecord)]
         ids = {re.sub(r".*/from-(\w+-\w+)-.*", r"\1", file.name) for file in linked}
         base = ", ".join(dict.fromkeys(saves.get(save_id, "one that is gone") for save_id in sorted(ids)))
         shared = sum(file.live_bytes for file in linked)
@@ -181,7 +177,7 @@ def _near(name: str, known: list[str]) -> str:
     return meant or f". Names {'that contain it' if longer else 'there'}: {show.some(longer or known, 5)}"
 
 
-def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], T]) -> dict[str, T]:
+def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], Any]) -> dict[str, Any]:
     """The description of each tensor of a selection: the same as in the complete checkpoint, which names the axes."""
     holders = {name: whole.aliases.get(name, name) for name in checkpoint.layout}
     found = whole.layout.described(holders.values(), describe)
@@ -224,27 +220,27 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
-    total = sum(nbytes.values()) + array_bytes(objects)
     show.print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, {show.size(total)}, "
+        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, "
+        f"{show.size(sum(nbytes.values()) + array_bytes(objects))}, "
         f"{show.counted(len(objects), 'object')}, "
         f"saved by {show.counted(layout.world_size, 'rank')}",
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
     leaves: dict[Any, show.PrintedLeaf] = {}
-    paths = {name: (name,) for name in (*words, *checkpoint.aliases, *objects)} | dict(checkpoint.contents.paths)
+    path_of = checkpoint.contents.path_of
     for name, text in words.items():
         spec = specs[name]
         text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
-        leaves[_parts(paths[name])] = show.PrintedLeaf(text, spec.nbytes)
+        leaves[_parts(path_of(name))] = show.PrintedLeaf(text, spec.nbytes)
     for name, value in objects.items():
         items = f"  {show.counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
         arrays = f"  {show.size(nbytes_of)}" if (nbytes_of := array_bytes(value)) else ""
-        leaves[_parts(paths.get(name) or (name,))] = show.PrintedLeaf(f"= {show.short(value)}{items}{arrays}")
+        leaves[_parts(path_of(name) or (name,))] = show.PrintedLeaf(f"= {show.short(value)}{items}{arrays}")
     for name, holder in checkpoint.aliases.items():
-        leaves[_parts(paths[name])] = show.PrintedLeaf(f"tied to {holder}")
+        leaves[_parts(path_of(name))] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
@@ -252,7 +248,8 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
 
 
 def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name. The plain items of a list are one: a list, or by number where tensors are among them."""
+    """Objects by name. The plain items of a list are one:
+    a list, or by number where tensors are among them."""
     found, lists = dict[str, Any](), dict[str, dict[int, Any]]()
     for name, value in checkpoint.objects.items():
         *_, last = checkpoint.contents.path_of(name) or (name,)
@@ -264,18 +261,20 @@ def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
-    """In words, and in the short form if it has one. `mesh` and `placements` if they were saved; else `shards`, the
-    sizes along each dim whose product the chunks are; else `chunks`."""
+    """In words, and in the short form if it has one.
+
+    `mesh` and `placements` if they were saved; else `shards`,
+    the sizes along each dim whose product the chunks are;
+    else `chunks`.
+    """
     from planners.geometry.layout_text import chunk_sizes, in_words, short_form
 
     said = {"words": in_words(layout), "short_form": short_form(layout)}
     if (mesh := layout.mesh) is not None:
-        axes = [{"name": name, "size": size} for name, size in mesh.axes]
-        ranks = mesh.ranks.tolist() if mesh.has_explicit_ranks else None
         return {
             **said,
-            "mesh": axes,
-            "ranks": ranks,
+            "mesh": show.axes_as_json(mesh),
+            "ranks": mesh.ranks.tolist() if mesh.has_explicit_ranks else None,
             "placements": [str(placement) for placement in layout.placements or ()],
         }
     if (sizes_of := chunk_sizes(layout)) is not None:

@@ -58,8 +58,8 @@ def normalize(
 
 def _leaf(value: Any) -> PrintedLeaf:
     if hasattr(value, "nbytes"):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return PrintedLeaf(f"{dtype} {list(value.shape)}  {size(value.nbytes)}", value.nbytes)
+        text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}  {size(value.nbytes)}"
+        return PrintedLeaf(text, value.nbytes)
     return PrintedLeaf(f"= {short(value)}")
 
 

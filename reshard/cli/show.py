@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from planners.findings import Report
+    from planners.geometry.mesh import Mesh
 
 __all__ = [
-    "Branch", "PrintedLeaf", "as_given", "columns", "console", "counted", "damaged", "fold", "print_json",
-    "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
+    "Branch", "PrintedLeaf", "as_given", "axes_as_json", "columns", "console", "counted", "damaged", "fold",
+    "print_json", "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
     "report_as_json", "short", "size", "some", "write_page",
 ]  # fmt: skip
 
@@ -144,6 +145,11 @@ def _for_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def axes_as_json(mesh: Mesh) -> list[dict[str, Any]]:
+    """The axes of a mesh as plain data."""
+    return [{"name": name, "size": size} for name, size in mesh.axes]
+
+
 def short(value: Any, most: int = 60) -> str:
     """The repr of a value, shortened to `most` characters."""
     text = repr(value)
@@ -254,20 +260,10 @@ class Branch:
 
 def fold(branch: Branch) -> list[tuple[str, int, Branch | PrintedLeaf]]:
     """The children as (name, how many, one of them): runs of numbered children that are equal become one, `0-31`."""
-    out: list[tuple[str, int, Branch | PrintedLeaf]] = []
-    run: list[str] = []
-
-    def close() -> None:
-        if run:
-            name = run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}"
-            out.append((name, len(run), branch.children[run[0]]))
-            run.clear()
-
-    numbered = sorted((n for n in branch.children if re.fullmatch(r"\d+", n)), key=int)
-    for name in numbered:
-        if run and (int(name) != int(run[-1]) + 1 or branch.children[name] != branch.children[run[0]]):
-            close()
-        run.append(name)
-    close()
-    known = set(numbered)
-    return [*out, *((n, 1, child) for n, child in branch.children.items() if n not in known)]
+    children, runs = branch.children, list[list[str]]()
+    for name in sorted((n for n in children if re.fullmatch(r"\d+", n)), key=int):
+        if not runs or int(name) != int(runs[-1][-1]) + 1 or children[name] != children[runs[-1][0]]:
+            runs.append([])
+        runs[-1].append(name)
+    rows = [(f"{run[0]}-{run[-1]}" if run[1:] else run[0], len(run), children[run[0]]) for run in runs]
+    return [*rows, *((name, 1, child) for name, child in children.items() if not re.fullmatch(r"\d+", name))]

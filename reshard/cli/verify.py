@@ -77,8 +77,8 @@ def verify(
     else:
         right = ""
         if (covered := report.covered) is not None:
-            same = against if report.ok else None
-            right = "; ".join(filter(None, (_verdict(covered, same), covered.leaves_open)))
+            verdict = _verdict(covered, against if report.ok else None)
+            right = "; ".join(filter(None, (verdict, covered.leaves_open)))
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
@@ -95,12 +95,11 @@ def _failure(report: Report, right: str, against: str | None) -> str:
         named = [finding.fqn for finding in report.findings if finding.fqn is not None]
         what = counted(number, "problem")
         if 0 < len(named) < number:
-            others = counted(number - len(named), "problem")
-            what = f"{counted(len({*named}), 'name')}, and {others} with files or metadata"
+            others = f"{counted(number - len(named), 'problem')} with files or metadata"
+            what = f"{counted(len({*named}), 'name')}, and {others}"
         return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
-    texts = [finding.message for finding in report.findings]
-    harmed = sum(is_about(text, against) for text in texts)
+    harmed = sum(is_about(finding.message, against) for finding in report.findings)
     if harmed == number:
         return f"{whole}, but {against} is damaged: {counted(number, 'problem')}"
     also = f"; {against} is damaged: {counted(harmed, 'problem')}" if harmed else ""

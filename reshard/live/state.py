@@ -177,8 +177,8 @@ class PerRank:
     """
 
     value: Any = None
-    """A tensor, or plain data with tensors of up to 1 MiB in total. For a load: the current value, if there is one.
-    """
+    """A tensor, or plain data with tensors of up to 1 MiB in total.
+    For a load: the current value, if there is one."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
     """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved
     value get it, the others keep their current value. `"drop"`: every rank keeps its current

@@ -205,7 +205,7 @@ class TestAsync:
 
         save = reshard.async_save({"w": torch.ones(3)}, Faulty(open_storage(tmp_path), slow))
         for ask in (save.result, save.exception):
-            with pytest.raises(OptionError, match=r"timeout must be a number of seconds, or None .*, got 'x'"):
+            with pytest.raises(OptionError, match="timeout must be a number of seconds, or None, got 'x'"):
                 ask("x")
         with pytest.raises(TimeoutError, match=r"the save is still in progress after 0\.01 s"):
             save.result(0.01)
