@@ -54,9 +54,9 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
         if len(its) <= (_MOST_LISTED if front else 1):
             texts += map(str, its)
         else:
-            names = format_some([repr(it.fqn) for it in its], _MOST_LISTED)
-            such = f"{front}: {len(its)} names, such as {its[0].fqn!r}" if front else f"{len(its)} names ({names})"
-            texts.append(f"{such}: {message}")
+            one = f"{front}: {len(its)} names, such as {its[0].fqn!r}"
+            some = f"{len(its)} names ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
+            texts.append(f"{one if front else some}: {message}")
     return texts
 
 

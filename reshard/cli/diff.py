@@ -36,9 +36,9 @@ from reshard.cli.show import (
     print_json,
     print_report,
     print_text,
+    print_written,
     report_as_json,
     size,
-    write_page,
 )
 from reshard.live.garbage_collection import gc_paused
 
@@ -115,12 +115,13 @@ def diff(
             executor=executor,
             progress=not as_json,
         )
+    if html is not None:
+        html.write_text(report.to_html(), encoding="utf-8")
     if as_json:
         print_json(report_as_json(report))
     else:
         _print(report, unread, bool(rtol or atol), limit)
-    if html is not None:
-        write_page(html, report.to_html(), as_json=as_json)
+    print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
 

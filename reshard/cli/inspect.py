@@ -95,13 +95,14 @@ def inspect(
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         raise _draw(checkpoint, drawn, problems, legend)
+    if html is not None:
+        html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if as_json:
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
         _print(checkpoint, whole, problems, depth, legend)
-    if html is not None:
-        show.write_page(html, checkpoint.to_html(histograms=histograms, steps=_costs(run)), as_json=as_json)
+    show.print_written(html, as_json=as_json)
     if problems:
         raise typer.Exit(1)
 

@@ -19,9 +19,9 @@ from reshard.cli.show import (
     print_legend,
     print_text,
     print_totals,
+    print_written,
     size,
     some,
-    write_page,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def plan(
 
     Exits with 1 if the proof fails, or if the rules for an axis of ONTO match no tensor.
     """
+    from planners.plans.codec import dumps
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
     from reshard.api.plan import unsharded_text
@@ -94,6 +95,11 @@ def plan(
         _note_direction(source, onto, rule)
     texts = [unsharded_text(*item) for item in sides.unsharded_axes.items()]
     useless = [] if allow_unsharded_axes or allow_uncut_axes else texts
+    if out is not None:
+        out.write_text(dumps(made), encoding="utf-8")
+    if html is not None:
+        page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
+        html.write_text(page, encoding="utf-8")
     if as_json:
         print_json(_as_json(made, report, useless, cluster))
     else:
@@ -101,13 +107,7 @@ def plan(
         _print(made, (limit, items, legend), cluster)
         _print_outside(sides)
         _print_unsharded(sides, source, onto, [] if useless else texts)
-    if out is not None:
-        from planners.plans.codec import dumps
-
-        write_page(out, dumps(made), as_json=as_json)
-    if html is not None:
-        page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
-        write_page(html, page, as_json=as_json)
+    print_written(out, html, as_json=as_json)
     if useless or not report.ok:
         raise typer.Exit(1)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Branch", "PrintedLeaf", "as_given", "axes_as_json", "columns", "console", "counted", "damaged", "fold",
     "print_json", "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
-    "report_as_json", "short", "size", "some", "write_page",
+    "print_written", "report_as_json", "short", "size", "some"
 ]  # fmt: skip
 
 
@@ -40,10 +40,10 @@ def console(*, stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=200)
 
 
-def write_page(file: Path, page: str, *, as_json: bool) -> None:
-    """Write a page, or a plan, and print its path, last of all; beside JSON on stderr."""
-    file.write_text(page, encoding="utf-8")
-    print_text(console(stderr=as_json), str(file), "wrote")
+def print_written(*files: Path | None, as_json: bool) -> None:
+    """Print last of all where pages and plans are; beside JSON on stderr."""
+    for file in filter(None, files):
+        print_text(console(stderr=as_json), str(file), "wrote")
 
 
 def print_tree(
