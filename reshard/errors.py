@@ -179,7 +179,7 @@ def format_value(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}" if is_long else text
 
 
-def format_names(names: Collection[str], limit: int = 3) -> str:
+def format_names(names: Collection[object], limit: int = 3) -> str:
     """Return how many, and the first few of them: `"5 ('a', 'b', 'c', ...)"`; `"0"`."""
     first = [repr(name) for name in itertools.islice(names, limit)]
     more = ["..."] if len(names) > limit else []

@@ -130,7 +130,7 @@ class ConvertJob:
                 contents = keep_beside(contents, source.contents, for_framework=in_form)
             state = Checkpoint(contents, source.url)
         if isinstance(self.mapping, StateMapping):
-            _check_taken(self.mapping, state)
+            self.mapping.check_taken([*state, *state.aliases, *state.objects], state.url)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
@@ -183,16 +183,6 @@ class ConvertJob:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
-
-
-def _check_taken(mapping: StateMapping, state: Checkpoint) -> None:
-    """Refuse a mapping for other names, which would silently change nothing."""
-    is_needed = mapping.stages and not any(rule.optional for stage in mapping.stages for rule in stage)
-    names = [*state, *state.aliases, *state.objects]
-    if is_needed and names and not mapping.names(names):
-        raise KeyMismatchError(
-            f"the mapping matches no name in {state.url}, such as {names[0]!r}: it is probably for other names"
-        )
 
 
 def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:

@@ -106,7 +106,8 @@ def load(
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them.
+        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them. Also for a
+            mapping that matches no name in the checkpoint.
         LayoutError: a target cannot be filled in place, or ranks pass different options (except mapping, check,
             threads, memory_budget_bytes, progress).
         OptionError: an option has an unknown value. All others: see `reshard.open`.
@@ -170,6 +171,7 @@ def load_with(
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     """Apply a mapping that is more than renames."""
+    mapping.check_taken([*checkpoint, *checkpoint.aliases, *checkpoint.objects], checkpoint.url)
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped

@@ -74,8 +74,8 @@ def verify(
     Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
     known; of a run, also newer steps that lost something after their save had ended. `covered` says in how many bytes
     a changed bit would be found: none in formats without checksums. It also names what was not opened, such as newer
-    steps that killed saves left. A damaged checkpoint is not compared with `against`, and
-    `covered` is None. Raises only if no checkpoint of a known format is there.
+    steps that killed saves left. A damaged checkpoint is not compared with `against`, and `covered` is None. Raises
+    only if no checkpoint of a known format is there.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
@@ -83,19 +83,14 @@ def verify(
         checkpoint = path if isinstance(path, Checkpoint) else open_damaged(path)
     except CorruptCheckpointError as error:
         return DamageReport(str(path), (Finding(str(error)),), 0)
-    findings, contents = _metadata_findings(checkpoint), checkpoint.contents
+    contents = checkpoint.contents
     newer = [Finding(contents.skipped[name]) for name in contents.damaged_steps]
-    try:
-        total = sum(tensor.nbytes for tensor in checkpoint.values())
-    except CheckpointError as error:  # of a tensor, which the findings name
-        deep, total, findings = False, 0, findings or [Finding(str(error))]
-    covered = None if findings or newer else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
-        if deep:
-            findings += _deep_findings(checkpoint, total, findings, hands, progress)
-            covered = None if findings or newer else _covered(checkpoint, total)
-        if against is not None and covered is not None:
+        findings, covered = _verified(checkpoint, deep, hands, progress)
+        if newer:
+            covered, hint = None, "" if findings else f"no problem was found in {checkpoint.url} itself"
+        elif against is not None and covered is not None:
             other = _compared(checkpoint, against, not deep, hands, progress)
             findings += other.findings
             hint, beside = other.hint, "".join(f", compared with {it}" for it in getattr(other, "labels", ())[1:])
@@ -105,10 +100,23 @@ def verify(
             else:
                 covered = _also_compared(covered, other)
     kind = kind if covered else DamageReport
-    if newer and not findings:
-        hint = f"no problem was found in {checkpoint.url} itself"
     title = f"{checkpoint.url} ({checkpoint.format}){beside}"
     return kind(title, (*newer, *findings), len(checkpoint), covered, hint=hint)
+
+
+def _verified(
+    checkpoint: Checkpoint, deep: bool, executor: Executor | None, progress: bool
+) -> tuple[list[Finding], Coverage | None]:
+    """Return what is wrong with the checkpoint itself and, if nothing is, what that covers."""
+    findings = _metadata_findings(checkpoint)
+    try:
+        total = sum(tensor.nbytes for tensor in checkpoint.values())
+    except CheckpointError as error:  # of a tensor, which the findings name
+        return findings or [Finding(str(error))], None
+    if not deep:
+        return findings, None if findings else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
+    findings += _deep_findings(checkpoint, total, findings, executor, progress)
+    return findings, None if findings else _covered(checkpoint, total)
 
 
 def _is_first_damaged(report: CompareReport) -> bool:

@@ -104,6 +104,14 @@ class Mapping:
                 out[name] = tuple(follow)
         return {name: now for name, now in out.items() if name in taken}
 
+    def check_taken(self, names: Sequence[str], where: str) -> None:
+        """Raise KeyMismatchError if no rule matches any of the names that are `where`, unless one is optional."""
+        is_needed = self.stages and not any(rule.optional for stage in self.stages for rule in stage)
+        if is_needed and names and not self.names(names):
+            raise KeyMismatchError(
+                f"the mapping matches no name in {where}, such as {names[0]!r}: it is probably for other names"
+            )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mapping) and self.stages == other.stages
 

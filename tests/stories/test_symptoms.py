@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,18 @@ def test_a_glob_of_strict_that_matches_nothing(tmp_path: Path, caplog: Any) -> N
         assert not caplog.records
         reshard.load(target, tmp_path / "c", strict={"modl.*": "partial", "*": "subset"})
     assert caplog.messages == ["reshard.load: no key matches strict='modl.*'"]
+
+
+@pytest.mark.parametrize("key", ["w", "q"])
+def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
+    """Also where the names of the state are those of the checkpoint: such rules are for another one."""
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+    rules = reshard.mapping.Mapping([reshard.mapping.Rename("zz", "yy")])
+    words = f"the mapping matches no name in {tmp_path}/c, such as 'w': it is probably for other names"
+    with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
+        reshard.load({key: torch.zeros(3)}, tmp_path / "c", mapping=rules)
+    with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
+        reshard.convert(tmp_path / "c", tmp_path / "d", mapping=rules)
 
 
 def test_a_mapping_the_wrong_way_round(tmp_path: Path) -> None:
