@@ -34,7 +34,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 480_840,
+    "tokens": 481_300,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,
@@ -55,7 +55,7 @@ MOST = {
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions
-go up only with what the library can do, and docs/decisions.md says with what."""
+go up only with what the library can do, and CONTRIBUTING.md says with what."""
 
 
 def test_no_cycles_between_modules() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,9 +58,9 @@ _Rtol = Annotated[
         help="Accept this difference relative to OTHER, such as 1e-3. Default: bit by bit.",
     ),
 ]
-_Unread = Annotated[
+_ByFingerprint = Annotated[
     bool,
-    typer.Option("--unread", help="Do not read tensors whose saved fingerprints are equal."),
+    typer.Option("--by-fingerprint", help="Do not read tensors whose saved fingerprints are equal."),
 ]
 
 
@@ -73,7 +74,8 @@ def diff(
     normalized: Normalized = False,
     model: Model = False,
     names: Names = None,
-    unread: _Unread = False,
+    by_fingerprint: _ByFingerprint = False,
+    unread: Annotated[bool, typer.Option("--unread", hidden=True)] = False,
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
@@ -86,14 +88,18 @@ def diff(
     """Compare two checkpoints of any format and topology.
 
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first differing element, in global coordinates. --unread is quick, but does not detect damage since the save.
+    of the first differing element, in global coordinates. --by-fingerprint is quick, but does not detect damage since
+    the save.
 
     Exits with 0 if both are the same, and with 1 if they differ.
     """
     import reshard
 
-    if unread and (rtol or atol):
-        raise UsageError("--unread compares saved fingerprints, which allow no tolerance: leave out --rtol and --atol")
+    if unread:
+        print("--unread is deprecated: use --by-fingerprint", file=sys.stderr)
+    by_fingerprint |= unread
+    if by_fingerprint and (rtol or atol):
+        raise UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
         but = "--normalized, --model, --names, and --select"
@@ -108,7 +114,7 @@ def diff(
             *sides,
             rtol=rtol,
             atol=atol,
-            by_fingerprint=unread,
+            by_fingerprint=by_fingerprint,
             labels=labels,
             measure=html is not None,
             workers=workers,
@@ -120,7 +126,7 @@ def diff(
     if as_json:
         print_json(report_as_json(report))
     else:
-        _print(report, unread, bool(rtol or atol), limit)
+        _print(report, by_fingerprint, bool(rtol or atol), limit)
     print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -196,7 +202,7 @@ def _summary(different: Sequence[Finding]) -> str:
 
 
 def _unread_note(covered: Coverage) -> str:
-    """Return what --unread did not read, before any verdict."""
+    """Return what --by-fingerprint did not read, before any verdict."""
     if not covered.read_bytes:
         return "no values were read: only saved fingerprints are compared, which does not detect damage"
     if covered.read_bytes >= covered.total_bytes:

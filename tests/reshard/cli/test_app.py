@@ -321,7 +321,7 @@ def test_output_on_45_columns(narrow, checkpoint, tmp_path, monkeypatch) -> None
         ["verify", "run", "--shallow"],
         ["diff", "run", "checkpoint"],
         ["diff", "checkpoint", "run", "--workers", "1"],
-        ["diff", "run", "checkpoint", "--unread"],
+        ["diff", "run", "checkpoint", "--by-fingerprint"],
         ["convert", "run", "one.pt", "-f", "torch"],
         ["normalize", "run"],
     ):

@@ -351,12 +351,14 @@ def test_diff_reads_both_sides_unless_told_not_to(say, checkpoint, tmp_path) -> 
     assert say("diff", bad, checkpoint, "--json").code == 1
     assert "were read and compared bit by bit" in say("diff", checkpoint, checkpoint).out
     assert "were read and compared within the tolerance" in say("diff", checkpoint, checkpoint, "--atol", "1").out
-    unread = say("diff", bad, checkpoint, "--unread")
+    unread = say("diff", bad, checkpoint, "--by-fingerprint")
     assert unread.code == 0
     assert unread.out.startswith("no values were read: only saved fingerprints are compared")
     assert "the saved fingerprints are equal; no values were read" in unread.out
-    assert json.loads(say("diff", bad, checkpoint, "--unread", "--json").out)["covered"]["read_bytes"] == 0
-    assert say("diff", bad, checkpoint, "--unread", "--atol", "1").code == 2
+    assert json.loads(say("diff", bad, checkpoint, "--by-fingerprint", "--json").out)["covered"]["read_bytes"] == 0
+    assert say("diff", bad, checkpoint, "--by-fingerprint", "--atol", "1").code == 2
+    old = say("diff", bad, checkpoint, "--unread")
+    assert (old.out, old.err) == (unread.out, "--unread is deprecated: use --by-fingerprint\n")
 
 
 def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path, monkeypatch) -> None:
@@ -387,7 +389,7 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
     values = {key: tensor[...] for key, tensor in reshard.open(checkpoint).items()}
     torch.save({**values, **reshard.open(checkpoint).objects}, tmp_path / "c.pt")
 
-    said = say("diff", checkpoint, tmp_path / "c.pt", "--unread")
+    said = say("diff", checkpoint, tmp_path / "c.pt", "--by-fingerprint")
 
     assert said.code == 0, said.out
     assert said.out.startswith("all values were read: no tensor has equal fingerprints on both sides")
