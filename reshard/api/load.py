@@ -106,8 +106,7 @@ def load(
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank. The message lists them. Also for a
-            mapping that matches no name in the checkpoint.
+        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank, or `mapping` matches no name.
         LayoutError: a target cannot be filled in place, or ranks pass different options (except mapping, check,
             threads, memory_budget_bytes, progress).
         OptionError: an option has an unknown value. All others: see `reshard.open`.

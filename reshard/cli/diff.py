@@ -88,18 +88,13 @@ def diff(
     """Compare two checkpoints of any format and topology.
 
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first differing element, in global coordinates. --by-fingerprint is quick, but does not detect damage since
-    the save.
+    of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
     Exits with 0 if both are the same, and with 1 if they differ.
     """
     import reshard
 
-    if unread:
-        print("--unread is deprecated: use --by-fingerprint", file=sys.stderr)
-    by_fingerprint |= unread
-    if by_fingerprint and (rtol or atol):
-        raise UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
+    by_fingerprint = _by_fingerprint(by_fingerprint, unread, is_within=bool(rtol or atol))
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
         but = "--normalized, --model, --names, and --select"
@@ -130,6 +125,14 @@ def diff(
     print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _by_fingerprint(wanted: bool, by_old_name: bool, is_within: bool) -> bool:
+    if by_old_name:
+        print("--unread is deprecated: use --by-fingerprint", file=sys.stderr)
+    if (wanted or by_old_name) and is_within:
+        raise UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
+    return wanted or by_old_name
 
 
 def _named(

@@ -52,10 +52,7 @@ _AllowUnsharded = Annotated[
 
 def plan(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT", help="What was saved: a checkpoint, layout file, plan (its target), or topology."
-        ),
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan (its target), or topology.")
     ],
     onto: _Onto,
     rule: Rules = None,
