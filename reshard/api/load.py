@@ -461,6 +461,11 @@ class LoadReport(FilledReport, CheckedReport):
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 
+    def raise_if_failed(self) -> None:
+        """Raise KeyMismatchError, with the first names, unless `ok`."""
+        if not self.ok:
+            raise KeyMismatchError(repr(self))
+
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"

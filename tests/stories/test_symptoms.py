@@ -236,6 +236,14 @@ def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
         reshard.convert(tmp_path / "c", tmp_path / "d", mapping=rules)
 
 
+def test_a_report_of_a_lenient_load_raises_when_asked(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+    reshard.load({"w": torch.zeros(3)}, tmp_path / "c").raise_if_failed()
+    report = reshard.load({"w": torch.zeros(3), "b": torch.zeros(2)}, tmp_path / "c", strict=False)
+    with pytest.raises(KeyMismatchError, match=r"^LoadReport\(not ok, loaded 1 key of .*, missing 1 \('b'\)"):
+        report.raise_if_failed()
+
+
 def test_a_mapping_the_wrong_way_round(tmp_path: Path) -> None:
     reshard.save({"net.w": torch.ones(2)}, tmp_path / "c")
     target = {"model": {"w": torch.zeros(2)}}
