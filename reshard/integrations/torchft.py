@@ -25,6 +25,7 @@ import torch.distributed as dist
 from reshard.api.load import load
 from reshard.api.retention import complete, remove_checkpoints
 from reshard.api.save import save
+from reshard.api.task_shares import absolute
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, DeadlineError, framework
 from reshard.formats.opening import path_below
@@ -57,13 +58,13 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
 
         Args:
             folder: the folder of this replica group. The other groups read it at the same path or
-                URL.
+                URL, so a relative one becomes absolute.
             places: a function that returns the state to load into, nested as torchft's manager
                 nests it, such as {"user": {"default": {...}}, "torchft": {...}}. Required if the
                 state is sharded. Without it, each rank gets the full state as plain tensors.
             process_group: the ranks that share the state within this replica group.
         """
-        self._folder, self._places, self._process_group = os.fspath(folder), places, process_group
+        self._folder, self._places, self._process_group = absolute(os.fspath(folder)), places, process_group
 
     @cached_property
     def _run(self) -> str:

@@ -101,3 +101,17 @@ def within_a_group(text: str) -> list[bool]:
 
 def test_ranks_of_a_group_read_their_parts(tmp_path: Path) -> None:
     assert gloo.run(within_a_group, 2, str(tmp_path)) == [[True] * 3] * 2
+
+
+def test_a_relative_folder_is_the_same_for_all_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have other working directories, and a group its own by the time of the checkpoint."""
+    from reshard.integrations.torchft import ReshardTransport
+
+    monkeypatch.chdir(tmp_path)
+    transport = ReshardTransport("heal")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    transport.send_checkpoint([1], 3, {"w": torch.ones(2)}, SECONDS)
+    metadata = transport.metadata()
+    assert metadata.startswith(f"{tmp_path}/heal/")
+    assert same(ReshardTransport("other").recv_checkpoint(0, metadata, 3, SECONDS), {"w": torch.ones(2)})
