@@ -78,14 +78,14 @@ def load(
 
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
-    Tensors, DTensors, and ShardedTensors are filled in place. Meta tensors and all other values are replaced in their
-    containers. An optimizer that has no state yet gets it: load into the dict from `get_state_dict`. Before the first
-    write, reshard proves the plan, checks that every byte range exists, and verifies the blocks that a rank reads for
-    itself. Data for several ranks, or from an object store, is verified as it arrives.
+    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced there. A
+    dict without tensors gets the saved keys. An optimizer without state gets it: load into the dict from
+    `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies
+    the blocks that a rank reads for itself. Data for several ranks, or from an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`: the same save on all ranks that share tensors.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
             False or "partial": both are only reported. A mapping of globs to these words sets the mode by key: the
             first glob that matches counts; other keys are strict.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from planners.geometry.layout import TensorSpec
+from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
     by_number,
@@ -29,7 +29,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
 from reshard.live.state import OwnState, Targets
-from reshard.live.tensors import LiveTensor, tensor_class
+from reshard.live.tensors import LiveTensor, is_dtensor, tensor_class
 from reshard.live.tree import (
     class_name,
     copy_containers,
@@ -441,7 +441,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
     else has no say about its names."""
     saves: list[tuple[str, str]]
-    """URL and id of the saves that they have opened, where all ranks open one."""
+    """What all ranks, or those of a mesh, load, and the save that they have opened."""
     fits: bool
     """Whether no rank misses anything, or has anything that is mismatched."""
     ambiguous: bool
@@ -596,8 +596,8 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
 
     A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
 
-    Raises CheckpointError, on every rank, if ranks have opened different saves at one path; LayoutError if not
-    even all ranks together can determine the layout of a tensor.
+    Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for tensors that they
+    share; LayoutError if not even all ranks together can determine the layout of a tensor.
     """
     if group.world_size == 1:
         here = list(group.ranks)
@@ -609,14 +609,15 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
     ambiguous = {key: tensors[key] for key in match.tensors if tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
-    mine = _MismatchVote({source: used}, [_save_of(checkpoint)], fits, bool(ambiguous))
+    opened = _saves_of(checkpoint, {tensors[key].forms[0] for key in match.tensors if is_dtensor(tensors[key].value)})
+    mine = _MismatchVote({source: used}, opened, fits, bool(ambiguous))
     said, mates = group.merge_within(mine, _MismatchVote.join, "the comparison of keys", socket.gethostname())
     saves: dict[str, str] = {}
-    for url, save_id in said.saves:
-        if (other := saves.setdefault(url, save_id)) != save_id:
+    for what, save_id in said.saves:
+        if (other := saves.setdefault(what, save_id)) != save_id:
             group.refuse(
                 CheckpointError(
-                    f"{url} is not the same checkpoint on all ranks: some opened the save {other}, others {save_id}. "
+                    f"{what} is not the same checkpoint on all ranks: some opened the save {other}, others {save_id}. "
                     "Load again if it was just replaced. If each machine has its own folder, use a shared one"
                 )
             )
@@ -640,15 +641,19 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     )
 
 
-def _save_of(checkpoint: Checkpoint) -> tuple[str, str]:
-    """A path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too."""
+def _saves_of(checkpoint: Checkpoint, forms: Iterable[Form]) -> list[tuple[str, str]]:
+    """The path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too.
+    And which save is loaded into each mesh: a copy for each machine will do, but no other save."""
     native = checkpoint.contents.details(NativeFacts)
     if checkpoint.url.startswith("memory:"):  # each process has memory of its own
-        return "", ""
+        return []
     save_id = native.manifest.save_id if native is not None else ""
+    meshes = {form.mesh for form in forms if isinstance(form, ProductForm)}
+    save = save_id or checkpoint.url.rstrip("/").rpartition("/")[2]
+    shared = [(f"what the ranks of {mesh} load", save) for mesh in meshes]
     if checkpoint.run:
-        return checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()
-    return (checkpoint.url, save_id) if save_id else ("", "")
+        return [(checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()), *shared]
+    return [*([(checkpoint.url, save_id)] if save_id else []), *shared]
 
 
 def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -278,7 +279,7 @@ class Targets(State[LiveTensor]):
     root: Any = None
     """The state dict itself."""
     units: dict[str, KeyPath] = field(default_factory=dict)
-    """Containers without tensors. They are replaced as a unit, because their contents may have
+    """Containers without tensors. Their contents are replaced as a unit, because the keys may have
     changed.
     """
     replaced: dict[str, torch.dtype] = field(default_factory=dict)
@@ -418,9 +419,25 @@ class Targets(State[LiveTensor]):
         """Store values at their keys, and new tensors. Call it only after these are filled, because
         their memory starts uninitialized.
         """
+        filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
+            if key in self.units:
+                value = _refilled(self.live(key), value, filled)
             put_at(self.root, self.paths[key], value)
         self._new.clear()
+
+
+def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
+    """Return the dict `live` with the contents of the dict `value`, since variables of the caller may
+    hold it, or a dict in it. What is no dict is replaced, and so is one that is `filled` already.
+    """
+    if type(live) is not type(value) or type(live) not in (dict, OrderedDict, defaultdict) or id(live) in filled:
+        return value
+    filled.add(id(live))
+    new = {key: _refilled(live.get(key), item, filled) for key, item in value.items()}
+    live.clear()  # for the order of the keys
+    live.update(new)
+    return live
 
 
 def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:

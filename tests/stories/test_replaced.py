@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+from reshard import dcp
 from reshard.errors import CheckpointError
 from reshard.native import reader
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -164,6 +168,7 @@ import os, sys
 from pathlib import Path
 import torch
 import reshard
+from reshard import dcp
 from planners.errors import ProofError
 from reshard.errors import ReshardError
 
@@ -203,3 +208,43 @@ def test_a_file_that_another_process_cuts_after_it_was_opened_is_an_error(tmp_pa
     end the process."""
     done = subprocess.run([sys.executable, "-c", SHRINKING, tmp_path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def sharded(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return {"w": distribute_tensor(torch.full((10,), float(step)), mesh, [Shard(0)]), "step": step}
+
+
+def two_steps(folder: str, form: str) -> list[str]:
+    """Each rank opens another step: what one rank takes for the newest is not what another takes for it."""
+    here, said = dist.get_rank(), []
+    for step in (1, 2):
+        path = f"{folder}/step-{step}"
+        if form == "native":
+            reshard.save(sharded(step), path)
+        else:
+            dcp.save(sharded(step), checkpoint_id=path)
+    if here == 0:
+        shutil.copytree(f"{folder}/step-1", f"{folder}/copy/step-1")
+    dist.barrier()
+    for strict in (True, False):
+        target = sharded(0)
+        with pytest.raises(CheckpointError) as caught:
+            reshard.load(target, f"{folder}/step-{here + 1}", strict=strict)
+        assert target["step"] == 0
+        assert target["w"].to_local().sum() == 0
+        said.append(str(caught.value))
+    target = sharded(0)  # a copy on each machine is the same save
+    assert reshard.load(target, f"{folder}/copy/step-1" if here else f"{folder}/step-1").ok
+    plain = {"step": 0}  # what ranks do not share, they may load from anywhere
+    reshard.load(plain, f"{folder}/step-{here + 1}", strict="subset")
+    assert plain == {"step": here + 1}
+    return said
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("form", ["native", "dcp"])
+def test_ranks_that_share_tensors_load_one_save(tmp_path, form):
+    for texts in gloo.run(two_steps, 2, str(tmp_path), form):
+        for text in texts:
+            assert text.startswith("what the ranks of dp=2 load is not the same checkpoint on all ranks: some opened ")

@@ -1,0 +1,96 @@
+"""A load fills the dicts of the caller, whose variables hold them: also those without tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard import dcp
+
+
+def built(lr: float, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[Any, Any, Any]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=lr)  # type: ignore[call-arg]
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("load", [reshard.load, dcp.load])
+@pytest.mark.parametrize("form", ["native", "dcp"])
+def test_variables_hold_what_was_loaded(load: Any, form: str, kind: Any, tmp_path: Path) -> None:
+    """Of an optimizer without tensors, such as one that made no step, and of a scheduler."""
+    model, optimizer, scheduler = built(0.001, kind)
+    weights, moments = reshard.get_state_dict(model, optimizer)
+    saved = {"model": weights, "optim": moments, "schedule": {**scheduler.state_dict(), "last_epoch": 7}}
+    if form == "native":
+        reshard.save(saved, tmp_path / "c")
+    else:
+        dcp.save(saved, checkpoint_id=tmp_path / "c")
+    model, optimizer, scheduler = built(0.1, kind)
+    weights, moments = reshard.get_state_dict(model, optimizer)
+    schedule = scheduler.state_dict()
+    if load is reshard.load:
+        assert load({"model": weights, "optim": moments, "schedule": schedule}, tmp_path / "c").ok
+    else:
+        load({"model": weights, "optim": moments, "schedule": schedule}, checkpoint_id=tmp_path / "c")
+    reshard.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    scheduler.load_state_dict(schedule)
+    assert optimizer.param_groups[0]["lr"] == 0.001
+    assert scheduler.last_epoch == 7
+
+
+def test_nested_dicts_are_filled_in_the_order_and_with_the_keys_that_were_saved(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(2), "d": {"b": 1, "in": {"x": [1, 2]}, "a": 2}, "o": OrderedDict(z=1, y=2)}
+    reshard.save({**saved, "f": defaultdict(list, {"k": [1]})}, tmp_path / "c")
+    inner: dict[str, Any] = {"gone": 1}
+    outer: dict[str, Any] = {"a": 0, "in": inner, "b": 0}
+    ordered, factory = OrderedDict(y=0, z=0), defaultdict(list)
+    state = {"w": torch.zeros(2), "d": outer, "o": ordered, "f": factory}
+    reshard.load(state, tmp_path / "c", strict=False)
+    assert (state["d"] is outer, outer["in"] is inner) == (True, True)
+    assert list(outer.items()) == [("b", 1), ("in", {"x": [1, 2]}), ("a", 2)]
+    assert (state["o"] is ordered, list(ordered.items())) == (True, [("z", 1), ("y", 2)])
+    assert (state["f"] is factory, factory["k"], factory["new"]) == (True, [1], [])
+
+
+def test_a_dict_under_two_keys_takes_the_values_of_one(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2), "a": {"x": 1}, "b": {"x": 2}}, tmp_path / "c")
+    shared = {"x": 0}
+    state = {"w": torch.zeros(2), "a": shared, "b": shared}
+    assert reshard.load(state, tmp_path / "c").ok
+    assert (state["a"], state["b"]) == ({"x": 1}, {"x": 2})
+    assert shared == {"x": 1}
+
+
+def test_a_load_that_is_refused_changes_no_dict(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2), "d": {"x": 1}}, tmp_path / "c")
+    inner = {"x": 0}
+    with pytest.raises(reshard.ReshardError):
+        reshard.load({"w": torch.zeros(3), "d": inner}, tmp_path / "c")
+    reshard.load({"w": torch.zeros(2), "d": inner}, tmp_path / "c", dry_run=True)
+    assert inner == {"x": 0}
+
+
+def test_a_manager_fills_the_dicts_of_a_program(tmp_path: Path) -> None:
+    progress = {"step": 0, "epoch": 0}
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+        progress |= {"step": 4, "epoch": 2}
+        manager.save(4, {"model": torch.nn.Linear(2, 2), "progress": progress})
+    fresh = {"step": 0, "epoch": 0}
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+        assert manager.restore({"model": torch.nn.Linear(2, 2), "progress": fresh}) is not None
+    assert fresh == {"step": 4, "epoch": 2}
+
+
+def test_a_transfer_fills_dicts() -> None:
+    options = {"lr": 0.0}
+    source = {"w": torch.ones(2), "d": {"lr": 0.5}}
+    reshard.redistribute(source, {"w": torch.zeros(2), "d": options})
+    assert options == {"lr": 0.5}
+    reshard.redistribute(source, {"w": torch.zeros(2), "d": source["d"]})
+    assert source["d"] == {"lr": 0.5}
