@@ -56,8 +56,8 @@ def format_rate(bytes_per_s: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A time: `"85 ms"`, `"4.2 s"`, `"3.1 min"`."""
-    if seconds < 1e-3:
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

@@ -81,6 +81,7 @@ _How = tuple[float, float, bool]
 
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
+_IN_MEMORY = "the state dict"
 _NOWHERE = "was not compared: no rank has it on both sides"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
@@ -172,6 +173,8 @@ def compare_sides(
         left, right = _Side(a, group), _Side(b, group, "b")
     if labels is not None:
         left.label, right.label = labels
+    elif left.label == right.label == _IN_MEMORY:
+        left.label, right.label = "the first state dict", "the second state dict"
     subject = f"{left.label} and {right.label}"
     exact = not rtol and not atol
     excluded = left.foreign | right.foreign
@@ -616,7 +619,7 @@ class _Side:
         sharded = [key for key, value in values.items() if is_sharded(value)]
         if sharded and group is None:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
-        self.label = "the state dict"
+        self.label = _IN_MEMORY
         self.tensors = {
             k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
             for k, v in values.items()

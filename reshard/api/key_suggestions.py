@@ -83,7 +83,7 @@ def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | 
             name = other + dot + rest
             if dot and first == front and name in there:
                 found[key] = name
-        if _are_most(found, keys):
+        if _are_most(found, keys) and (len(found) > 1 or "." in rest):  # all models have a "weight"
             what = f"{_differing(found)} only by the top-level key, {front!r} in place of {other!r}"
             fix = f"call it {other!r}, or rename keys with mapping="
             fitting.append(PrefixDifference(found, f"{what}: {_first(found)}", fix))

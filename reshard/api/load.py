@@ -461,6 +461,9 @@ class LoadReport(FilledReport, CheckedReport):
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def raise_if_failed(self) -> None:
         """Raise KeyMismatchError, with the first names, unless `ok`."""
         if not self.ok:
@@ -471,9 +474,11 @@ class LoadReport(FilledReport, CheckedReport):
         did = "would load" if self.dry_run else "loaded"
         verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
         head = f"{verdict}, {did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
-        extra = "not_requested" if self.ok else "unexpected"
-        kinds = ("missing", extra, "outside", "mismatched", "dropped", "cast", "replaced", "resized", "skipped")
-        odd = self._first_of_each(*kinds)
+        extra = [name for name in self.unexpected if name not in self.not_requested]
+        odd = self._first_of_each("missing")
+        odd += [f"unexpected {format_names(extra)}"] if extra else []
+        kinds = ("not_requested", "outside", "mismatched", "dropped", "cast", "replaced", "resized", "skipped")
+        odd += self._first_of_each(*kinds)
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")

@@ -449,7 +449,7 @@ def verify_live(
         told = group.merge(sums, add, "fingerprints", kind=list[HeldSums])
     before, after = map(conclude, told)
     findings = [
-        Finding(f"is {after[key]} after, but {before[key]} before", key)
+        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: their values differ", key)
         for key in pairing.views
         if before[key] != after[key]
     ]

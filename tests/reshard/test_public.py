@@ -363,7 +363,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         (lambda: reshard.verify("c", timeout=3), "'timeout': leave it out: only calls whose ranks wait for each other"),
         (
             lambda: reshard.set_model_state_dict(NET, {}, strict=False),
-            r"'strict': .* pass options=reshard.StateDictOptions\(strict=False\)$",
+            r"'strict': .* pass options=reshard.StateDictOptions\(strict=False\); in reshard.dcp, pass planner=",
         ),
         (lambda: reshard.load({}, "c", select="a"), r"'select': .* pass these keys only, and strict=\"subset\"$"),
         (

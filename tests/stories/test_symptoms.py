@@ -368,3 +368,22 @@ def test_a_value_of_each_rank_and_one_of_all_are_of_another_kind(value: Any, tmp
             reshard.load(state, tmp_path / folder)
         assert f"\n    r   (saved as {saved}, but the target has {found})" in str(caught.value)
         assert " a plain value, or a reshard.PerRank" in str(caught.value)
+
+
+def test_a_report_is_true_if_all_is_well(tmp_path: Path) -> None:
+    """And does not call names unexpected that were allowed."""
+    reshard.save({"a": torch.ones(2), "b": torch.ones(2), "c": 3}, tmp_path / "c")
+    assert reshard.load({"a": torch.zeros(2)}, tmp_path / "c", strict="subset")
+    odd = reshard.load({"a": torch.zeros(2), "c": "x"}, tmp_path / "c", strict="subset")
+    assert not odd
+    assert "not_requested 1 ('b'), retyped 1" in repr(odd)
+    assert "unexpected" not in repr(odd)
+    assert not reshard.load({"a": torch.zeros(2), "new": 0}, tmp_path / "c", strict=False)
+
+
+def test_an_unlike_name_is_not_suggested_for_one_that_is_missing(tmp_path: Path) -> None:
+    """All models have a "weight": that a head has the shape of an embedding does not make it one."""
+    reshard.save({"lm_head.weight": torch.ones(5, 3)}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"tok_embeddings.weight": torch.zeros(5, 3)}, tmp_path / "c")
+    assert "call it 'lm_head'" not in str(caught.value)

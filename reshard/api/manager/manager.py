@@ -542,8 +542,9 @@ class CheckpointManager:
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:
-        """Collective: wait for saves in the background, and raise their errors."""
-        self._settle()
+        """Collective: wait for saves in the background and what they remove, and raise their errors."""
+        with self._group().together("CheckpointManager.wait"):
+            self._settle()
 
     def _settle(self, *names: str) -> None:
         for name in names or tuple(self._pending):
@@ -561,7 +562,7 @@ class CheckpointManager:
             return
         self._is_open = False
         try:
-            self.wait()
+            self._settle()
         finally:
             self._signals.release()
             if self._claim is not None:
