@@ -140,7 +140,7 @@ _OF_OTHERS = {
     "select": 'save and convert have it; in a load, pass these keys only, and strict="subset"',
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
     "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
-    "strict": "reshard.load and restore have it; to set a part, pass options=reshard.StateDictOptions(strict=False); in "
+    "strict": "reshard.load has it; to set a part, pass options=reshard.StateDictOptions(strict=False); in "
     "reshard.dcp, pass planner=DefaultLoadPlanner(allow_partial_load=True)",
     "step": "pass the folder of the step, or reshard.open(path, step=...)",
     "max_to_keep": "write Keep(last=...)",

@@ -82,6 +82,7 @@ _How = tuple[float, float, bool]
 WINDOW_BYTES = 32 << 20
 """Tensors are read in pieces of at most about this size."""
 _IN_MEMORY = "the state dict"
+_BOTH = ("the first state dict", "the second state dict")
 _NOWHERE = "was not compared: no rank has it on both sides"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
@@ -171,10 +172,8 @@ def compare_sides(
     rtol, atol, is_measured = how
     with gc_paused():
         left, right = _Side(a, group), _Side(b, group, "b")
-    if labels is not None:
-        left.label, right.label = labels
-    elif left.label == right.label == _IN_MEMORY:
-        left.label, right.label = "the first state dict", "the second state dict"
+    own = (left.label, right.label)
+    left.label, right.label = labels or (_BOTH if own == (_IN_MEMORY, _IN_MEMORY) else own)
     subject = f"{left.label} and {right.label}"
     exact = not rtol and not atol
     excluded = left.foreign | right.foreign

@@ -32,7 +32,7 @@ __all__ = ["Mapping", "apply_dict", "between"]
 
 
 class Mapping:
-    """Stages of rules. Mappings with equal rules are equal."""
+    """Rules that rename, split, or join tensors, from the names in a checkpoint; `inverse()` goes back."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
