@@ -129,3 +129,5 @@ reshard.verify_live(source, weights, **options).raise_if_failed()
 if world > 1:
     whole_bytes = sum(layout.spec.nbytes for layout in layouts.values())
     assert report.bytes_between_groups == whole_bytes  # once for any number of replicas
+if rank == 0:
+    print("3 updates sent; the engine's weights are the trainer's")
