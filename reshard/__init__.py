@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 _planners = os.path.join(os.path.dirname(os.path.dirname(__file__)), "planners")
 _found = importlib.util.find_spec("planners")
 if _found and os.path.realpath(os.path.dirname(_found.origin or "")) != os.path.realpath(_planners):
-    raise ImportError(
+    _wrong = (
         f"reshard needs its own package planners, in {_planners}, but Python finds {_found.origin} first: rename "
         "that, or remove its folder from sys.path"
     )
+    if os.path.basename(sys.argv[0]) in ("-m", "reshard"):  # the command line
+        print(f"error: {_wrong}", file=sys.stderr)
+        sys.exit(3)
+    raise ImportError(_wrong)
 
 _PUBLIC = {
     "api.compare": "CompareReport compare",

@@ -8,6 +8,7 @@ import sys
 __all__ = ["main"]
 
 _INTERRUPTED = 130
+_NEEDED = {"torch": "'torch>=2.6'"}
 
 
 def main() -> None:
@@ -17,6 +18,12 @@ def main() -> None:
 
         with in_a_pipeline():
             run()
+    except ModuleNotFoundError as error:
+        if "--traceback" in sys.argv:
+            sys.excepthook(*sys.exc_info())
+        missing = f"{error.name}".partition(".")[0]  # an older torch lacks parts of what we use
+        print(f"error: this command needs {missing}: pip install {_NEEDED.get(missing, missing)}", file=sys.stderr)
+        sys.exit(3)
     except KeyboardInterrupt:  # between the commands' own handling, such as while modules are imported
         _leave()
     except SystemExit as end:

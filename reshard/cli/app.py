@@ -212,6 +212,8 @@ def run(arguments: list[str] | None = None) -> None:
         sys.exit(app(args=words, prog_name="reshard", standalone_mode=False))
     except Exception as error:
         message = str(error)
+        if type(error) is ModuleNotFoundError:
+            raise  # to main, which says what to install
         if isinstance(error, OSError) and error.filename:
             message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check its folder and your permissions"
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value

@@ -407,3 +407,40 @@ def test_completion_is_offered() -> None:
     ran = subprocess.run([script, "--show-completion", "bash"], capture_output=True, text=True, check=True, env=named)
 
     assert "reshard" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "fix"),
+    [
+        ("typer", "--version", "typer: pip install typer"),
+        ("rich", "explain S(0)", "rich: pip install rich"),
+        ("torch", "inspect run", "torch: pip install 'torch>=2.6'"),
+        ("torch", "plan run fsdp=3", "torch: pip install 'torch>=2.6'"),
+        ("torch.distributed", "verify run", "torch: pip install 'torch>=2.6'"),
+        ("msgspec", "diff run run", "msgspec: pip install msgspec"),
+    ],
+)
+def test_a_missing_package_is_named_and_is_not_the_answer_no(missing, words, fix) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from reshard.cli import main; main()"
+    command = [sys.executable, "-c", code, *words.split()]
+
+    ran = subprocess.run(command, capture_output=True, text=True)
+    traced = subprocess.run([*command, "--traceback"], capture_output=True, text=True)
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", f"error: this command needs {fix}\n")
+    assert traced.returncode == 3
+    assert "Traceback" in traced.stderr and "ModuleNotFoundError: " in traced.stderr
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "reshard"], [Path(sys.executable).parent / "reshard"]])
+def test_planners_of_the_users_own_are_an_error_of_one_line(command, tmp_path) -> None:
+    (tmp_path / "planners.py").write_text("")
+    repository = os.path.dirname(os.path.dirname(reshard.__file__))
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{repository}"}
+
+    ran = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=env)
+
+    assert ran.returncode == 3
+    assert re.fullmatch(
+        r"error: reshard needs its own package planners, .*planners.py first: rename that.*\n", ran.stderr
+    )
