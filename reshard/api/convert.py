@@ -188,13 +188,13 @@ def convert(
 def _report(
     job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, phases: Span
 ) -> ConvertReport:
-    written = {key: value for key, value in writer.contents.objects.items() if key not in writer.left_out}
+    written = {key: value for key, value in state.objects.items() if key not in writer.left_out}
     return ConvertReport(
         source=state.url,
         target=job.target.url if isinstance(job.target, Storage) else os.fspath(job.target),
         format=job.format,
-        tensors=len(writer.names),
-        objects=count_objects(replace(writer.contents, objects=written)),
+        tensors=len({*state} - {*state.aliases, *writer.left_out}),
+        objects=count_objects(replace(state.contents, objects=written)),
         files=tuple(file.name for file in writer.files),
         total_bytes=writer.total_bytes + array_bytes(written),
         resumed=resumed,

@@ -727,6 +727,22 @@ def test_objects_are_counted_alike_in_every_format(tmp_path: Path) -> None:
         assert report.objects == count_objects(reshard.open(tmp_path / source).contents) == 12
 
 
+@pytest.mark.parametrize("format", ["deepspeed", "megatron"])
+def test_what_a_format_stores_in_a_form_of_its_own_is_counted_too(format: str, tmp_path: Path) -> None:
+    """Steps and param groups, which are in small files beside the tensors."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    model_state, optim_state = reshard.get_state_dict(model, optimizer)
+    saved = reshard.save({"model": model_state, "optim": optim_state, "step": 1}, tmp_path / "source")
+
+    report = reshard.convert(tmp_path / "source", tmp_path / "out", format=format)
+
+    assert report.tensors == saved.tensors == 8
+    assert report.objects + len(report.omitted) == saved.objects
+
+
 def test_a_conversion_to_one_file_does_not_look_into_folders_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -429,7 +429,8 @@ def test_a_missing_package_is_named_and_is_not_the_answer_no(missing, words, fix
 
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", f"error: this command needs {fix}\n")
     assert traced.returncode == 3
-    assert "Traceback" in traced.stderr and "ModuleNotFoundError: " in traced.stderr
+    assert "Traceback" in traced.stderr
+    assert "ModuleNotFoundError: " in traced.stderr
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "reshard"], [Path(sys.executable).parent / "reshard"]])
