@@ -155,7 +155,7 @@ class Report(Tabled):
         return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
 
     def __str__(self) -> str:
-        covered = [f"  covered: {self.covered}"] if self.covered and (self.findings or self.covers) else []
+        covered = [f"  covered: {self.covers or self.covered}"] if self.covered and self.findings else []
         return "\n".join(
             [
                 f"{self.subject}: {format_count(self.tensors, 'tensor')}, {self.verdict}",

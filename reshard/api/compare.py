@@ -185,8 +185,9 @@ def compare_sides(
     with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
         step.advance(sum(left.names.nbytes[name] for name in mine.known))
         mine.boxes = _differences(left, right, unread, how, executor, step)
-    sides = [(name, left.tensors[name]) for name in common]
-    mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
+    for name in common:
+        its = left.tensors[name]
+        mine.sizes[name] = math.prod(its.shape), its.dtype.itemsize, _other_dtype(name, left, right)
     mine.compared = [key for key in left.objects if key in right.objects]
     mine.compared += [key for key in left.own if key in right.own]
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
@@ -214,7 +215,8 @@ def compare_sides(
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
-        _in_words(found, total, left_open, within), _prefix_hint(left, right) or _dtype_hint(findings),
+        _in_words(found, total, left_open, within),
+        _prefix_hint(left, right) or _dtype_hint(findings, found, left, right),
         found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
@@ -271,16 +273,21 @@ class CompareReport(Report):
 
 
 def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bool) -> str | None:
-    """Return how a tensor of both sides differs, or "" if it does not, if this is known without reading it; else
-    None."""
+    """Return how a tensor differs, or "" if it does not, if this is known without reading it; else None."""
     x, y = left.tensors[name], right.tensors[name]
     if tuple(x.shape) != tuple(y.shape):
         return f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}"
-    if x.dtype != y.dtype and exact:
-        return f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}"
+    if exact and (text := _other_dtype(name, left, right)):
+        return text
     p, q = left.fingerprints.get(name), right.fingerprints.get(name)
     is_same = exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q
     return "" if is_same else None
+
+
+def _other_dtype(name: str, left: _Side, right: _Side) -> str:
+    """Return how the dtypes of a tensor differ, or ""."""
+    x, y = (dtype_name(side.tensors[name].dtype) for side in (left, right))
+    return "" if x == y else f"is {x} in {left.label}, {y} in {right.label}"
 
 
 @dataclass(frozen=True)
@@ -354,8 +361,8 @@ class _RankFindings(msgspec.Struct):
 
     known: dict[str, str]
     """How tensors differ, or "" if they do not, where that is known without reading them."""
-    sizes: dict[str, tuple[int, int]] = {}
-    """Of each tensor that was compared: its elements, and the bytes of one."""
+    sizes: dict[str, tuple[int, int, str]] = {}
+    """Of each tensor that was compared: its elements, the bytes of one, and how the dtypes differ."""
     boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[tuple[str, str]] = []
     """Keys of other values, and how these differ."""
@@ -368,7 +375,7 @@ class _JointFindings:
     """What all ranks found together."""
 
     known: Mapping[str, str]
-    sizes: Mapping[str, tuple[int, int]]
+    sizes: Mapping[str, tuple[int, int, str]]
     by_box: Mapping[str, Mapping[Box, tuple[int, _Difference]]]
     """By tensor and box: the rank, and what it found; of ranks with the same box, one where most elements differ."""
     totals: Mapping[str, _Difference]
@@ -399,7 +406,7 @@ class _JointFindings:
             return Finding(_NOWHERE, name)
         if name in self.known:
             return Finding(self.known[name], name) if self.known[name] else None
-        its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
+        its, total, (elements, *_) = self.by_box[name], self.totals[name], self.sizes[name]
         text, element = total.text(elements)
         distinct = _elements_in(tuple(its))
         if text:
@@ -488,8 +495,7 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
 
 
 def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
-    """The small stored tensors that have the same bytes on both sides. All others are compared one by one, and so are
-    those near damage, to find out which of them are damaged."""
+    """The small stored tensors that have the same bytes on both sides. Near damage, they are compared one by one."""
     runs = []
     for name, box in share:
         x, y = left.tensors[name], right.tensors[name]
@@ -563,9 +569,8 @@ def _boxes_of(name: str, x: Any, y: Any) -> Collection[Box]:
     """The boxes of a tensor that this process has on both sides."""
     held = [side.boxes.keys() for side in (x, y) if isinstance(side, _HeldBoxes)]
     if held and held[0] != held[-1]:
-        raise LayoutError(
-            f"{name!r} is sharded in two ways: compare each state with a checkpoint, or their fingerprints"
-        )
+        fix = "compare each state with a checkpoint, or their fingerprints"
+        raise LayoutError(f"{name!r} is sharded in two ways: {fix}")
     return held[0] if held else [Box.full(tuple(x.shape))]
 
 
@@ -600,10 +605,8 @@ class _Side:
         self.foreign: set[str] = set()
         self.is_one_rank_s = False
         if not isinstance(source, str | os.PathLike | Storage | Mapping):
-            raise option_error(
-                f"compare: {name} must be a path, Checkpoint, or state dict, got {state_instead_of(source)}",
-                StorageError,
-            )
+            got = state_instead_of(source)
+            raise option_error(f"compare: {name} must be a path, Checkpoint, or state dict, got {got}", StorageError)
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
             self._take_state(source, group)
         else:
@@ -659,13 +662,15 @@ def _as_bytes(value: Any) -> Any:
     return value.getvalue() if isinstance(value, BytesIO) else value
 
 
-def _dtype_hint(findings: Sequence[Finding]) -> str:
+def _dtype_hint(findings: Sequence[Finding], found: _JointFindings, *sides: _Side) -> str:
     """Say that all differences are dtypes, if so."""
-    kinds = Counter(finding.message.removeprefix("is ") for finding in findings)
-    if not findings or not all(finding.message.startswith("is ") for finding in findings):
+    kinds = Counter(text.removeprefix("is ") for *_, text in found.sizes.values() if text)
+    if not kinds or not all(finding.message.startswith("is ") for finding in findings):
         return ""
     words = "; ".join(f"{kind} ({format_count(count, 'tensor')})" for kind, count in kinds.items())
-    return f"all differences are dtypes: {words}. To compare the values, too, pass rtol="
+    sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in sides)
+    within = f"dtypes differ: {words}; the values take {sizes}"
+    return f"all differences are dtypes: {words}. To compare the values, too, pass rtol=" if findings else within
 
 
 def _prefix_hint(left: _Side, right: _Side) -> str:
@@ -687,14 +692,13 @@ def _prefix_hint(left: _Side, right: _Side) -> str:
 
 
 def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str], Collection[str], str]]:
-    """The names below each top-level key of one side, such as a model beside an optimizer, and all names of the other
-    side, in words."""
-    for name, below in grouped((name.partition(".")[0], name) for name in left.names.nbytes).items():
-        if len(below) == len(right.names.nbytes):
-            yield below, right.names.nbytes, f" in {right.label} and of {name!r} in {left.label}"
-    for name, below in grouped((name.partition(".")[0], name) for name in right.names.nbytes).items():
-        if len(below) == len(left.names.nbytes):
-            yield left.names.nbytes, below, f" in {left.label} and of {name!r} in {right.label}"
+    """The names below each top-level key of one side, all names of the other side, and where both are, in words."""
+    for one, other in ((left, right), (right, left)):
+        whole = other.names.nbytes
+        for name, below in grouped((name.partition(".")[0], name) for name in one.names.nbytes).items():
+            if len(below) == len(whole):
+                pair = (below, whole) if one is left else (whole, below)
+                yield *pair, f" in {other.label} and of {name!r} in {one.label}"
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
@@ -750,11 +754,8 @@ def _number(element: torch.Tensor) -> Any:
 
 
 def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds them, and their distances, of integers
-    without rounding these before.
-
-    Raises FormatError for packed numbers, such as float4.
-    """
+    """Both in a dtype that holds them, and their distances, of integers without rounding these before.
+    Raises FormatError for packed numbers, such as float4."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
         a, b = x.to(wide), y.to(wide)

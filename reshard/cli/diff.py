@@ -216,9 +216,11 @@ def _unread_note(covered: Coverage) -> str:
 
 def _verdict(covered: Coverage, is_within: bool) -> str:
     """Return what was found to be equal, and by what."""
-    read, how = size(covered.read_bytes), "within the tolerance" if is_within else "bit by bit"
+    read = size(covered.read_bytes)
+    if is_within:
+        return f"equal within the tolerance: {read} of values were read and compared"
     if covered.read_bytes >= covered.total_bytes:
-        return f"the same: {read} of values on each side were read and compared {how}"
+        return f"the same: {read} of values on each side were read and compared bit by bit"
     if not covered.read_bytes:
         return "the saved fingerprints are equal; no values were read"
-    return f"the saved fingerprints are equal; {read} of values without fingerprints were read and compared {how}"
+    return f"the saved fingerprints are equal; {read} of values without fingerprints were read and compared bit by bit"

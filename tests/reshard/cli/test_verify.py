@@ -350,7 +350,7 @@ def test_diff_reads_both_sides_unless_told_not_to(say, checkpoint, tmp_path) -> 
     assert say("diff", bad, checkpoint).code == 1
     assert say("diff", bad, checkpoint, "--json").code == 1
     assert "were read and compared bit by bit" in say("diff", checkpoint, checkpoint).out
-    assert "were read and compared within the tolerance" in say("diff", checkpoint, checkpoint, "--atol", "1").out
+    assert "equal within the tolerance: " in say("diff", checkpoint, checkpoint, "--atol", "1").out
     unread = say("diff", bad, checkpoint, "--by-fingerprint")
     assert unread.code == 0
     assert unread.out.startswith("no values were read: only saved fingerprints are compared")
@@ -447,3 +447,27 @@ def test_long_work_tells_how_far_it_is(say, checkpoint, other) -> None:
         say("diff", checkpoint, checkpoint)
 
     assert ends == {"verify": (total, total), "checksums": (files, files), "compare": (total, total)}
+
+
+def test_what_is_equal_within_the_tolerance_but_of_another_dtype_is_named_with_both_sizes(say, tmp_path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    reshard.save({"w": torch.arange(4.0), "b": torch.ones(4), "n": torch.tensor(1)}, a)
+    reshard.save({"w": torch.arange(4.0).half(), "b": torch.ones(4).half(), "n": torch.tensor(1)}, b)
+
+    said = say("diff", a, b, "--atol", "1e-3")
+
+    assert said.code == 0
+    assert f"dtypes differ: float32 in {a}, float16 in {b} (2 tensors); the values take 40 B and 24 B\n" in said.out
+    assert "equal within the tolerance: 40 B of values were read and compared\n" in said.out
+    assert "dtypes differ" not in say("diff", a, a, "--atol", "1e-3").out
+
+
+def test_the_text_of_a_comparison_says_what_was_compared(tmp_path) -> None:
+    """Nothing of metadata: names were compared, and differ."""
+    for name in "ab":
+        reshard.save({name: torch.ones(2)}, tmp_path / name)
+
+    text = str(reshard.compare(tmp_path / "a", tmp_path / "b"))
+
+    assert "  covered: names, shapes, dtypes, and objects compared; 0 B of 8 B of values on each side read" in text
+    assert "metadata" not in text
