@@ -40,14 +40,16 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked", "open",
-    "open_among", "open_damaged", "readable", "stored_layout",
+    "RECORDS_RANKS", "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked",
+    "open", "open_among", "open_damaged", "readable", "stored_layout",
 ]  # fmt: skip
 
 
 _log = logging.getLogger("reshard")
 
 _MOST_HISTOGRAMS = 512
+RECORDS_RANKS = ("native", "dcp")
+"""Formats that record how many ranks saved, also if it was one."""
 
 
 _OF_OTHERS = {
@@ -269,7 +271,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
-                ("other values", f"{count_objects(contents):,}"), ("ranks that saved", f"{layout.world_size:,}"),
+                ("other values", f"{count_objects(contents):,}"),
+                *[("ranks that saved", f"{layout.world_size:,}")]
+                * (layout.world_size > 1 or self.format in RECORDS_RANKS),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
             problems=shown.problems(),

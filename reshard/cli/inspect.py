@@ -101,7 +101,10 @@ def inspect(
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
-        _print(checkpoint, whole, problems, depth, legend)
+        if whole or whole.objects or not problems:
+            _print(checkpoint, whole, depth, legend)
+        for problem in problems:
+            show.print_text(show.console(), problem, "damaged", "red")
     show.print_written(html, as_json=as_json)
     if problems:
         raise typer.Exit(1)
@@ -212,8 +215,9 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
     }
 
 
-def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth: int | None, legend: bool) -> None:
+def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
+    from reshard.checkpoint import RECORDS_RANKS
     from reshard.live.plain_data import array_bytes
 
     screen = show.console()
@@ -225,8 +229,9 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
         screen,
         f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, "
         f"{show.size(sum(nbytes.values()) + array_bytes(objects))}, "
-        f"{show.counted(len(objects), 'object')}, "
-        f"saved by {show.counted(layout.world_size, 'rank')}",
+        f"{show.counted(len(objects), 'object')}"
+        + f", saved by {show.counted(layout.world_size, 'rank')}"
+        * (layout.world_size > 1 or checkpoint.format in RECORDS_RANKS),
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
@@ -243,8 +248,6 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str], depth
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(path_of(name))] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
-    for problem in problems:
-        show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, forms.values(), legend)
 
 

@@ -601,3 +601,26 @@ def test_what_fails_prints_no_header_before(say, checkpoint, words: list[str]) -
     said = say("inspect", checkpoint, *words)
 
     assert (said.code, said.out) == (3, "")
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors", "torch_save"])
+def test_ranks_are_named_where_the_format_records_them(say, checkpoint, tmp_path, format) -> None:
+    reshard.convert(checkpoint, tmp_path / "out.pt", format=format, select="model.*")
+
+    said, page = say("inspect", tmp_path / "out.pt"), tmp_path / "page.html"
+    say("inspect", tmp_path / "out.pt", "--html", page)
+
+    assert ("saved by 1 rank" in said.out) == (format in ("native", "dcp")) == ("ranks that saved" in page.read_text())
+
+
+def test_of_a_file_that_cannot_be_read_only_the_damage_is_shown(say, tmp_path) -> None:
+    reshard.save({"w": torch.arange(64.0)}, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
+    file = tmp_path / "hf" / "model.safetensors"
+    os.truncate(file, 100)
+
+    said = say("inspect", tmp_path / "hf")
+
+    assert said.code == 1
+    assert said.out.splitlines() == [f"{tmp_path / 'hf'}", said.out.splitlines()[-1]]
+    assert said.out.splitlines()[1].startswith(f"damaged  {file}: ")
