@@ -186,14 +186,11 @@ def both_sides(
     source: str,
     onto: str,
     rules: Mapping[str, str],
-    *,
-    step: int | None = None,
     **how: Any,
 ) -> Sides:
     """Both sides.
 
-    `rules` are for the sides that are topologies, `step` is for the first one,
-    and `how` for checkpoints: what else `side` takes.
+    `rules` are for the sides that are topologies, and `how` for checkpoints: what else `side` takes.
 
     Raises UsageError if neither side says which tensors there are, if no side has a use for the
     rules, or if one cannot be read.
@@ -201,13 +198,11 @@ def both_sides(
     from planners.geometry.layout import StateLayout
     from reshard.api.plan import names_topology
 
-    opened = [
-        None if names_topology(text) else side(text, rules, step=its_step, **how)
-        for text, its_step in ((source, step), (onto, None))
-    ]
+    texts = source, onto
+    opened = [None if names_topology(text) else side(text, rules, **how) for text in texts]
     known = [layout for layout in opened if isinstance(layout, StateLayout)]
     saved = known[0] if known else None
-    sides = [_topology(text, rules, saved) if it is None else it for text, it in zip((source, onto), opened)]
+    sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
     if not known:
         raise UsageError(
             f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
@@ -226,7 +221,6 @@ def side(
     normalized: bool = False,
     hints: Mapping[str, Any] | None = None,
     select: list[str] | None = None,
-    step: int | None = None,
 ) -> StateLayout | Topology:
     """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
     for a topology that cannot be read."""
@@ -240,7 +234,7 @@ def side(
     if is_layout_file(text):
         return read_layout_file(text, rules)
     try:
-        checkpoint = reshard.open(newest(text, step))
+        checkpoint = reshard.open(newest(text))
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
@@ -251,7 +245,7 @@ def side(
         return layout
     from reshard.api.convert_job import chosen
 
-    kept = chosen(list(layout), select, text)
+    kept = chosen(list(layout), select, checkpoint.url)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
 
 

@@ -89,14 +89,14 @@ def inspect(
         raise show.damaged(path, str(error), as_json) from None
     whole, run = readable(checkpoint), checkpoint.run
     checkpoint = selected(whole, select) if select else whole
-    if not as_json and drawn is None and html is None:
+    if html is not None:
+        html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
+    if not as_json and drawn is None:
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         raise _draw(checkpoint, drawn, problems, legend)
-    if html is not None:
-        html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if as_json:
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)

@@ -83,12 +83,13 @@ def plan(
     from planners.plans.codec import dumps
     from planners.plans.load import plan_reads
     from planners.plans.plan import verify
-    from reshard.api.plan import unsharded_text
+    from reshard.api.plan import names_topology, unsharded_text
 
     hints, cluster = arguments.read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
-    sides = arguments.both_sides(
-        source, onto, arguments.rules_of(rule), normalized=normalized, hints=hints, select=select, step=step
-    )
+    given = ((source, step), (onto, None))
+    source, onto = (text if names_topology(text) else arguments.newest(text, its) for text, its in given)
+    rules = arguments.rules_of(rule)
+    sides = arguments.both_sides(source, onto, rules, normalized=normalized, hints=hints, select=select)
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
     if not sides.is_onto and sides.topology is not None:
@@ -101,7 +102,7 @@ def plan(
         page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        print_json(_as_json(made, report, useless, cluster))
+        print_json({"source": source, "target": onto, **_as_json(made, report, useless, cluster)})
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, (limit, items, legend), cluster)

@@ -410,3 +410,20 @@ def test_a_page_says_from_what_to_what_and_how_long(say, checkpoint, tmp_path) -
     assert told is not None
     assert f"<dd>{told[1]}<small>1 kB/s read by a host of 2 ranks</small>" in page
     assert say("plan", checkpoint, "fsdp=4", "--read-rate", "fast").code == 2
+
+
+def test_of_a_run_the_step_is_named(say, tmp_path) -> None:
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4, 4)}, run / f"step-{step}")
+
+    newest = json.loads(say("plan", run, "fsdp=2", "--json", "--html", page).out)
+    first = json.loads(say("plan", run, "fsdp=2", "--step", "1", "--json").out)
+    backward = json.loads(say("plan", "fsdp=2", run, "--json").out)
+
+    assert (newest["source"], newest["target"]) == (f"{run}/step-2", "fsdp=2")
+    assert first["source"] == f"{run}/step-1"
+    assert (backward["source"], backward["target"]) == ("fsdp=2", f"{run}/step-2")
+    assert f"{run}/step-2" in page.read_text()
+    assert f"no name in {run}/step-2 matches 'zz*'" in say("plan", run, "fsdp=2", "--select", "zz*").err
+    assert say("inspect", run, "--html", page).out.splitlines()[-2].startswith(f"{run}/step-2, the newest complete")
