@@ -30,6 +30,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+RESTORE = "restore it, or load another checkpoint"
+"""The fix for damage."""
+
+
 class CheckpointError(ReshardError):
     """A checkpoint cannot be opened, read or written."""
 

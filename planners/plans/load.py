@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError, did_you_mean
-from planners.findings import Finding
+from planners.findings import Finding, in_groups
 from planners.geometry.arrays import Ints
 from planners.geometry.box import Box, Dims, rearranged
 from planners.geometry.byte_ranges import ByteRuns, Window
@@ -271,10 +271,13 @@ def plan_reads(
         )
     given = views.values() if isinstance(views, Mapping) else views
     used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
-    problems = [f"{fqn!r} {message}" for fqn, message in _unfit(saved, wanted, used, allow_cast)]
+    problems = [Finding(message, fqn) for fqn, message in _unfit(saved, wanted, used, allow_cast)]
     if problems:
-        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise LayoutMismatchError(f"the target does not match the saved state: {'; '.join(problems[:20])}{more}")
+        lines = in_groups(problems)
+        lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
+        head = f"{len(problems)} of {len(wanted)} tensors of the target do not match the saved state:"
+        listed = "\n    ".join([head, *lines])
+        raise LayoutMismatchError(f"{listed}\n  fix: use the same names on both sides, or leave these out")
     return LoadPlan(saved, wanted, views=used)
 
 

@@ -426,6 +426,8 @@ _SAID: list[tuple[str, Any]] = [
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
     (r"max_shard_bytes", "--max-shard"),
     (r"pass rtol=", "pass --rtol"),
+    (r"use the same names on both sides", "--normalized uses canonical names"),
+    (r"leave these out", "--select '!GLOB' leaves names out"),
     (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
     (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),

@@ -82,6 +82,8 @@ def inspect(
     if steps and all(found.problem for found in steps):
         if as_json:
             show.print_json(_run_as_json(path, steps))
+        else:
+            show.print_text(show.console(), "no checkpoint of this run is complete", style="red")
         raise typer.Exit(1)
     try:
         checkpoint = open_damaged(path, step=step)

@@ -18,6 +18,7 @@ import msgspec
 
 from planners.units import format_count, format_some
 from reshard.errors import (
+    RESTORE,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -290,13 +291,15 @@ def _open_step(
         newer = {name: f"{name} is newer but was skipped because it is {why[name]}: {skipped[name]}" for name in why}
         said = (*contents.warnings, *newer.values(), *run.not_opened(path))
         return replace(contents, warnings=said, skipped=newer, damaged_steps=lost), url
-    all_said = [f"{name}: {error}" for name, error in skipped.items()]
+    texts = [f"{name}: {error}" for name, error in skipped.items()]
+    all_said = [text.removesuffix(f": {RESTORE}") for text in texts]
+    fix = ["fix: restore one of them, or load another checkpoint"] * (all_said != texts)
     older = len(all_said) - _MOST_REASONS
     all_said[_MOST_REASONS:] = [f"and {format_count(older, 'older step')}"] * (older > 0)
     all_said += run.not_opened(path)
     kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
     kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
-    raise kind(f"no checkpoint of the run at {os.fspath(path)} can be opened. {'; '.join(all_said)}")
+    raise kind("\n  ".join([f"no checkpoint of the run at {os.fspath(path)} can be opened:", *all_said, *fix]))
 
 
 def _had_ended(path: str, error: Exception) -> bool:

@@ -624,3 +624,20 @@ def test_of_a_file_that_cannot_be_read_only_the_damage_is_shown(say, tmp_path) -
     assert said.code == 1
     assert said.out.splitlines() == [f"{tmp_path / 'hf'}", said.out.splitlines()[-1]]
     assert said.out.splitlines()[1].startswith(f"damaged  {file}: ")
+
+
+def test_of_a_run_whose_steps_are_all_damaged_each_has_a_line_and_all_one_fix(say, tmp_path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4)}, run / f"step-{step}")
+        next(run.glob(f"step-{step}/data-*/*")).unlink()
+
+    shown, planned = say("inspect", run), say("plan", run, "fsdp=2")
+
+    assert (shown.code, shown.out.splitlines()[-1]) == (1, "no checkpoint of this run is complete")
+    assert re.fullmatch(
+        r"error: no checkpoint of the run at \S+ can be opened:\n"
+        r"  step-2: .* is missing\n  step-1: .* is missing\n"
+        r"  fix: restore one of them, or load another checkpoint\n",
+        planned.err,
+    )

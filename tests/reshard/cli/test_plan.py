@@ -427,3 +427,16 @@ def test_of_a_run_the_step_is_named(say, tmp_path) -> None:
     assert f"{run}/step-2" in page.read_text()
     assert f"no name in {run}/step-2 matches 'zz*'" in say("plan", run, "fsdp=2", "--select", "zz*").err
     assert say("inspect", run, "--html", page).out.splitlines()[-2].startswith(f"{run}/step-2, the newest complete")
+
+
+def test_a_checkpoint_with_other_names_is_refused_in_groups_with_a_fix(say, tmp_path, checkpoint) -> None:
+    reshard.save({f"other.{i}": torch.ones(6, 4) for i in range(30)}, tmp_path / "c")
+
+    said = say("plan", checkpoint, tmp_path / "c")
+
+    assert said.code == 3
+    assert said.err.splitlines() == [
+        "error: 30 of 30 tensors of the target do not match the saved state:",
+        "    other.*: 30 names, such as 'other.0': is not saved",
+        "  fix: --normalized uses canonical names, or --select '!GLOB' leaves names out",
+    ]

@@ -135,7 +135,7 @@ def test_the_file_of_the_latest_step_that_verl_calls_like_megatron(tmp_path: Pat
         actor.mkdir(parents=True)
         torch.save({"w": torch.full((2,), float(step))}, actor / "model_world_size_1_rank_0.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(FormatError, match=r"can be opened. global_step_100.* in its subfolders actor: open one"):
+    with pytest.raises(FormatError, match=r"can be opened:\n  global_step_100.* in its subfolders actor: open one"):
         reshard.open(tmp_path)
     assert reshard.open(tmp_path / "global_step_100" / "actor")["model.w"][...].tolist() == [100, 100]
 
