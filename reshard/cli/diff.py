@@ -34,6 +34,7 @@ from reshard.cli.show import (
     as_given,
     console,
     counted,
+    damaged,
     print_json,
     print_report,
     print_text,
@@ -41,6 +42,7 @@ from reshard.cli.show import (
     report_as_json,
     size,
 )
+from reshard.errors import CorruptCheckpointError
 from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def diff(
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
-    Exits with 0 if both are the same, and with 1 if they differ.
+    Exits with 0 if both are the same, and with 1 if they differ or one is damaged.
     """
     import reshard
 
@@ -101,7 +103,10 @@ def diff(
         raise UsageError(f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one")
     given = read_hints(hint, used=normalized or model)
     mapping, engine = mapping_of(names, config, naming), executor_on(on)
-    sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
+    try:
+        sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
+    except CorruptCheckpointError as error:
+        raise damaged(f"{a} {b}", str(error), as_json) from None
     labels = (sides[0].url, sides[1].url)
     sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
     with engine as executor:

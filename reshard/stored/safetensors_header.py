@@ -15,7 +15,7 @@ import msgspec
 
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import itemsize
-from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.errors import RESTORE, CorruptCheckpointError, FormatError
 from reshard.live.garbage_collection import gc_paused
 from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
@@ -114,7 +114,7 @@ def read_header(source: Source) -> Header:
     try:
         return _read_header(source)
     except CorruptCheckpointError as error:
-        source.refuse(error)
+        source.refuse(CorruptCheckpointError(f"{error}: {RESTORE}"))
         return Header(source, {}, {})
 
 
@@ -194,9 +194,9 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
             )
         at = stop
     if data_at + at != source.nbytes:
+        what = "truncated" if source.nbytes < data_at + at else "appended to"
         raise CorruptCheckpointError(
-            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was "
-            "truncated or appended to"
+            f"{source.label}: its tensors need {data_at + at} bytes, but the file has {source.nbytes}; it was {what}"
         )
 
 

@@ -18,7 +18,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from planners.units import format_count
-from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, framework
+from reshard.errors import RESTORE, CorruptCheckpointError, FormatError, ReshardError, framework
 from reshard.formats.format import Format, Writing, as_shape, missing_files
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
@@ -123,7 +123,10 @@ _MAX_GAP = 1000
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
     """The fields of a pickled `Metadata`, or of a class derived from it."""
-    value = load_pickle(data, where=where)
+    try:
+        value = load_pickle(data, where=where)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}: {RESTORE}") from None
     if not isinstance(value, Record) or not isinstance(value.fields.get("state_dict_metadata"), dict):
         raise CorruptCheckpointError(f"{where}: expected torch.distributed.checkpoint's Metadata, found {value!r:.120}")
     if not isinstance(value.fields.get("storage_data"), dict):

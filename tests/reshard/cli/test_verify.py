@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -471,3 +473,35 @@ def test_the_text_of_a_comparison_says_what_was_compared(tmp_path) -> None:
 
     assert "  covered: names, shapes, dtypes, and objects compared; 0 B of 8 B of values on each side read" in text
     assert "metadata" not in text
+
+
+def _cut(folder, of):
+    os.truncate(folder / of, (folder / of).stat().st_size // 2)
+
+
+def _scribbled(folder, of, at):
+    data = bytearray((folder / of).read_bytes())
+    data[at] = 0xFF
+    (folder / of).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("format", "harm", "what"),
+    [
+        ("native", lambda folder: _cut(folder, "manifest.json"), "manifest.json is truncated"),
+        ("safetensors", lambda folder: _cut(folder, "model.safetensors"), "; it was truncated: restore it, or load"),
+        ("safetensors", lambda folder: _scribbled(folder, "model.safetensors", 12), "is not JSON: .*: restore it, or "),
+        ("dcp", lambda folder: _scribbled(folder, ".metadata", 2), "opcode 0xff .*: restore it, or load another"),
+    ],
+)
+def test_damaged_metadata_of_either_side_is_the_answer_no_with_a_fix(say, tmp_path, format, harm, what) -> None:
+    reshard.save({"w": torch.arange(4096.0)}, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "bad", format=format)
+    harm(tmp_path / "bad")
+
+    for sides in (("saved", "bad"), ("bad", "saved")):
+        said = say("diff", *(tmp_path / side for side in sides))
+        assert (said.code, said.err) == (1, "")
+        assert re.match(rf"damaged  {tmp_path}/bad/.*{what}", said.out)
+    assert json.loads(say("diff", tmp_path / "saved", tmp_path / "bad", "--json").out)["ok"] is False
+    assert say("verify", tmp_path / "bad").code == 1

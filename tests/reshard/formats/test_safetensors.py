@@ -220,7 +220,7 @@ BAD = {
     "a hole": ({"a": entry(), "b": entry(data_offsets=[12, 20])}, b"x" * 20, "'b' at .12, 20. leaves a gap of 4"),
     "an overlap": ({"a": entry(), "b": entry(data_offsets=[4, 12])}, b"x" * 12, "'b' at .4, 12. overlaps"),
     "truncated": ({"a": entry()}, b"x" * 7, "was truncated"),
-    "bytes behind": ({"a": entry()}, b"x" * 9, "or appended to"),
+    "bytes behind": ({"a": entry()}, b"x" * 9, "was appended to"),
     "bad metadata": ({"__metadata__": {"a": 1}}, b"", "must map text to text"),
     "bad sharding info": ({"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": "[]"}}, b"x" * 8, "DCP_SHARDING_INFO"),
     "negative offset": (
