@@ -31,7 +31,7 @@ from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
 from reshard.state import count_objects
-from reshard.storage.base import Storage
+from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover, read_value
@@ -92,7 +92,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     of tied weights (`aliases`), but iteration leaves them out.
     """
 
-    def __init__(self, contents: Contents, url: str, asked: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, contents: Contents, url: str, asked: AnyPath | None = None) -> None:
         """`asked` is the path by which it was opened."""
         self.contents = contents
         self.url = url

@@ -17,7 +17,7 @@ from planners.units import format_some
 from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError, option_error
-from reshard.storage.base import Storage
+from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = ["is_layout_file", "names_topology", "plan", "read_layout_file", "unsharded_text"]
@@ -102,12 +102,12 @@ def names_topology(text: str) -> bool:
     return looks_like_a_topology(text) and not Path(text).exists()
 
 
-def is_layout_file(path: str | os.PathLike[str]) -> bool:
+def is_layout_file(path: AnyPath) -> bool:
     """Return True if the file may contain a layout, plan, or topology."""
     return Path(path).suffix in (".json", ".topology", ".txt") and Path(path).is_file()
 
 
-def read_layout_file(path: str | os.PathLike[str], rules: Mapping[str, str] | None = None) -> StateLayout | Topology:
+def read_layout_file(path: AnyPath, rules: Mapping[str, str] | None = None) -> StateLayout | Topology:
     """Read the layout of a `.json` file, the target layout of a plan, or a topology in a text file.
 
     Raises FormatError for JSON with other contents, PlanError for text that is not a topology, and StorageError for a

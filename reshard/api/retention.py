@@ -31,7 +31,7 @@ from reshard.formats.opening import LEDGER, RunStep, discarded_in, local_path, p
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
-from reshard.storage import Storage, open_storage
+from reshard.storage import AnyPath, Storage, open_storage
 
 __all__ = [
     "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints",
@@ -117,7 +117,7 @@ class Step:
 
 
 @renamed()
-def steps(folder: str | os.PathLike[str]) -> list[Step]:
+def steps(folder: AnyPath) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
     `latest_complete` returns the newest complete one.
 
@@ -150,7 +150,7 @@ def steps(folder: str | os.PathLike[str]) -> list[Step]:
 
 
 @renamed()
-def latest_complete(folder: str | os.PathLike[str]) -> str | None:
+def latest_complete(folder: AnyPath) -> str | None:
     """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
     the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name
     has a step number, it is the native checkpoint at or directly below `folder` whose save began
@@ -179,7 +179,7 @@ def latest_complete(folder: str | os.PathLike[str]) -> str | None:
 
 
 @renamed()
-def prune(folder: str | os.PathLike[str], *, keep_last: int, executor: Executor | None = None) -> list[str]:
+def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) -> list[str]:
     """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
     Return the removed paths. Checkpoints in other formats stay, and do not count.
 
@@ -234,9 +234,7 @@ def _remove_in(folder: str, place: str) -> None:
         remove_dead(open_storage(path_below(folder, place)))
 
 
-def remove_checkpoints(
-    folder: str | os.PathLike[str], paths: Iterable[str], executor: Executor | None = None
-) -> list[str]:
+def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor | None = None) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
     there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
     stays."""
@@ -275,7 +273,7 @@ class _Published:
     """Why it cannot be opened."""
 
 
-def complete(folder: str | os.PathLike[str]) -> list[_Published]:
+def complete(folder: AnyPath) -> list[_Published]:
     """The native steps of a run that are complete, the oldest first; or, if no name is that of a step, all native
     checkpoints."""
     gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
@@ -291,7 +289,7 @@ Seen = dict[str, tuple[object, _Published]]
 """Complete checkpoints by path, with what `_files_of` said of them."""
 
 
-def published(folder: str | os.PathLike[str], seen: Seen | None = None) -> list[_Published]:
+def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
     """The checkpoints at and directly below `folder` whose save has ended, also those whose manifest was lost.
 
     Args:

@@ -41,7 +41,7 @@ from reshard.ranks.global_state import GlobalState, LocalState, global_state_of,
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.ranks.progress import Progress
-from reshard.storage.base import Storage
+from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
@@ -229,7 +229,7 @@ _MOST_SKIPPED = 8
 """The number that messages list."""
 
 
-def choose_base(path: Any, wanted: str | os.PathLike[str], layout: StateLayout, *, by_print: bool) -> Choice:
+def choose_base(path: Any, wanted: AnyPath, layout: StateLayout, *, by_print: bool) -> Choice:
     """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which
     `path` holds, else one in a folder beside it. What is wrong with one is no reason not to save:
     it is skipped.
@@ -317,7 +317,7 @@ def _parent(path: Any) -> tuple[str, str]:
     return (f"{scheme}://{parent}", name) if parent else ("", "")
 
 
-def _folder_beside(path: Any, wanted: str | os.PathLike[str]) -> str:
+def _folder_beside(path: Any, wanted: AnyPath) -> str:
     if place_of(open_storage(wanted)) == place_of(open_storage(path)):
         return ""
     (parent, _), (other, name) = _parent(path), _parent(wanted)

@@ -55,7 +55,7 @@ from reshard.formats.opening import open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
 from reshard.live.dtypes import as_array, dtype_from_name
-from reshard.storage.base import Storage, Writer
+from reshard.storage.base import AnyPath, Storage, Writer
 from reshard.storage.opening import open_storage
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import Extent, StoredChunk, copy_place
@@ -84,7 +84,7 @@ class FileSystemWriter(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
@@ -125,15 +125,15 @@ class FileSystemWriter(StorageWriter):
         path, place = self._place
         return open_storage(place if path is self.path else self.path)
 
-    def _go_to(self, path: str | os.PathLike[str]) -> None:
+    def _go_to(self, path: AnyPath) -> None:
         self.path, self._place = path, (path, absolute(path))
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
+    def checkpoint_id(self) -> AnyPath:
         """Where it writes, as you passed it."""
         return self.path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Prepare for another save, at `checkpoint_id` if given."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
@@ -234,7 +234,7 @@ class FileSystemWriter(StorageWriter):
         """Do nothing: the writer holds no resources."""
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
         """Return True if this could be a location to write to."""
         return bool(os.fspath(checkpoint_id))
 
@@ -261,7 +261,7 @@ class FileSystemReader(StorageReader):
 
     fs = FileSystemWriter.fs
 
-    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+    def __init__(self, path: AnyPath, _extension_registry: Any = None) -> None:
         """Create a reader.
 
         Args:
@@ -274,7 +274,7 @@ class FileSystemReader(StorageReader):
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
+    def checkpoint_id(self) -> AnyPath:
         """Where it reads."""
         return self.path
 
@@ -298,7 +298,7 @@ class FileSystemReader(StorageReader):
             for at, item in items.items()
         }
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Close the checkpoint. From now on, read `checkpoint_id`, if given."""
         self._checkpoint = None
         self._chunks = {}
@@ -372,7 +372,7 @@ class FileSystemReader(StorageReader):
         return chunk.place.with_window(window)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
         """Return True if this could be a location to read from."""
         return bool(os.fspath(checkpoint_id))
 

@@ -21,6 +21,7 @@ from reshard.dcp.state_dict_saver import save
 from reshard.errors import FormatError, KeyMismatchError, option_error
 from reshard.formats.dcp.writer import chunk_of
 from reshard.live.tensors import global_shape, is_tensor
+from reshard.storage.base import AnyPath
 from reshard.stored.tensor import whole
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
 __getattr__ = partial(getattr, _torch)
 
 
-def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+def dcp_to_torch_save(dcp_checkpoint_dir: AnyPath, torch_save_path: AnyPath) -> None:
     """Convert a checkpoint folder to one `torch.save` file, with the nesting of the saved state.
     Memory use is bounded.
     """
@@ -41,7 +42,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     convert(dcp_checkpoint_dir, torch_save_path, format="torch_save", alone=True, overwrite=True)
 
 
-def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+def torch_save_to_dcp(torch_save_path: AnyPath, dcp_checkpoint_dir: AnyPath) -> None:
     """Convert one `torch.save` file to a checkpoint folder. No code in the file runs."""
     checkpoint = open_checkpoint(torch_save_path)
     nested = whole(checkpoint.nested())
@@ -82,7 +83,7 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
     nothing is broadcast.
     """
 
-    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
+    def __init__(self, checkpoint_id: AnyPath | None = None, coordinator_rank: int = 0) -> None:
         super().__init__(checkpoint_id or "")
         self.coordinator_rank = coordinator_rank
 
@@ -118,6 +119,6 @@ class BroadcastingTorchSaveReader(filesystem.FileSystemReader):
         return super().read_data(plan, planner)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
         """Return True if this is a file."""
         return os.path.isfile(checkpoint_id)

@@ -32,7 +32,7 @@ from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, without_claim
-from reshard.storage.base import Storage, is_temporary
+from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
@@ -75,14 +75,14 @@ class _Run(NamedTuple):
     beside: list[str]
     """Files of checkpoints that are beside them."""
 
-    def not_opened(self, path: str | os.PathLike[str]) -> list[str]:
+    def not_opened(self, path: AnyPath) -> list[str]:
         """Return what to say of the latter."""
         if not self.beside:
             return []
         where = path_below(path, self.beside[0])
         return [f"{format_some(self.beside, 1)} beside the steps was not opened: to open it, pass its path, {where}"]
 
-    def having(self, number: int | None, path: str | os.PathLike[str]) -> list[RunStep]:
+    def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
         """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
@@ -143,7 +143,7 @@ def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
 
-def step_path(path: str | os.PathLike[str], number: int) -> str:
+def step_path(path: AnyPath, number: int) -> str:
     """The path of that step of a run, complete or not. Raises CheckpointNotFoundError if there is none."""
     return path_below(path, _Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
@@ -266,7 +266,7 @@ def _text(path: StoragePath) -> str:
 
 
 def _open_step(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     run: _Run,
     preferred: Format | None,
     wanted: int | None,
@@ -316,7 +316,7 @@ def local_path(path: StoragePath) -> str | None:
     return None if "://" in text else text
 
 
-def _file_of(path: str | os.PathLike[str]) -> str:
+def _file_of(path: AnyPath) -> str:
     """The name that a path ends with, if files of checkpoints are called so."""
     last = unquote(path_text(path).rstrip("/").rpartition("/")[2])
     return last if last in _MARKERS or last.endswith(FILE_SUFFIXES) else ""
@@ -655,7 +655,7 @@ def shows_nothing(look: Look) -> bool:
     return seen > _MOST_FOLDERS
 
 
-def path_below(folder: str | os.PathLike[str], name: str) -> str:
+def path_below(folder: AnyPath, name: str) -> str:
     """The path or URL of what is called so in a folder."""
     base = os.fspath(folder)
     if "://" in base and not base.startswith("memory:"):

@@ -8,18 +8,21 @@ A third-party storage implements the abstract methods here and hands an instance
 from __future__ import annotations
 
 import builtins
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in the standard library from Python 3.12 on
 
-__all__ = ["NOTHING", "PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary"]
+__all__ = ["NOTHING", "AnyPath", "PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary"]
 
+AnyPath: TypeAlias = str | os.PathLike[str]
+"""A path or URL."""
 _TEMPORARY_SUFFIX = ".tmp"
 NOTHING = "nothing"
 """No object is called so: see `Storage.empty_folders`."""

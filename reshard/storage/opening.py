@@ -8,13 +8,13 @@ from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from reshard.errors import StorageError, did_you_mean, option_error
-from reshard.storage.base import Storage
+from reshard.storage.base import AnyPath, Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
 __all__ = ["StoragePath", "is_known", "open_storage", "path_text", "place_of", "what_is_no_path"]
 
-StoragePath: TypeAlias = str | os.PathLike[str] | Storage
+StoragePath: TypeAlias = AnyPath | Storage
 """What names a place for files."""
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 

@@ -59,7 +59,7 @@ from reshard.native.reader import NativeFacts, compare_ranges
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import release_lease
 from reshard.ranks.progress import current, phase
-from reshard.storage.base import Storage
+from reshard.storage.base import AnyPath, Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import open_storage
 from reshard.stored.checksums import Checking
@@ -409,8 +409,8 @@ def _shown(places: Sequence[Path]) -> str:
 
 
 def gather(
-    folders: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str] | Storage,
+    folders: Sequence[AnyPath],
+    out: AnyPath | Storage,
     *,
     step: int | None = None,
     overwrite: bool = False,

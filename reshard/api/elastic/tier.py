@@ -50,7 +50,7 @@ from reshard.native.data_file import Entry
 from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_manifest
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import current, phase
-from reshard.storage.base import check_name
+from reshard.storage.base import AnyPath, check_name
 from reshard.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Tier:
     @renamed(deadline_s="timeout")
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: AnyPath,
         *,
         host: str | None = None,
         copies: int = 1,
