@@ -8,10 +8,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
+__all__ = ["Flags", "Floats", "Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Floats, Ints
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
 from planners.plans.load import LoadPlan, count_reads, plan_reads
@@ -110,7 +110,7 @@ class Estimate:
     """Bytes that each host receives from storage or from other hosts."""
     host_out_bytes: Ints
     """Bytes that each host sends to storage or to other hosts."""
-    host_seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+    host_seconds: Floats
     """Time at which each host finishes, if the total bandwidth of storage is not the limit."""
     peak_host_bytes: Ints
     """Bytes of tensors that each host holds at the same time."""
@@ -230,7 +230,7 @@ def _estimate_transfers(plan: TransferPlan, cluster: Cluster) -> Estimate:
     )
 
 
-def _latency_s(requests: Ints, cluster: Cluster) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _latency_s(requests: Ints, cluster: Cluster) -> Floats:
     """Requests go out in waves of at most `requests_in_flight`."""
     waves = -(-requests // cluster.requests_in_flight)
     return np.asarray(waves * cluster.request_latency_s, dtype=np.float64)
@@ -242,7 +242,7 @@ def _control_s(verb: str, ranks: int, cluster: Cluster) -> float:
     return 0.0 if rate is None or ranks < 2 else ranks * _QUESTIONS[verb] / rate
 
 
-def _shared_s(total_bytes: int, seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], cluster: Cluster) -> float:
+def _shared_s(total_bytes: int, seconds: Floats, cluster: Cluster) -> float:
     """The slowest host, or storage as a whole if that is slower."""
     shared = cluster.storage_total_bytes_per_s
     return max(float(seconds.max(initial=0.0)), total_bytes / shared if shared is not None else 0.0)

@@ -16,6 +16,9 @@ from planners.plans.transfer import TransferPlan
 
 __all__ = ["element_ids", "local_ids", "replay"]
 
+_Locals = dict[str, tuple[npt.NDArray[Any], ...]]
+"""The local tensors of a rank, by name."""
+
 
 def element_ids(shape: Shape, box: Box | None = None) -> Ints:
     """Row-major number of every element of a tensor of this shape, or of a box of it."""
@@ -44,9 +47,9 @@ def _held_ids(layout: StateLayout, fqn: str, rank: int) -> tuple[Ints, ...]:
     return tuple(out)
 
 
-def _replay_transfers(plan: TransferPlan, rank: int) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+def _replay_transfers(plan: TransferPlan, rank: int) -> _Locals:
     here = rank < plan.after.world_size
-    out: dict[str, tuple[npt.NDArray[Any], ...]] = {
+    out: _Locals = {
         fqn: tuple(np.full(part.sizes, -1, dtype=np.int64) for part in (plan.after.parts(fqn, rank) if here else ()))
         for fqn in plan.names
     }
@@ -56,9 +59,7 @@ def _replay_transfers(plan: TransferPlan, rank: int) -> dict[str, tuple[npt.NDAr
     return out
 
 
-def replay(
-    plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None
-) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+def replay(plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None) -> _Locals:
     """Return what arrives in the local tensors of `rank`. `saved` contains the full saved tensors, all of one numeric
     kind. Without it, and for transfers, every element is its own row-major index.
 
@@ -67,7 +68,7 @@ def replay(
     if isinstance(plan, TransferPlan):
         return _replay_transfers(plan, rank)
     dtype = np.result_type(*saved.values()) if saved else np.dtype(np.int64)
-    out: dict[str, tuple[npt.NDArray[Any], ...]] = {
+    out: _Locals = {
         fqn: tuple(np.full(part.sizes, -1, dtype=dtype) for part in plan.wanted.parts(fqn, rank)) for fqn in plan.wanted
     }
     for item in plan.items(rank):

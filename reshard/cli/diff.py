@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from reshard.cli import arguments
 from reshard.cli.arguments import (
     Config,
     HintOption,
@@ -21,14 +22,7 @@ from reshard.cli.arguments import (
     On,
     Select,
     Source,
-    UsageError,
     Workers,
-    executor_on,
-    in_words_of_the_command_line,
-    mapping_of,
-    newest,
-    read_hints,
-    stored_hints,
 )
 from reshard.cli.show import (
     as_given,
@@ -100,11 +94,13 @@ def diff(
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
         but = "--normalized, --model, --names, and --select"
-        raise UsageError(f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one")
-    given = read_hints(hint, used=normalized or model)
-    mapping, engine = mapping_of(names, config, naming), executor_on(on)
+        raise arguments.UsageError(
+            f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one"
+        )
+    given = arguments.read_hints(hint, used=normalized or model)
+    mapping, engine = arguments.mapping_of(names, config, naming), arguments.executor_on(on)
     try:
-        sides: list[Any] = [reshard.open(newest(path)) for path in (a, b)]
+        sides: list[Any] = [reshard.open(arguments.newest(path)) for path in (a, b)]
     except CorruptCheckpointError as error:
         raise damaged(f"{a} {b}", str(error), as_json) from None
     labels = (sides[0].url, sides[1].url)
@@ -136,7 +132,7 @@ def _by_fingerprint(wanted: bool, by_old_name: bool, is_within: bool) -> bool:
     if by_old_name:
         print("--unread is deprecated: use --by-fingerprint", file=sys.stderr)
     if (wanted or by_old_name) and is_within:
-        raise UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
+        raise arguments.UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
     return wanted or by_old_name
 
 
@@ -152,7 +148,7 @@ def _named(
     """Return the sides under the names by which they are compared."""
     if model or (normalized and (select or mapping is not None)):
         kinds = zip(sides, (names or ":").split(":"))
-        sides = [side.canonical(stored_hints(kind, given), model_only=model) for side, kind in kinds]
+        sides = [side.canonical(arguments.stored_hints(kind, given), model_only=model) for side, kind in kinds]
     elif normalized:
         sides = [side.normalized(given) for side in sides]
     sides = sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
@@ -174,7 +170,7 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
     if different:
         print_text(screen, _summary(different), style="red")
     if different or report.ok:
-        hint = in_words_of_the_command_line(report.hint)
+        hint = arguments.in_words_of_the_command_line(report.hint)
         shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
@@ -190,7 +186,7 @@ def _damage(report: CompareReport) -> Iterator[str]:
     )
     for found in sides.values():
         more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
-        where = in_words_of_the_command_line(found[0])
+        where = arguments.in_words_of_the_command_line(found[0])
         yield f"{where}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
 
 

@@ -119,13 +119,16 @@ class _Packed(NamedTuple):
     """(elements, first byte in the buffer, last)"""
 
 
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class _Round(NamedTuple):
-    packs: list[tuple[torch.Tensor, torch.Tensor]]
+    packs: _Pairs
     """(to, from), before it is posted."""
-    host_packs: list[tuple[torch.Tensor, torch.Tensor]]
+    host_packs: _Pairs
     """Of these, what the host does itself, into memory that devices no longer use at that time."""
     ops: list[dist.P2POp]
-    unpacks: list[tuple[torch.Tensor, torch.Tensor]]
+    unpacks: _Pairs
     """(to, from), when it has arrived."""
 
 

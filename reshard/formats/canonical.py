@@ -15,13 +15,15 @@ from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
-    "HINTS", "Canonical", "Hints", "NameMap", "StoredOptimizer", "Value", "common_attribute",
+    "HINTS", "Canonical", "Hints", "NameMap", "States", "StoredOptimizer", "Value", "common_attribute",
     "elementwise", "listed_in", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
 Value = Any
 """A `StoredTensor`, or a plain value such as the number of steps."""
+States = dict[str, dict[str, Value]]
+"""Of an optimizer: by parameter, then by name."""
 
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
 
@@ -36,7 +38,7 @@ class Canonical:
     """A state under canonical names; `state` and `groups` are empty where no optimizer was saved."""
 
     model: dict[str, StoredTensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Value]] = field(default_factory=dict)
+    state: States = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What a reader should know: padding that could not be removed, lists that are incomplete ..."""

@@ -58,6 +58,8 @@ __all__ = ["FLAT", "FORMAT", "cut_flat", "numbered"]
 _ALIGNMENT_BYTES = 16
 """With use_orig_params, every parameter inside begins at a multiple of this."""
 FLAT = "_flat_param"
+_OfRanks = Mapping[int, Mapping[Any, Any]]
+"""The optimizer's states of each rank."""
 
 
 @dataclass(frozen=True)
@@ -395,9 +397,7 @@ def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what
     return _by_pieces(keys, states, files, groups, hints, what)
 
 
-def _named(
-    name: str, key: Any, states: Mapping[int, Mapping[Any, Any]], files: Mapping[int, TorchFile]
-) -> dict[str, Value]:
+def _named(name: str, key: Any, states: _OfRanks, files: Mapping[int, TorchFile]) -> dict[str, Value]:
     """States of one parameter that are ShardedTensors, or the same on every rank."""
     out: dict[str, Value] = {}
     for first, state, value, values in _states(key, states):
@@ -408,7 +408,7 @@ def _named(
     return out
 
 
-def _states(key: Any, states: Mapping[int, Mapping[Any, Any]]) -> Iterator[tuple[int, str, Any, dict[int, Any]]]:
+def _states(key: Any, states: _OfRanks) -> Iterator[tuple[int, str, Any, dict[int, Any]]]:
     """The states of one parameter: the first rank that has it, the state's name, its value there, and that of each
     rank."""
     first = next(rank for rank in sorted(states) if key in states[rank])
@@ -419,7 +419,7 @@ def _states(key: Any, states: Mapping[int, Mapping[Any, Any]]) -> Iterator[tuple
 def _flat_of(
     position: int,
     key: int,
-    states: Mapping[int, Mapping[Any, Any]],
+    states: _OfRanks,
     flat_names: Sequence[str],
     hints: Hints,
     listed: Sequence[Any],
@@ -436,7 +436,7 @@ def _flat_of(
     return None
 
 
-def _length(key: int, states: Mapping[int, Mapping[Any, Any]]) -> int:
+def _length(key: int, states: _OfRanks) -> int:
     """Elements of the flat states of an id on all ranks."""
     total = 0
     for of in states.values():
@@ -448,7 +448,7 @@ def _length(key: int, states: Mapping[int, Mapping[Any, Any]]) -> int:
 def _cut_flats(
     keys: Sequence[int],
     layouts: Sequence[FlatLayout],
-    states: Mapping[int, Mapping[Any, Any]],
+    states: _OfRanks,
     files: Mapping[int, TorchFile],
     groups: Sequence[Mapping[str, Any]],
 ) -> StoredOptimizer:
@@ -481,7 +481,7 @@ def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -
 
 def _by_pieces(
     keys: Sequence[int],
-    states: Mapping[int, Mapping[Any, Any]],
+    states: _OfRanks,
     files: Mapping[int, TorchFile],
     groups: Sequence[Mapping[str, Any]],
     hints: Hints,

@@ -119,11 +119,14 @@ class FlatPiece:
         return FlatCut(self.shape, ranges, self.group, self.mesh)
 
 
-def flat_pieces(unit: nn.Module) -> dict[int, list[tuple[str, FlatPiece]]]:
+_Pieces = dict[int, list[tuple[str, FlatPiece]]]
+
+
+def flat_pieces(unit: nn.Module) -> _Pieces:
     """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that
     are in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
     own."""
-    found: dict[int, list[tuple[str, FlatPiece]]] = {}
+    found: _Pieces = {}
     handle = unit.__dict__.get("_handle")
     if handle is not None:
         _add_unit(handle, unit.__dict__.get("_device_mesh"), found)
@@ -140,7 +143,7 @@ def group_of(tensor: Any) -> Any:
     return tensor._process_group
 
 
-def _add_unit(handle: Any, mesh: Any, found: dict[int, list[tuple[str, FlatPiece]]]) -> None:
+def _add_unit(handle: Any, mesh: Any, found: _Pieces) -> None:
     flat, at, index = handle.flat_param, 0, 0
     pieces: dict[tuple[int, str], FlatPiece] = {}
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):

@@ -29,6 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+_OnBytes = Callable[[int], None] | None
 _AT_ONCE_BYTES = 512 << 10
 """So much is hashed before it is written: it is still in a cache then."""
 
@@ -63,7 +64,7 @@ def write_file(
     lanes: CopyStreams | None = None,
     stage_bytes: int = STAGE_BYTES,
     digests: bool = False,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: _OnBytes = None,
 ) -> FileRecord:
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
 
@@ -100,7 +101,7 @@ def write_pieces(
     pieces: Iterable[memoryview],
     nbytes: int,
     *,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: _OnBytes = None,
     seen: Callable[[memoryview], object] | None = None,
 ) -> FileRecord:
     """Write a data file front to end, and its block checksums: its header, then arrays of these
@@ -190,7 +191,7 @@ class BlockSums:
         self,
         runs: Iterable[Range],
         pieces: Iterable[memoryview],
-        on_bytes: Callable[[int], None] | None,
+        on_bytes: _OnBytes,
     ) -> None:
         """Write pieces into runs (first byte, length) one after another: the last bytes that pass."""
         places, at, left = iter(runs), 0, 0
@@ -304,7 +305,7 @@ def write_common_file(
     *,
     lanes: CopyStreams | None = None,
     stage_bytes: int = STAGE_BYTES,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: _OnBytes = None,
 ) -> CommonFile | None:
     """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write together, and what it
     knows of the checksums beside it. Collective among them, also for a rank that has no entries.
@@ -362,7 +363,7 @@ def _write(
     name: str,
     shape: _Shape,
     pieces: Iterable[memoryview],
-    on_bytes: Callable[[int], None] | None,
+    on_bytes: _OnBytes,
 ) -> _Wrote:
     with storage.open_shared(name, shape.nbytes) as out:
         sums = BlockSums(out, shape.nbytes)

@@ -19,6 +19,7 @@ from reshard.formats.canonical import (
     Canonical,
     Hints,
     NameMap,
+    States,
     StoredOptimizer,
     Value,
     check_names,
@@ -396,10 +397,8 @@ def _cut(
     return out
 
 
-def _pieces(
-    g: int, names: Sequence[str], values: Mapping[str, Value], shapes: NamedShapes
-) -> dict[str, dict[str, Value]]:
-    out: dict[str, dict[str, Value]] = {}
+def _pieces(g: int, names: Sequence[str], values: Mapping[str, Value], shapes: NamedShapes) -> States:
+    out: States = {}
     at = 0
     for name in names:
         if name not in shapes:

@@ -16,7 +16,7 @@ from typing import Any
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
-from reshard.formats.canonical import Value
+from reshard.formats.canonical import States, Value
 from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
@@ -123,12 +123,12 @@ def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
         )
 
 
-def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dict[str, Value]]:
+def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
     """States of every parameter, and its fp32 master as the state `MASTER`.
 
     Raises CorruptCheckpointError if a rank's file is missing, or pieces are too short for the parameters.
     """
-    out: dict[str, dict[str, Value]] = {}
+    out: States = {}
     for g, group in enumerate(shapes):
         if any(g >= len(rank.flats) for rank in ranks):
             raise CorruptCheckpointError(f"{ranks[0].label}: it has no group {g}, which the model's parameters need")
@@ -241,11 +241,11 @@ def _gather(fqn: str, shape: Shape, parts: Iterable[tuple[int, Value, int, int]]
     return unflatten(assemble(fqn, (numel,), pieces), shape, fqn)
 
 
-def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> dict[str, dict[str, Value]]:
+def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
     """The same for stage 3: sub-groups follow one another as the parameters of all groups do."""
     _check_ranks(ranks, 0)
     world = len(ranks)
-    out: dict[str, dict[str, Value]] = {}
+    out: States = {}
     sizes = [_numel(flat[MASTER]) for flat in ranks[0].flats]
     sub, at = 0, 0  # sub-group and position in it
     for group in shapes:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, Value, read_optimizer, regroup
+from reshard.formats.canonical import Canonical, Hints, States, Value, read_optimizer, regroup
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.megatron.names import (
     canonical_key,
@@ -108,9 +108,9 @@ def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
             yield from expand(key, contents.tensors[key])
 
 
-def _states(contents: Contents, original: Mapping[str, Any]) -> dict[str, dict[str, Value]]:
+def _states(contents: Contents, original: Mapping[str, Any]) -> States:
     """States that have the shape of their parameter, or are grids of its flattened cells, as `original` says."""
-    out: dict[str, dict[str, Value]] = {}
+    out: States = {}
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
         inner = _STATE.fullmatch(match["rest"]) if match and not skipped(key) else None
@@ -134,7 +134,7 @@ def _original_shape(data: Any) -> tuple[int, ...] | None:
 
 def _from_dtensors(
     contents: Contents,
-) -> tuple[dict[str, StoredTensor], dict[str, dict[str, Value]], list[dict[str, Any]]]:
+) -> tuple[dict[str, StoredTensor], States, list[dict[str, Any]]]:
     """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
     sections = find_sections(contents)
     model = {
@@ -143,7 +143,7 @@ def _from_dtensors(
         if not skipped(leaf.key)
         for fqn, one in expand(name.removeprefix("model."), leaf.value())
     }
-    state: dict[str, dict[str, Value]] = {}
+    state: States = {}
     groups: list[dict[str, Any]] = []
     for _, tree in sections.optimizers:
         saved = read_optimizer(tree)

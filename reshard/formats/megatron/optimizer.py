@@ -10,7 +10,7 @@ from typing import Any
 
 from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, Value, settings_of
+from reshard.formats.canonical import Canonical, Hints, States, settings_of
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.megatron.names import (
     Grid,
@@ -127,9 +127,7 @@ class _Buffer:
 _Buffers = dict[BufferKey, _Buffer]
 
 
-def cut_buckets(
-    contents: Contents, model: Mapping[str, StoredTensor], args: Mapping[str, Any], hints: Hints
-) -> dict[str, dict[str, Value]]:
+def cut_buckets(contents: Contents, model: Mapping[str, StoredTensor], args: Mapping[str, Any], hints: Hints) -> States:
     """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
 
     Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are missing.
@@ -270,10 +268,10 @@ def _join(
     parts: Mapping[str, Mapping[tuple[int, int], Mapping[str, StoredTensor]]],
     model: Mapping[str, StoredTensor],
     hints: Hints,
-) -> dict[str, dict[str, Value]]:
+) -> States:
     """Whole states from the parts of all tensor parallel ranks."""
     shapes = {name: tensor.spec.shape for name, tensor in model.items()}
-    out: dict[str, dict[str, Value]] = {}
+    out: States = {}
     for name, by_rank in parts.items():
         ranks = sorted({tp for tp, _ in by_rank})
         holder = {tp: by_rank[min(at for at in by_rank if at[0] == tp)] for tp in ranks}
