@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -185,9 +185,8 @@ def compare_sides(
     with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
         step.advance(sum(left.names.nbytes[name] for name in mine.known))
         mine.boxes = _differences(left, right, unread, how, executor, step)
-    for name in common:
-        its = left.tensors[name]
-        mine.sizes[name] = math.prod(its.shape), its.dtype.itemsize, _other_dtype(name, left, right)
+    sides = [(name, left.tensors[name]) for name in common]
+    mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
     mine.compared = [key for key in left.objects if key in right.objects]
     mine.compared += [key for key in left.own if key in right.own]
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
@@ -195,13 +194,7 @@ def compare_sides(
     found = _JointFindings.of(told)
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
-    findings: list[Finding] = []
-    for kind in ("nbytes", "objects", "own"):
-        x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
-        for side, its, others in ((left, x, y), (right, y, x)):
-            findings += [Finding(f"only in {side.label}", key) for key in its if key not in others]
-        if kind != "nbytes":
-            findings += [Finding(_NOWHERE, key) for key in x if key in y and key not in found.compared]
+    findings = [*_name_findings(left, right, found.compared)]
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
@@ -216,7 +209,7 @@ def compare_sides(
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
         _in_words(found, total, left_open, within),
-        _prefix_hint(left, right) or _dtype_hint(findings, found, left, right),
+        _prefix_hint(left, right) or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
@@ -277,17 +270,11 @@ def _known(name: str, left: _Side, right: _Side, exact: bool, by_fingerprint: bo
     x, y = left.tensors[name], right.tensors[name]
     if tuple(x.shape) != tuple(y.shape):
         return f"has shape {list(x.shape)} in {left.label}, {list(y.shape)} in {right.label}"
-    if exact and (text := _other_dtype(name, left, right)):
-        return text
+    if x.dtype != y.dtype and exact:
+        return f"is {dtype_name(x.dtype)} in {left.label}, {dtype_name(y.dtype)} in {right.label}"
     p, q = left.fingerprints.get(name), right.fingerprints.get(name)
     is_same = exact and by_fingerprint and p is not None and q is not None and comparable(p, q) and p == q
     return "" if is_same else None
-
-
-def _other_dtype(name: str, left: _Side, right: _Side) -> str:
-    """Return how the dtypes of a tensor differ, or ""."""
-    x, y = (dtype_name(side.tensors[name].dtype) for side in (left, right))
-    return "" if x == y else f"is {x} in {left.label}, {y} in {right.label}"
 
 
 @dataclass(frozen=True)
@@ -361,8 +348,8 @@ class _RankFindings(msgspec.Struct):
 
     known: dict[str, str]
     """How tensors differ, or "" if they do not, where that is known without reading them."""
-    sizes: dict[str, tuple[int, int, str]] = {}
-    """Of each tensor that was compared: its elements, the bytes of one, and how the dtypes differ."""
+    sizes: dict[str, tuple[int, int]] = {}
+    """Of each tensor that was compared: its elements, and the bytes of one."""
     boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[tuple[str, str]] = []
     """Keys of other values, and how these differ."""
@@ -375,7 +362,7 @@ class _JointFindings:
     """What all ranks found together."""
 
     known: Mapping[str, str]
-    sizes: Mapping[str, tuple[int, int, str]]
+    sizes: Mapping[str, tuple[int, int]]
     by_box: Mapping[str, Mapping[Box, tuple[int, _Difference]]]
     """By tensor and box: the rank, and what it found; of ranks with the same box, one where most elements differ."""
     totals: Mapping[str, _Difference]
@@ -406,7 +393,7 @@ class _JointFindings:
             return Finding(_NOWHERE, name)
         if name in self.known:
             return Finding(self.known[name], name) if self.known[name] else None
-        its, total, (elements, *_) = self.by_box[name], self.totals[name], self.sizes[name]
+        its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
         text, element = total.text(elements)
         distinct = _elements_in(tuple(its))
         if text:
@@ -662,13 +649,15 @@ def _as_bytes(value: Any) -> Any:
     return value.getvalue() if isinstance(value, BytesIO) else value
 
 
-def _dtype_hint(findings: Sequence[Finding], found: _JointFindings, *sides: _Side) -> str:
-    """Say that all differences are dtypes, if so."""
-    kinds = Counter(text.removeprefix("is ") for *_, text in found.sizes.values() if text)
-    if not kinds or not all(finding.message.startswith("is ") for finding in findings):
+def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: Iterable[str]) -> str:
+    """Say that all differences are dtypes, if so;
+    of these names, also where dtypes may differ."""
+    texts = [it.message for it in findings] or filter(None, (_known(it, left, right, True, False) for it in names))
+    kinds = Counter(text.removeprefix("is ") if text.startswith("is ") else "" for text in texts)
+    if not kinds or "" in kinds:
         return ""
     words = "; ".join(f"{kind} ({format_count(count, 'tensor')})" for kind, count in kinds.items())
-    sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in sides)
+    sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in (left, right))
     within = f"dtypes differ: {words}; the values take {sizes}"
     return f"all differences are dtypes: {words}. To compare the values, too, pass rtol=" if findings else within
 
@@ -699,6 +688,16 @@ def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str],
             if len(below) == len(whole):
                 pair = (below, whole) if one is left else (whole, below)
                 yield *pair, f" in {other.label} and of {name!r} in {one.label}"
+
+
+def _name_findings(left: _Side, right: _Side, compared: Collection[str]) -> Iterator[Finding]:
+    """Names that only one side has, and values that no rank has on both sides."""
+    for kind in ("nbytes", "objects", "own"):
+        x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
+        for side, its, others in ((left, x, y), (right, y, x)):
+            yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
+        if kind != "nbytes":
+            yield from (Finding(_NOWHERE, key) for key in x if key in y and key not in compared)
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:

@@ -93,16 +93,11 @@ def diff(
     by_fingerprint = _by_fingerprint(by_fingerprint, unread, is_within=bool(rtol or atol))
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
-        but = "--normalized, --model, --names, and --select"
-        raise arguments.UsageError(
-            f"{parallel} compares full checkpoints under stored names: leave out {but}, or convert one"
-        )
+        words = "compares full checkpoints under stored names: leave out --normalized, --model, --names, and --select"
+        raise arguments.UsageError(f"{parallel} {words}, or convert one")
     given = arguments.read_hints(hint, used=normalized or model)
     mapping, engine = arguments.mapping_of(names, config, naming), arguments.executor_on(on)
-    try:
-        sides: list[Any] = [reshard.open(arguments.newest(path)) for path in (a, b)]
-    except CorruptCheckpointError as error:
-        raise damaged(f"{a} {b}", str(error), as_json) from None
+    sides = [_opened(path, as_json) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
     sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
     with engine as executor:
@@ -134,6 +129,16 @@ def _by_fingerprint(wanted: bool, by_old_name: bool, is_within: bool) -> bool:
     if (wanted or by_old_name) and is_within:
         raise arguments.UsageError("fingerprints allow no tolerance: leave out --rtol and --atol, or --by-fingerprint")
     return wanted or by_old_name
+
+
+def _opened(path: str, as_json: bool) -> Any:
+    """Return a side. That it is damaged is the answer no."""
+    import reshard
+
+    try:
+        return reshard.open(arguments.newest(path))
+    except CorruptCheckpointError as error:
+        raise damaged(path, str(error), as_json) from None
 
 
 def _named(

@@ -77,14 +77,8 @@ def inspect(
     from reshard.formats.opening import steps_at
 
     steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
-    if steps and not as_json:
-        _print_run(path, steps)
-    if steps and all(found.problem for found in steps):
-        if as_json:
-            show.print_json(_run_as_json(path, steps))
-        else:
-            show.print_text(show.console(), "no checkpoint of this run is complete", style="red")
-        raise typer.Exit(1)
+    if steps:
+        _print_run(path, steps, as_json)
     try:
         checkpoint = open_damaged(path, step=step)
     except CorruptCheckpointError as error:
@@ -116,7 +110,20 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _print_run(path: str, steps: Sequence[retention.Step]) -> None:
+def _print_run(path: str, steps: Sequence[retention.Step], as_json: bool) -> None:
+    """List the checkpoints of a run; in JSON, only where none is complete. Then the command ends."""
+    is_lost = all(found.problem for found in steps)
+    if as_json and is_lost:
+        show.print_json(_run_as_json(path, steps))
+    if not as_json:
+        _list_steps(path, steps)
+        if is_lost:
+            show.print_text(show.console(), "no checkpoint of this run is complete", style="red")
+    if is_lost:
+        raise typer.Exit(1)
+
+
+def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:
     screen = show.console()
     show.print_text(screen, path, style="bold")
     show.print_text(screen, f"a run with {show.counted(len(steps), 'checkpoint')}")

@@ -86,9 +86,8 @@ def plan(
     from reshard.api.plan import names_topology, unsharded_text
 
     hints, cluster = arguments.read_hints(hint, used=normalized), _cluster(read_rate, ranks_per_host)
-    given = ((source, step), (onto, None))
+    rules, given = arguments.rules_of(rule), ((source, step), (onto, None))
     source, onto = (text if names_topology(text) else arguments.newest(text, its) for text, its in given)
-    rules = arguments.rules_of(rule)
     sides = arguments.both_sides(source, onto, rules, normalized=normalized, hints=hints, select=select)
     made = plan_reads(sides.saved, sides.wanted, allow_cast=True)
     report = verify(made)
