@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -221,6 +222,8 @@ def run(arguments: list[str] | None = None) -> None:
             said = error.format_message()  # type: ignore[attr-defined]
             if type(error).__name__ == "NoSuchOption":
                 said = _no_option(error)
+            for name, word in pairwise(words):
+                said = said.replace(f"value for '{name}'", f"value {word!r} for '{name}'")
             message = f"{said[0].lower()}{sentence(said[1:])} See {command} --help"
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)

@@ -19,9 +19,9 @@ __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write the checkpoint and pages.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Where to write the checkpoint and pages.")
+    ] = Path("demo-out"),
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps before the save.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")] = False,
 ) -> None:

@@ -384,6 +384,10 @@ class Decoder:
                 raise NormalizationError(f"{path} is not a config.json of a model: {error}") from None
             if not isinstance(config, Dict):
                 raise NormalizationError(f"{path} is not a config.json of a model: it has a {type(config).__name__}")
+            try:
+                return cls.of(config)
+            except NormalizationError as error:
+                raise NormalizationError(f"{path}: {error}") from error
         try:
             return cls._of_settings(config)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

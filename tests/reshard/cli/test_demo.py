@@ -79,9 +79,12 @@ def test_a_folder_that_cannot_be_made(tmp_path) -> None:
 
     ran = subprocess.run([SCRIPT, "demo", "--out", tmp_path / "file"], capture_output=True, text=True)
 
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "is a file. See reshard demo --help" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    ran = subprocess.run([SCRIPT, "demo", "--out", "/proc/demo"], capture_output=True, text=True)
     assert ran.returncode == 3
     assert "choose another folder with --out" in ran.stderr
-    assert "Traceback" not in ran.stderr
 
 
 GOOD = Change(
