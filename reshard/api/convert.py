@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -240,7 +240,7 @@ def _run(
         group.agree(digest, "what is to be converted", error=CheckpointError)
     journal = job.journal(digest)
     storage = journal.storage
-    job_id = ""
+    job_id, is_new = "", not os.path.exists(storage.url)
     try:
         if group.rank == 0:
             writer = job.writer(state, "0" * 24)
@@ -269,6 +269,9 @@ def _run(
     except BaseException as error:
         if group.world_size == 1 and job_id:
             _tidy(journal, error)
+            if is_new:
+                with suppress(OSError):  # it has finished files
+                    os.rmdir(storage.url)
         raise
     finally:
         journal.leave()
@@ -327,7 +330,7 @@ def _check_vacant(
     job: ConvertJob, writer: FormatWriter, storage: Storage, names: Mapping[str, int], overwrite: bool
 ) -> None:
     refuse_first_step(job.target)
-    if job.format in ("native", "dcp") and storage.url.endswith(FILE_SUFFIXES):
+    if not job.writing.is_one_file and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
     if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
         _log.warning(

@@ -19,7 +19,7 @@ import reshard
 from reshard.api import convert
 from reshard.api.convert_job import FileTasks, Journal
 from reshard.api.tasks import run_tasks
-from reshard.errors import DeadlineError, StorageError
+from reshard.errors import CorruptCheckpointError, DeadlineError, StorageError
 from reshard.storage.local import LocalStorage
 from tests import gloo
 from tests.same import same
@@ -253,3 +253,23 @@ def test_one_rank_converts_while_the_others_do_something_else(source: Path, tmp_
     assert reshard.verify(tmp_path / "one", source).ok
     with pytest.raises(reshard.ReshardError, match="leave process_group out"):
         reshard.convert(source, tmp_path / "two", alone=True, process_group=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_refused_conversion_leaves_no_folder_that_it_made(
+    format: str, is_there: bool, source: Path, tmp_path: Path
+) -> None:
+    [file] = source.glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    target = target_of(format, tmp_path / "made")
+    folder = target.parent if format == "torch_save" else target
+    if is_there:
+        folder.mkdir(parents=True)
+
+    with pytest.raises(CorruptCheckpointError, match="were changed since"):
+        reshard.convert(source, target, format=format)
+
+    assert folder.exists() == is_there
