@@ -59,7 +59,7 @@ _ATTEMPTS = 100
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
-BECOMES_FOLDER = "%s becomes a folder. To write a file that other tools read, convert to torch_save or safetensors"
+BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file at the path that you give"
 """What to log where a folder is about to get a file's name."""
 
 

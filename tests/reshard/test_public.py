@@ -827,6 +827,7 @@ def test_a_folder_that_is_called_as_a_file_is_told(tmp_path, caplog) -> None:
     reshard.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     reshard.convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
     reshard.convert(tmp_path / "model.pt", tmp_path / "other.pt", format="torch")
+    reshard.convert(tmp_path / "model.pt", tmp_path / "hf.safetensors", format="safetensors")
     told = [record.getMessage().split(". ")[0].rpartition("/")[2] for record in caplog.records]
-    assert caplog.messages[0].endswith(" that other tools read, convert to torch_save or safetensors")
-    assert told == ["model.pt becomes a folder", "model.safetensors becomes a folder"]
+    assert caplog.messages[0].endswith("Only the format torch_save writes a file at the path that you give")
+    assert told == [f"{name} becomes a folder" for name in ("model.pt", "model.safetensors", "hf.safetensors")]
