@@ -95,7 +95,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     losses = train(options.folder, options.steps, options.every)
     if dist.get_rank() == 0:
-        print(f"{len(losses)} steps" + (f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""))
+        done = options.steps - len(losses)
+        began = f"resumed at step {done}; {len(losses)} more steps" if done else f"{len(losses)} steps"
+        print(began + (f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""))
     dist.destroy_process_group()
 
 

@@ -650,8 +650,9 @@ def _as_bytes(value: Any) -> Any:
 
 
 def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: Iterable[str]) -> str:
-    """Say that all differences are dtypes, if so;
-    of these names, also where dtypes may differ."""
+    """Say that all differences are dtypes,
+    if so; of these names, also
+    where dtypes may differ."""
     texts = [it.message for it in findings] or filter(None, (_known(it, left, right, True, False) for it in names))
     kinds = Counter(text.removeprefix("is ") if text.startswith("is ") else "" for text in texts)
     if not kinds or "" in kinds:

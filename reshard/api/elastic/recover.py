@@ -445,9 +445,9 @@ def gather(
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order(step=step)
     if not order.newest:
-        steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True)) or "none"
+        steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
-        where = f"{_shown(places)}; found there: {steps}"
+        where = _shown(places) + "; found there: " * bool(steps) + steps
         raise CheckpointNotFoundError(f"{what} in {where}. Give the folder of each host, such as /dev/shm/run1/node3")
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))

@@ -354,6 +354,8 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
+    with pytest.raises(CheckpointNotFoundError, match=rf"checkpoint in {tmp_path}/run\. Give the folder of each host"):
+        reshard.elastic.gather([tmp_path / "run"], tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         run(["gather", *map(str, places), str(tmp_path / "out")])
     assert ended.value.code == 3
