@@ -236,7 +236,7 @@ def _refuse(strangers: list[str]) -> None:
         raise KeyMismatchError(
             "the dict of rank 0 has names that no rank has:\n"
             + "\n".join(f"  Unexpected key: {path.removeprefix('/')}" for path in strangers)
-            + "\npass StateDictOptions(strict=False) to set only the entries that match"
+            + "\n  fix: pass StateDictOptions(strict=False) to set only the entries that match"
         )
 
 

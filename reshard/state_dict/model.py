@@ -387,16 +387,20 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
         lines += listed("Unexpected key", unexpected, live)
     lines += listed("Mismatched", faults)
     if any("found LazyTensor(" in fault for fault in faults):
-        lines.append("read lazy tensors first: {name: tensor[...] for name, tensor in state.items()}")
+        lines.append("  fix: read lazy tensors first: {name: tensor[...] for name, tensor in state.items()}")
     heads = [name for name in unexpected if missing and (name == "model" or name.endswith(f".{missing[0]}"))]
     if heads:
-        lines.append(f"pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix")
+        lines.append(
+            f"  fix: pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix"
+        )
     if strict and (missing or unexpected):
-        lines.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
+        lines.append(
+            "  fix: pass StateDictOptions(strict=False) to set only the entries that match and report the rest"
+        )
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
-            lines.append("reshard.normalize(state_dict) removes wrapper segments from names")
+            lines.append("  fix: reshard.normalize(state_dict) removes wrapper segments from names")
         if live is not None and missing and all(_is_frozen(live.by_name[n]) for n in missing if n in live.by_name):
-            lines.append("everything missing is frozen: ignore_frozen_params=True allows that")
+            lines.append("  fix: everything missing is frozen, and ignore_frozen_params=True allows that")
     return "\n".join(lines)
 
 

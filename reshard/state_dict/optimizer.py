@@ -345,8 +345,8 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         )
     if strict and (match.missing or match.lost or match.strangers or match.unused):
         lines.append(
-            "pass StateDictOptions(strict=False), or strict=False to a manager's restore, to set only the entries that "
-            "match and report the rest"
+            "  fix: pass StateDictOptions(strict=False), or strict=False to a manager's restore, to set only "
+            "the entries that match and report the rest"
         )
     return "\n".join(lines)
 
