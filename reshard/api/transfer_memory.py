@@ -26,6 +26,10 @@ from reshard.live.tensors import LiveTensor, reach_bytes
 __all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
 
 
+_Parts = Sequence[torch.Tensor]
+"""The local tensors of a rank."""
+
+
 # Where several replicas on the receiving side want the same, they get a stripe each and pass the
 # stripes on to one another, if that moves fewer bytes between the two sides, or between hosts. What
 # a rank wants several times over is moved once, and copied afterwards.
@@ -137,7 +141,7 @@ def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> It
     return zip(part_tensors(layout.spec.fqn, local, layout, rank), parts)
 
 
-def part_tensors(key: str, local: Sequence[torch.Tensor], layout: TensorLayout, rank: int) -> list[torch.Tensor]:
+def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> list[torch.Tensor]:
     """The local tensors of `rank`, one for each part of the layout, in the shape of the part.
 
     Raises LayoutError where what is there is not what the layout says.
@@ -190,7 +194,7 @@ def _start(part: Part) -> int:
     return part.flat_start
 
 
-def _unfit(key: str, rank: int, local: Sequence[torch.Tensor], wanted: str) -> LayoutError:
+def _unfit(key: str, rank: int, local: _Parts, wanted: str) -> LayoutError:
     there = " and ".join(f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}" for tensor in local) or "nothing"
     return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
 
@@ -205,31 +209,31 @@ class TransferMemory:
         self._steps, self._pairing, self._rank = steps, steps.pairing, rank
         self._sources, self._targets = sources, targets
 
-    def given(self, name: str) -> Sequence[torch.Tensor]:
+    def given(self, name: str) -> _Parts:
         """The local tensors of its source."""
         source = self._pairing.transfers[name].source
         live = self._sources.tensors.get(source)
         local = replace(live).local if live is not None else ()  # asked again: it may have been given other memory
         return part_tensors(source, local, self._pairing.before[source], self._rank)
 
-    def target(self, key: str) -> Sequence[torch.Tensor]:
+    def target(self, key: str) -> _Parts:
         """The local tensors of a target, one for each part."""
         local = self._targets.writable(key) if key in self._targets.tensors else ()
         return part_tensors(key, local, self._pairing.after[key], self._rank)
 
-    def wanted(self, name: str) -> Sequence[torch.Tensor]:
+    def wanted(self, name: str) -> _Parts:
         """Return where the wanted boxes of its source go, as views of the local tensors of its
         target."""
         transfer = self._pairing.transfers[name]
         return _slots(transfer, self.target(transfer.target), self._rank)
 
-    def moved(self, name: str) -> Sequence[torch.Tensor]:
+    def moved(self, name: str) -> _Parts:
         """Return the wanted parts that move, without those that repeat what another transfer
         brings."""
         parts, places = self.wanted(name), self._steps.places.get(name)
         return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
-    def arriving(self, name: str) -> Sequence[torch.Tensor]:
+    def arriving(self, name: str) -> _Parts:
         """Return where the first step writes: all that is moved, or the stripe of it that this rank
         passes on."""
         parts = self.moved(name)
@@ -240,7 +244,7 @@ class TransferMemory:
         return [parts[part][box.slices] for part, box in places]
 
 
-def _slots(transfer: TensorTransfer, there: Sequence[torch.Tensor], rank: int) -> Sequence[torch.Tensor]:
+def _slots(transfer: TensorTransfer, there: _Parts, rank: int) -> _Parts:
     if transfer.slots is None:
         turn = transfer.turn
         return there if turn is None else [turned(tensor, turn) for tensor in there]

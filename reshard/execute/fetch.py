@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # reading by segments is imported by those who do it: several
 
 __all__ = ["Fetch"]
 
+_OnBytes = Callable[[int], None]
+
 
 @dataclass
 class Fetch(AbstractContextManager["Fetch"]):
@@ -51,7 +53,7 @@ class Fetch(AbstractContextManager["Fetch"]):
         if self._own is not None:
             self._own.__exit__()
 
-    def check(self, on_bytes: Callable[[int], None]) -> None:
+    def check(self, on_bytes: _OnBytes) -> None:
         """Compare all blocks that this rank touches, if it is the one of its host to do it; with `in_place` those
         that can be compared while they are read are left to `read`.
 
@@ -69,7 +71,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             self._host = HostReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
-    def _check(self, on_bytes: Callable[[int], None]) -> None:
+    def _check(self, on_bytes: _OnBytes) -> None:
         near = [copy for copy in self.copies if _is_near(copy.place.source)]
         if not self.is_checked:
             self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
@@ -99,7 +101,7 @@ class Fetch(AbstractContextManager["Fetch"]):
                 self._check(lambda _: self.group.check())
             self.group.barrier()
 
-    def read(self, on_bytes: Callable[[int], None]) -> None:
+    def read(self, on_bytes: _OnBytes) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
         alone, overwritten = self.copies, set[str]()
         if self._host is not None:
@@ -119,7 +121,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             on_bytes=on_bytes,
         )
 
-    def _read_by_segments(self, copies: Sequence[Copy], on_bytes: Callable[[int], None]) -> Sequence[Copy]:
+    def _read_by_segments(self, copies: Sequence[Copy], on_bytes: _OnBytes) -> Sequence[Copy]:
         """Copy from storages that have no view of their bytes, where it pays; return the other copies."""
         sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
         if all(source.view() is not None for source in sources):

@@ -40,6 +40,7 @@ __all__ = [
 #     [{0: {(param dtype, grad dtype): {param: flat, exp_avg: flat, exp_avg_sq: flat, numel_unpadded: n}}}]
 
 
+_ByGrid = dict[str, dict[tuple[int, int], dict[str, StoredTensor]]]
 _GATHERED_KEY = re.compile(
     r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.param_state/shard_0_1"
 )
@@ -136,7 +137,7 @@ def cut_buckets(contents: Contents, model: Mapping[str, StoredTensor], args: Map
     if not buffers:
         return {}
     keys = list(model)
-    locals_: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]] = {}
+    locals_: _ByGrid = {}
     for chained in sorted({key[0] for key in buffers}):
         mine = {key: buffer for key, buffer in buffers.items() if key[0] == chained}
         grid = Grid.of(
@@ -187,7 +188,7 @@ def _cut_part(
     keys: Sequence[str],
     model: Mapping[str, StoredTensor],
     hints: Hints,
-    out: dict[str, dict[tuple[int, int], dict[str, StoredTensor]]],
+    out: _ByGrid,
 ) -> None:
     """Add the local parts of every parameter, by (tensor parallel, expert parallel) rank."""
     shapes = {name: tensor.spec.shape for name, tensor in model.items()}
