@@ -535,7 +535,7 @@ class Mismatches:
             where = {key: where[key] for key in without_optimizers(where)}
             unexpected = without_optimizers(unexpected)
             fixes.append(_BY_NAME)
-        elif is_load and has_no_state_yet(match.targets.paths, unexpected):
+        elif is_load and not missing and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
             )

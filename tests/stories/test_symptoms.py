@@ -387,3 +387,20 @@ def test_an_unlike_name_is_not_suggested_for_one_that_is_missing(tmp_path: Path)
     with pytest.raises(KeyMismatchError) as caught:
         reshard.load({"tok_embeddings.weight": torch.zeros(5, 3)}, tmp_path / "c")
     assert "call it 'lm_head'" not in str(caught.value)
+
+
+def test_a_run_of_another_model_is_not_taken_for_an_optimizer_without_state(tmp_path: Path) -> None:
+    """The first thing to say is that the model's keys are not there."""
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    weights, moments = reshard.get_state_dict(other, optimizer)
+    reshard.save({"model": weights, "optim": moments}, tmp_path / "c")
+    weights, moments = reshard.get_state_dict(
+        net := torch.nn.Sequential(torch.nn.Linear(3, 3)), torch.optim.AdamW(net.parameters())
+    )
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({"model": weights, "optim": moments}, tmp_path / "c")
+    assert "2 missing" in str(caught.value)
+    assert "optimizer_destinations" not in str(caught.value)
