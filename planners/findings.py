@@ -87,10 +87,10 @@ class Coverage:
         return self.checked_bytes >= self.total_bytes
 
     def __str__(self) -> str:
+        open_too = f"; {self.leaves_open}" if self.leaves_open else ""
         return (
             f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
-            f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked"
-            f"{'; ' * bool(self.leaves_open)}{self.leaves_open}"
+            f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked{open_too}"
         )
 
 

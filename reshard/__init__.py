@@ -17,7 +17,7 @@ if _found and os.path.realpath(os.path.dirname(_found.origin or "")) != os.path.
         f"reshard needs its own package planners, in {_planners}, but Python finds {_found.origin} first: rename "
         "that, or remove its folder from sys.path"
     )
-    if os.path.basename(sys.argv[0]) in ("-m", "reshard"):  # the command line
+    if sys.orig_argv[1:3] == ["-m", "reshard"] or os.path.basename(sys.argv[0]) == "reshard":  # the command line
         print(f"error: {_wrong}", file=sys.stderr)
         sys.exit(3)
     raise ImportError(_wrong)

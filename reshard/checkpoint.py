@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "RECORDS_RANKS", "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked",
-    "open", "open_among", "open_damaged", "readable", "stored_layout",
+    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked", "open",
+    "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
 ]  # fmt: skip
 
 
 _log = logging.getLogger("reshard")
 
 _MOST_HISTOGRAMS = 512
-RECORDS_RANKS = ("native", "dcp")
+_RECORD_RANKS = ("native", "dcp")
 """Formats that record how many ranks saved, also if it was one."""
 
 
@@ -260,6 +260,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         named = [name for name in self if histograms and fnmatchcase(name, histograms)]
         named = [name for name in named if "_x2" not in str(self[name].dtype)]  # pairs of numbers, such as float4
         total = sum(layout[name].spec.nbytes for name in layout)
+        ranks = ranks_that_saved(self)
         left = f"values of {len(named) - _MOST_HISTOGRAMS:,} more tensors were not read for a histogram"
         return checkpoint_page(Shown(
             title=self.url,
@@ -272,8 +273,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
                 ("other values", f"{count_objects(contents):,}"),
-                *[("ranks that saved", f"{layout.world_size:,}")]
-                * (layout.world_size > 1 or self.format in RECORDS_RANKS),
+                *([] if ranks is None else [("ranks that saved", f"{ranks:,}")]),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
             problems=shown.problems(),
@@ -413,6 +413,24 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
             contents, url = open_contents(path, step=step, check=check, lists=True)
             return Checkpoint(contents, url, None if isinstance(path, Storage) else path)
         raise
+
+
+def save_of(checkpoint: Checkpoint) -> str:
+    """Return which save this is, for ranks that must open the same one, or copies of it.
+
+    That is its id or, where the format has none, the last part of the path.
+    It is empty for a checkpoint in the memory of each process.
+    """
+    if checkpoint.url.startswith("memory:"):
+        return ""
+    native = checkpoint.contents.details(NativeFacts)
+    return native.manifest.save_id if native is not None else checkpoint.url.rstrip("/").rpartition("/")[2]
+
+
+def ranks_that_saved(checkpoint: Checkpoint) -> int | None:
+    """Return how many ranks saved; None where the format does not record that."""
+    world = checkpoint.layout.world_size
+    return world if world > 1 or checkpoint.format in _RECORD_RANKS else None
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:

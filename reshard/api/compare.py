@@ -35,7 +35,7 @@ from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, save_of
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -597,7 +597,7 @@ class _Side:
         if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
             self._take_state(source, group)
         else:
-            self._take_checkpoint(source if isinstance(source, Checkpoint) else open_checkpoint(source))
+            self._take_checkpoint(source if isinstance(source, Checkpoint) else open_checkpoint(source), group)
         nbytes = {name: int(tensor.nbytes) for name, tensor in self.tensors.items()}
         names = _SideNames(nbytes, [*self.objects], [*self.own], [*self.foreign])
         self.names = names if self.checkpoint is not None else names.joined(group)
@@ -623,7 +623,9 @@ class _Side:
         self.is_one_rank_s = True
         self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
 
-    def _take_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def _take_checkpoint(self, checkpoint: Checkpoint, group: Group | None) -> None:
+        if group is not None:
+            group.agree(save_of(checkpoint), "the checkpoint to compare", error=CheckpointError)
         self.checkpoint, self.label = checkpoint, checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
@@ -650,9 +652,7 @@ def _as_bytes(value: Any) -> Any:
 
 
 def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: Iterable[str]) -> str:
-    """Say that all differences are dtypes,
-    if so; of these names, also
-    where dtypes may differ."""
+    """Say that all differences are dtypes, if so. Without differences, say which of `names` have other dtypes."""
     texts = [it.message for it in findings] or filter(None, (_known(it, left, right, True, False) for it in names))
     kinds = Counter(text.removeprefix("is ") if text.startswith("is ") else "" for text in texts)
     if not kinds or "" in kinds:
@@ -754,8 +754,7 @@ def _number(element: torch.Tensor) -> Any:
 
 
 def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds them, and their distances, of integers without rounding these before.
-    Raises FormatError for packed numbers, such as float4."""
+    """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
         a, b = x.to(wide), y.to(wide)

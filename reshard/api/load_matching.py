@@ -25,11 +25,11 @@ from reshard.api.key_suggestions import (
     without_optimizers,
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
 from reshard.live.state import OwnState, Targets
-from reshard.live.tensors import LiveTensor, is_dtensor, tensor_class
+from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
     copy_containers,
@@ -441,7 +441,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
     else has no say about its names."""
     saves: list[tuple[str, str]]
-    """What all ranks, or those of a mesh, load, and the save that they have opened."""
+    """A path, or ranks that share tensors, and the save that was opened."""
     fits: bool
     """Whether no rank misses anything, or has anything that is mismatched."""
     ambiguous: bool
@@ -609,7 +609,7 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
     ambiguous = {key: tensors[key] for key in match.tensors if tensors[key].is_ambiguous}
     fits = not match.missing and not match.mismatched
-    opened = _saves_of(checkpoint, {tensors[key].forms[0] for key in match.tensors if is_dtensor(tensors[key].value)})
+    opened = _saves_of(checkpoint, {tensors[key].forms[0] for key in match.tensors if tensors[key].is_sharded})
     mine = _MismatchVote({source: used}, opened, fits, bool(ambiguous))
     said, mates = group.merge_within(mine, _MismatchVote.join, "the comparison of keys", socket.gethostname())
     saves: dict[str, str] = {}
@@ -642,15 +642,19 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
 
 
 def _saves_of(checkpoint: Checkpoint, forms: Iterable[Form]) -> list[tuple[str, str]]:
-    """The path, and which save was found there; of a run, in which a newer one may have been completed meanwhile, too.
-    And which save is loaded into each mesh: a copy for each machine will do, but no other save."""
+    """The path, and which save was found there. Of a run, too: a newer step may have been completed meanwhile.
+
+    And the ranks that share tensors, and which save they load:
+    a copy for each machine will do, but no other save.
+    """
     native = checkpoint.contents.details(NativeFacts)
     if checkpoint.url.startswith("memory:"):  # each process has memory of its own
         return []
     save_id = native.manifest.save_id if native is not None else ""
     meshes = {form.mesh for form in forms if isinstance(form, ProductForm)}
-    save = save_id or checkpoint.url.rstrip("/").rpartition("/")[2]
-    shared = [(f"what the ranks of {mesh} load", save) for mesh in meshes]
+    others = {tuple(form.ranks()) for form in forms if not isinstance(form, ProductForm)}
+    together = [f"the ranks of {mesh}" for mesh in meshes] + [format_ranks(ranks, len(ranks)) for ranks in others]
+    shared = [(f"what {ranks} load", save_of(checkpoint)) for ranks in together]
     if checkpoint.run:
         return [(checkpoint.run, f"{checkpoint.url.removeprefix(checkpoint.run)} {save_id}".strip()), *shared]
     return [*([(checkpoint.url, save_id)] if save_id else []), *shared]

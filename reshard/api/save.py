@@ -128,8 +128,8 @@ class PendingSave(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the save and return its report.
 
-        Raises the errors of `save`, TimeoutError after `timeout` seconds,
-        and OptionError for another `timeout`.
+        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError for a `timeout` that is no
+        number.
         """
         return self._asked(self._future.result, timeout)
 

@@ -226,7 +226,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
 
 def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
-    from reshard.checkpoint import RECORDS_RANKS
+    from reshard.checkpoint import ranks_that_saved
     from reshard.live.plain_data import array_bytes
 
     screen = show.console()
@@ -234,13 +234,13 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
+    ranks = ranks_that_saved(checkpoint)
+    saved_by = "" if ranks is None else f", saved by {show.counted(ranks, 'rank')}"
     show.print_text(
         screen,
         f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, "
         f"{show.size(sum(nbytes.values()) + array_bytes(objects))}, "
-        f"{show.counted(len(objects), 'object')}"
-        + f", saved by {show.counted(layout.world_size, 'rank')}"
-        * (layout.world_size > 1 or checkpoint.format in RECORDS_RANKS),
+        f"{show.counted(len(objects), 'object')}{saved_by}",
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
@@ -261,8 +261,8 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
 
 
 def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name. The plain items of a list are one:
-    a list, or by number where tensors are among them."""
+    """Objects by name. The plain items of a list are one object: a list, or a dict by number if the list also has
+    tensors."""
     found, lists = dict[str, Any](), dict[str, dict[int, Any]]()
     for name, value in checkpoint.objects.items():
         *_, last = checkpoint.contents.path_of(name) or (name,)

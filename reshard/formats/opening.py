@@ -293,7 +293,7 @@ def _open_step(
         return replace(contents, warnings=said, skipped=newer, damaged_steps=lost), url
     texts = [f"{name}: {error}" for name, error in skipped.items()]
     all_said = [text.removesuffix(f": {RESTORE}") for text in texts]
-    fix = ["fix: restore one of them, or load another checkpoint"] * (all_said != texts)
+    fix = ["fix: restore one of them, or load another checkpoint"] if all_said != texts else []
     older = len(all_said) - _MOST_REASONS
     all_said[_MOST_REASONS:] = [f"and {format_count(older, 'older step')}"] * (older > 0)
     all_said += run.not_opened(path)

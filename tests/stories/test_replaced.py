@@ -210,6 +210,32 @@ def test_a_file_that_another_process_cuts_after_it_was_opened_is_an_error(tmp_pa
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def pieces(step: int) -> dict[str, Any]:
+    """As FSDP1 has them: a ShardedTensor."""
+    from torch.distributed._shard.sharded_tensor import Shard as Piece, init_from_local_shards
+
+    rank = dist.get_rank()
+    piece = Piece.from_tensor_and_offsets(torch.full((5, 1), float(step)), [5 * rank, 0], rank)
+    return {"w": init_from_local_shards([piece], 10, 1)}
+
+
+def two_steps_of_pieces(folder: str) -> str:
+    here = dist.get_rank()
+    for step in (1, 2):
+        reshard.save(pieces(step), f"{folder}/step-{step}")
+    target = pieces(0)
+    with pytest.raises(CheckpointError) as caught:
+        reshard.load(target, f"{folder}/step-{here + 1}")
+    assert target["w"].local_shards()[0].tensor.sum() == 0
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_ranks_that_share_pieces_load_one_save(tmp_path):
+    for text in gloo.run(two_steps_of_pieces, 2, str(tmp_path)):
+        assert text.startswith("what ranks 0-1 load is not the same checkpoint on all ranks: some opened the save ")
+
+
 def sharded(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     return {"w": distribute_tensor(torch.full((10,), float(step)), mesh, [Shard(0)]), "step": step}
@@ -248,3 +274,20 @@ def test_ranks_that_share_tensors_load_one_save(tmp_path, form):
     for texts in gloo.run(two_steps, 2, str(tmp_path), form):
         for text in texts:
             assert text.startswith("what the ranks of dp=2 load is not the same checkpoint on all ranks: some opened ")
+
+
+def compared_with_two_steps(folder: str) -> str:
+    """A mixture of two steps is equal, on each rank, to the one that this rank opens."""
+    here = dist.get_rank()
+    for step in (1, 2):
+        reshard.save(sharded(step), f"{folder}/step-{step}")
+    with pytest.raises(CheckpointError) as caught:
+        reshard.compare(f"{folder}/step-{here + 1}", sharded(here + 1))
+    assert reshard.compare(f"{folder}/step-1", sharded(1)).ok
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_ranks_compare_a_state_with_one_save(tmp_path):
+    for text in gloo.run(compared_with_two_steps, 2, str(tmp_path)):
+        assert text.startswith("the ranks differ in the checkpoint to compare: rank 0 vs. rank 1")

@@ -447,7 +447,7 @@ def gather(
     if not order.newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
-        where = _shown(places) + "; found there: " * bool(steps) + steps
+        where = f"{_shown(places)}; found there: {steps}" if steps else _shown(places)
         raise CheckpointNotFoundError(f"{what} in {where}. Give the folder of each host, such as /dev/shm/run1/node3")
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))
