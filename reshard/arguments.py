@@ -17,7 +17,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments", "check_options", "named_arguments", "no_attribute", "options_of", "renamed", "with_options",
+    "check_arguments", "check_options", "globs_of", "named_arguments", "no_attribute", "options_of", "renamed",
+    "with_options",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ Named = TypeVar("Named")
 
 
 def renamed(**names: str) -> Callable[[Named], Named]:
-    """Old names of a function's arguments, or of a class's attributes, and the new ones: `deadline_s="timeout"`.
+    """Old names of a function's arguments, or of a class's attributes, and the new ones:
+    `deadline_s="timeout"`.
 
     Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for
     a state or a path alone, and for one that is missing, with the call that was meant. `@renamed()`: no old names.
@@ -137,7 +139,7 @@ _OF_OTHERS = {
     "num_replicas": "write parts=",
     "rank": "write part=",
     "planner": "strict=, dtype_policy=, and mapping= of load replace planners; reshard.dcp takes DCP's planners",
-    "select": 'save and convert have it; in a load, pass these keys only, and strict="subset"',
+    "select": 'pass reshard.open(path).select(...); in a load, pass these keys only, and strict="subset"',
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
     "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
     "strict": "reshard.load has it; to set a part, pass options=reshard.StateDictOptions(strict=False); in "
@@ -254,3 +256,14 @@ class _Attribute:
     def __get__(self, instance: Any, owner: type) -> Any:
         warn_renamed(self._old, self._new)
         return getattr(owner if instance is None else instance, self._new)
+
+
+def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return globs that select names as a tuple; None for everything. Raises OptionError."""
+    globs = (select,) if isinstance(select, str) else select
+    if globs is not None and not isinstance(globs, Iterable):
+        raise OptionError(f"select must be a glob or a list of globs, got {format_value(select)}")
+    globs = None if globs is None else tuple(globs)
+    if odd := [glob for glob in globs or () if not isinstance(glob, str)]:
+        raise OptionError(f"select must be a glob or a list of globs, but contains {odd[0]!r}")
+    return globs

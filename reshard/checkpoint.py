@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,21 +16,23 @@ import torch
 
 from planners.geometry.arrays import grouped
 from planners.geometry.layout import StateLayout, TensorLayout
-from planners.units import format_bytes, format_count
-from reshard.arguments import check_options, no_attribute, renamed
+from planners.units import format_bytes, format_count, format_some
+from reshard.arguments import check_options, globs_of, no_attribute, renamed
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
     ReshardError,
+    did_you_mean,
     format_names,
 )
 from reshard.formats.opening import open_contents
+from reshard.formats.table import find_format
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
-from reshard.state import count_objects
+from reshard.state import count_objects, is_selected
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
@@ -40,16 +42,14 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "log_skipped", "log_unchecked", "open",
-    "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
+    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "chosen", "log_skipped", "log_unchecked",
+    "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
 ]  # fmt: skip
 
 
 _log = logging.getLogger("reshard")
 
 _MOST_HISTOGRAMS = 512
-_RECORD_RANKS = ("native", "dcp")
-"""Formats that record how many ranks saved, also if it was one."""
 
 
 _OF_OTHERS = {
@@ -67,8 +67,8 @@ _OF_OTHERS = {
 
 
 class NormalizedState(dict[str, Any]):
-    """The result of `Checkpoint.normalized`: a dict with "model" and "optim". `Checkpoint.canonical` returns the same
-    state as a checkpoint, which calls take that need one."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim".
+    `Checkpoint.canonical` returns the same state as a checkpoint, which calls take that need one."""
 
     _INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
@@ -88,9 +88,8 @@ class StateMapping(Protocol):
 class Checkpoint(Mapping[str, LazyTensor]):
     """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint contains.
 
-    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can look up further names
-    of tied weights (`aliases`), but iteration leaves them out.
-    """
+    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can
+    look up further names of tied weights (`aliases`), but iteration leaves them out."""
 
     def __init__(self, contents: Contents, url: str, asked: AnyPath | None = None) -> None:
         """`asked` is the path by which it was opened."""
@@ -133,8 +132,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def layout(self) -> StateLayout:
-        """How the checkpoint stores its tensors: the saved mesh and placements if the format has them, or the boxes of
-        the chunks, each under the rank that wrote it."""
+        """How the checkpoint stores its tensors: the saved mesh and placements if the format has
+        them, or the boxes of the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     @property
@@ -154,8 +153,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
-        """Return one text for each missing file, and for each tensor with a missing region or with chunks that overlap
-        or exceed it. Reads no tensor data.
+        """Return one text for each missing file, and for each tensor with a missing region or with
+        chunks that overlap or exceed it. Reads no tensor data.
 
         `deep` also checks that every stored item contains what the metadata says.
         """
@@ -177,12 +176,45 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return found
 
     def nested(self) -> Any:
-        """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and plain objects, with
-        tied tensors under all their names."""
+        """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and
+        plain objects, with tied tensors under all their names."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         of = self.contents
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
+
+    def select(self, globs: str | Iterable[str]) -> Checkpoint:
+        """Return the part with the names that match a glob, lazily, to compare, verify, plan, or convert.
+
+        Args:
+            globs: `*` also matches dots. Globs that begin with `!` exclude names.
+
+        Raises KeyMismatchError for a glob that matches no name, and where none is left.
+        """
+        contents = self.contents
+        extra = [alias for alias in self.aliases if alias not in contents.tensors]
+        names = [*self, *extra, *self.objects, *contents.per_rank]
+        kept = chosen(names, globs_of(globs) or (), self.url)
+        heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
+        for name in filter(kept.__contains__, (*self, *extra)):
+            first = self.aliases.get(name, name)
+            heirs.setdefault(first, first if first in kept else name)
+        aliases = {name: heirs[first] for name, first in self.aliases.items() if name in kept and name != heirs[first]}
+        tensors = {name: self[name].stored for name in self if name in kept}
+        tensors |= {name: self[name].stored for name in heirs.values()}
+        paths = {key: path for key, path in contents.paths.items() if key in kept}
+        made = replace(
+            contents,
+            tensors=tensors,
+            objects={key: value for key, value in self.objects.items() if key in kept},
+            aliases=aliases,
+            paths=paths,
+            per_rank={key: values for key, values in contents.per_rank.items() if key in kept},
+            containers=contents.containers if len(kept) == len(names) else contents.containers_above(paths.values()),
+        )
+        part = Checkpoint(made, self.url)
+        part.made = f"{self.made}{globs}"
+        return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
         """Return the checkpoint under other names and in other shapes, lazily: see
@@ -192,14 +224,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it, as a dict to look at, and to set from
-        once its lazy tensors are read. To load, plan, compare, or convert it, call `canonical` instead.
+        """Return the state under canonical names, whatever framework wrote it, as a dict to look
+        at, and to set from once its lazy tensors are read. To load, plan, compare, or convert it,
+        call `canonical` instead.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
 
-        Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed optimizer shards, are split
-        into parameters. Padding is removed. `.notes` of the result lists what could not be done.
+        Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed
+        optimizer shards, are split into parameters. Padding is removed. `.notes` of the result
+        lists what could not be done.
 
         Args:
             hints: facts that the checkpoint lacks. The page "Canonical names" lists them.
@@ -222,10 +256,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-        """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and convert. Its keys are
-        "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>", whatever the sections were
-        called; with `model_only`, bare parameter names. Other values, such as an epoch, are not in it: `.warnings`
-        lists them.
+        """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and
+        convert. Its keys are "model.<fqn>", "optim.state.<fqn>.<name>", and
+        "optim.param_groups.<i>.<name>", whatever the sections were called; with `model_only`, bare
+        parameter names. Other values, such as an epoch, are not in it: `.warnings` lists them.
 
         Raises the errors of `normalized`.
         """
@@ -427,10 +461,27 @@ def save_of(checkpoint: Checkpoint) -> str:
     return native.manifest.save_id if native is not None else checkpoint.url.rstrip("/").rpartition("/")[2]
 
 
+def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
+    """Return the names that match a glob, and none that a glob with `!` matches.
+
+    Raises KeyMismatchError if a glob matches nothing at all `where` these names are, or no name is
+    left."""
+    for glob in (glob.removeprefix("!") for glob in globs):
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
+            raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
+    found = frozenset(name for name in names if is_selected(name, globs))
+    if not found:
+        raise KeyMismatchError(
+            f"the globs {format_some(globs)} leave no name of {where}: remove a glob that begins with '!'"
+        )
+    return found
+
+
 def ranks_that_saved(checkpoint: Checkpoint) -> int | None:
     """Return how many ranks saved; None where the format does not record that."""
-    world = checkpoint.layout.world_size
-    return world if world > 1 or checkpoint.format in _RECORD_RANKS else None
+    world, format = checkpoint.layout.world_size, find_format(checkpoint.format)
+    return world if world > 1 or (format is not None and format.records_ranks) else None
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
@@ -18,19 +17,16 @@ import xxhash
 
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.topologies import Topology
-from planners.units import format_count, format_some
+from planners.units import format_count
 from reshard.api.task_shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
-    KeyMismatchError,
     LayoutError,
     OptionError,
     StorageError,
-    did_you_mean,
-    format_names,
     format_value,
     option_error,
 )
@@ -43,12 +39,10 @@ from reshard.mapping.tensors import LOSES, cast, is_floating
 from reshard.native import commit
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
-from reshard.state import is_selected
 from reshard.storage.base import NOTHING, Storage, temporary_name
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import FilePlan, FormatWriter, Target, WrittenFile
-from reshard.stored.tensor import StoredTensor
 
 __all__ = ["ConvertJob", "ConvertWork", "FileTasks", "Journal", "dealt", "is_job", "remove_dead_jobs"]
 
@@ -71,7 +65,8 @@ class ConvertJob:
     check: bool = True
 
     def __post_init__(self) -> None:
-        """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not fit together."""
+        """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not
+        fit together."""
         if not isinstance(self.onto, StateLayout | Topology | None):
             raise OptionError(
                 f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {format_value(self.onto)}"
@@ -135,7 +130,7 @@ class ConvertJob:
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)
         if self.select:
-            state = selected(state, self.select)
+            state = state.select(self.select)
         if self.dtype is not None:
             state = StateMapping([Cast("{name+}", self.dtype)]).apply(state)
         return state
@@ -194,60 +189,6 @@ def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:
             f"the checkpoint and the layout given as onto= differ in {format_count(len(wrong), 'tensor')}, such as "
             f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
         )
-
-
-def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
-    """Return the names that match a glob, and none that a glob with `!` matches.
-
-    Raises KeyMismatchError if a glob matches nothing at all `where` these names are, or no name is left.
-    """
-    for glob in (glob.removeprefix("!") for glob in globs):
-        if not any(fnmatchcase(name, glob) for name in names):
-            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
-            raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
-    found = frozenset(name for name in names if is_selected(name, globs))
-    if not found:
-        raise KeyMismatchError(
-            f"the globs {format_some(globs)} leave no name of {where}: remove a glob that begins with '!'"
-        )
-    return found
-
-
-def selected(state: Checkpoint, globs: Sequence[str]) -> Checkpoint:
-    """Return the chosen part of a checkpoint. Raises KeyMismatchError as `chosen` does."""
-    contents = state.contents
-    own = dict(contents.per_rank)
-    names = [*state, *(alias for alias in state.aliases if alias not in contents.tensors), *state.objects, *own]
-    kept = chosen(names, globs, state.url)
-    tensors: dict[str, StoredTensor] = {}
-    aliases: dict[str, str] = {}
-    heir: dict[str, str] = {}
-    for name in names:
-        if name in state.objects or name in own or name not in kept:
-            continue
-        first = state.aliases.get(name, name)
-        if first != name and first in kept:
-            aliases[name] = first
-        elif first != name and first in heir:
-            aliases[name] = heir[first]
-        else:  # of tied tensors whose keeper is omitted, the first takes its place
-            heir[first] = name
-            tensors[name] = state[name].stored
-    objects = {key: value for key, value in state.objects.items() if key in kept}
-    own = {key: values for key, values in own.items() if key in kept}
-    here = {*tensors, *aliases, *objects, *own}
-    paths = {key: path for key, path in contents.paths.items() if key in here}
-    whole = len(here) == len(names)
-    made = replace(
-        contents,
-        tensors={**tensors, **{alias: state[alias].stored for alias in aliases if alias in contents.tensors}},
-        objects=objects,
-        aliases=aliases,
-        paths=paths,
-        per_rank=own,
-        containers=contents.containers if whole else contents.containers_above(paths.values()),
-    )
-    return Checkpoint(made, state.url)
 
 
 # The files, each a task: written from the source, and recorded in the journal.
@@ -376,7 +317,8 @@ class Journal:
     def begin(self, *, resume: bool) -> str:
         """Claim the target until `leave`, and remove what dead jobs left there.
 
-        Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a new one.
+        Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a
+        new one.
 
         Raises StorageError if another job is running here; one that cannot be seen from here is given
         time to say so.
@@ -485,7 +427,8 @@ class Journal:
             return None
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
-        """Return the records of all files. Raises StorageError if one is missing, or its file has another length."""
+        """Return the records of all files. Raises StorageError if one is missing, or its file has
+        another length."""
         out, seen = {}, self.names()
         for file in files:
             name = f"{self.folder}/{_flat(file)}.json"
@@ -521,7 +464,8 @@ def _flat(file: str) -> str:
 
 
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
-    """Remove what conversions left whose processes are gone: records, and files that never became a checkpoint.
+    """Remove what conversions left whose processes are gone: records, and files that never became a
+    checkpoint.
 
     A job that may still be running keeps all of it, as does the one with records in the folder `spare`.
     `names` are the storage's. Returns the ids of the jobs.

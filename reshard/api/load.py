@@ -128,7 +128,8 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
     prefetch: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
-    """`load` among the ranks of `group`, within a phase of theirs, which is recorded as that of the caller.
+    """`load` among the ranks of `group`, within a phase of theirs, which is recorded as that of the
+    caller.
 
     Args:
         prefetch: collective; called when all is planned and proved, to bring what will be read to where it is read.
@@ -355,7 +356,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
 def _landings(
     targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
 ) -> Callable[[ReadItem], Array | Staged]:
-    """Return a function from an item to its destination: the target's own memory if it can be written directly."""
+    """Return a function from an item to its destination: the target's own memory if it can be
+    written directly."""
 
     @cache
     def land(key: str) -> list[Array | Staged]:
@@ -450,7 +452,8 @@ class LoadReport(FilledReport, CheckedReport):
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Newer steps of the run, by the names of their folders, and why none of them was loaded instead."""
     bytes_received: int = 0
-    """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`, of the job."""
+    """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
+    of the job."""
 
     @property
     def ok(self) -> bool:

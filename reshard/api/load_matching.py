@@ -562,8 +562,8 @@ class Mismatches:
         fixes = []
         if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
             fixes.append(
-                "if the target is a shard from to_local(), pass its DTensor. In mapping=, "
-                "reshard.mapping.Resize pads or crops full tensors"
+                "if the target is a shard from to_local(), pass its DTensor. For mapping=, reshard.mapping has "
+                "Transpose, Reshape, and Resize, which pads or crops full tensors"
             )
         if dtypes := [line for line in self.mismatched if "but the target is" in line]:
             cast = "" if any(DROPS in line for line in dtypes) else "dtype_policy='cast' converts, "

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from planners.plans.save import DIVIDE_ABOVE_BYTES
-from reshard.arguments import check_options
+from reshard.arguments import check_options, globs_of
 from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, format_value, option_error
 from reshard.native.manifest import STAGE_BYTES
 from reshard.stored.checksums import CheckTime
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
 
 __all__ = [
     "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
-    "Wording", "complete", "digest_of", "globs_of", "shared",
+    "Wording", "complete", "digest_of", "shared",
 ]  # fmt: skip
 
 
@@ -164,17 +164,6 @@ class SaveOptions(_Agreed):
     def globs(self) -> tuple[str, ...] | None:
         """`select`, None for everything."""
         return None if self.select is None else tuple(self.select)
-
-
-def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return `select` of a save or conversion as a tuple; None for everything. Raises OptionError."""
-    globs = (select,) if isinstance(select, str) else select
-    if globs is not None and not isinstance(globs, Iterable):
-        raise OptionError(f"select must be a glob or a list of globs, got {format_value(select)}")
-    globs = None if globs is None else tuple(globs)
-    if odd := [glob for glob in globs or () if not isinstance(glob, str)]:
-        raise OptionError(f"select must be a glob or a list of globs, but contains {odd[0]!r}")
-    return globs
 
 
 class TransferOptions(TypedDict, total=False):

@@ -100,7 +100,7 @@ def verify(
             else:
                 covered = _also_compared(covered, other)
     kind = kind if covered else DamageReport
-    title = f"{checkpoint.url} ({checkpoint.format}){beside}"
+    title = f"{checkpoint.url}{' as selected or mapped' * bool(checkpoint.made)} ({checkpoint.format}){beside}"
     return kind(title, (*newer, *findings), len(checkpoint), covered, hint=hint)
 
 
@@ -331,7 +331,8 @@ def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_F
 
 
 def _is_changed(checkpoint: Checkpoint, name: str) -> bool:
-    """Return True if a tensor does not have its saved fingerprint; False also if checking would take much work."""
+    """Return True if a tensor does not have its saved fingerprint; False also if checking would
+    take much work."""
     tensor, wanted = checkpoint[name], (checkpoint.fingerprints or {}).get(name)
     if wanted is None or tensor.nbytes > SHARE_BYTES:
         return False

@@ -243,7 +243,7 @@ def side(
     layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
     if not select:
         return layout
-    from reshard.api.convert_job import chosen
+    from reshard.checkpoint import chosen
 
     kept = chosen(list(layout), select, checkpoint.url)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)

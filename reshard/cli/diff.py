@@ -157,11 +157,7 @@ def _named(
     elif normalized:
         sides = [side.normalized(given) for side in sides]
     sides = sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
-    if not select:
-        return sides
-    from reshard.api.convert_job import selected
-
-    return [selected(side, select) for side in sides]
+    return [side.select(select) for side in sides] if select else sides
 
 
 def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) -> None:

@@ -72,7 +72,6 @@ def inspect(
     if drawn is not None and (as_json or html is not None or select):
         raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
     import reshard
-    from reshard.api.convert_job import selected
     from reshard.checkpoint import open_damaged, readable
     from reshard.formats.opening import steps_at
 
@@ -84,7 +83,7 @@ def inspect(
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     whole, run = readable(checkpoint), checkpoint.run
-    checkpoint = selected(whole, select) if select else whole
+    checkpoint = whole.select(select) if select else whole
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and drawn is None:

@@ -24,7 +24,7 @@ def normalize(
     the result, use convert --normalized.
     """
     import reshard
-    from reshard.api.convert_job import chosen
+    from reshard.checkpoint import chosen
     from reshard.live.tree import map_leaves
 
     hints = read_hints(hint)

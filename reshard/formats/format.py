@@ -82,6 +82,8 @@ class Format:
     """What another format opened and is this one's, as this one knows it; None for all else."""
     beside: Callable[[Contents], Iterable[str]] | None = None
     """Keys of what is neither a part of a model nor of an optimizer. None if their names say so."""
+    records_ranks: bool = False
+    """Whether it records how many ranks saved, also if it was one."""
     names_ranks: bool = False
     """Whether only the name of a rank's file identifies what is beside model and optimizer."""
     writing: Callable[[], Writing] | None = None

@@ -21,5 +21,6 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
+    records_ranks=True,
     writing=_writing,
 )

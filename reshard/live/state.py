@@ -313,7 +313,7 @@ class Targets(State[LiveTensor]):
                 unit.
         """
         if not isinstance(state, MutableMapping | list):
-            raise option_error(f"the state to load into must be a dict or list, got {_in_words(state)}", FormatError)
+            raise option_error(f"the state to fill must be a dict or list, got {_in_words(state)}", FormatError)
         own: list[KeyPath] = []
         live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, own))
         # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere

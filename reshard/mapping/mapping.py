@@ -58,7 +58,8 @@ class Mapping:
         return Mapping._of(tuple(rule.inverse() for rule in stage) for stage in reversed(self.stages))
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint under the new names and in the new shapes, lazily. Only what determines shapes is read.
+        """Return the checkpoint under the new names and in the new shapes, lazily. Only what
+        determines shapes is read.
 
         Optimizer states, per-parameter settings, and lists of parameters follow their parameters. A state without the
         parameter's shape, such as a step, stays as it is.
@@ -136,7 +137,8 @@ def between(source: Mapping, target: Mapping) -> Mapping:
 
 
 def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
-    """A mapping new name -> name in the checkpoint, as `load` takes it: names that it does not mention stay.
+    """A mapping new name -> name in the checkpoint, as `load` takes it: names that it does not
+    mention stay.
 
     Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there twice.
     """
@@ -298,7 +300,8 @@ class MappingStage:
         return assembled(self._views(group, sources)[number], sources, new)
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
-        """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that do not fit it."""
+        """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
+        do not fit it."""
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:

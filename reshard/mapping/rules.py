@@ -53,7 +53,8 @@ class Rule(ABC):
 
     @abstractmethod
     def inverse(self) -> Rule:
-        """Return the rule that builds the sources from the targets. Raises NormalizationError if there is none."""
+        """Return the rule that builds the sources from the targets. Raises NormalizationError if
+        there is none."""
 
     def _set(
         self,
@@ -80,7 +81,8 @@ class Rule(ABC):
         return f"{type(self).__name__}({' -> '.join(sides)})"
 
     def _check_words(self) -> None:
-        """Raises NormalizationError for a word of a target that no source has, or sources that differ in words."""
+        """Raises NormalizationError for a word of a target that no source has, or sources that
+        differ in words."""
         if "*" in str(self):
             raise NormalizationError(
                 f"{self}: rules have placeholders in place of *: {{x}} for one segment of a name, {{x+}} for several, "
@@ -116,7 +118,8 @@ class Rule(ABC):
 
 @lru_cache(maxsize=4096)
 def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, ...]:
-    """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the same shapes."""
+    """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the
+    same shapes."""
     return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
 
 
@@ -141,7 +144,8 @@ def renames(names: Mapping[str, str], source: str = "", target: str = "") -> lis
 
 @dataclass(frozen=True, init=False)
 class Drop(Rule):
-    """Leaves tensors out, such as rotary tables and quantization state. The inverse does not bring them back."""
+    """Leaves tensors out, such as rotary tables and quantization state. The inverse does not bring
+    them back."""
 
     def __init__(self, source: str) -> None:
         self._set(source, ())
@@ -242,7 +246,8 @@ class Stack(Rule):
 
 @dataclass(frozen=True, init=False)
 class Unstack(Rule):
-    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which gets the `fill`.
+    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which gets
+    the `fill`.
 
     Filled values are not removed: if the stack has a state, every part has it.
     """
@@ -568,6 +573,9 @@ class Pattern:
         if len(set(self.words)) != len(self.words):
             raise NormalizationError(f"the pattern {self.text!r} has one word twice")
 
+    def __repr__(self) -> str:
+        return repr(self.text)
+
     @property
     def words(self) -> tuple[str, ...]:
         """The words in it."""
@@ -629,7 +637,8 @@ _STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\
 
 
 def sites(key: str) -> Iterator[Site]:
-    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within a section."""
+    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within
+    a section."""
     state = _STATE.fullmatch(key)
     numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
     if state is not None and not numbered:  # settings of a numbered group belong to no parameter

@@ -403,5 +403,6 @@ FORMAT = Format(
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
+    records_ranks=True,
     writing=_writing,
 )

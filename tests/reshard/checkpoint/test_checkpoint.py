@@ -25,6 +25,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     FormatError,
     KeyMismatchError,
+    OptionError,
     StorageError,
 )
 from reshard.storage import LocalStorage, MemoryStorage, open_storage
@@ -393,3 +394,28 @@ def test_a_layout_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"\xff\xfe")
         with pytest.raises(StorageError, match=f"{name} cannot be read"):
             reshard.plan(tmp_path / name, "fsdp=2")
+
+
+def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
+    """Tied tensors keep their first name that is left, and what is not selected is neither compared nor verified."""
+    kept = torch.arange(4.0)
+    state = {"model": {"a": kept, "tied": kept, "b": torch.ones(2)}, "optim": {"m": torch.zeros(3), "step": 7}}
+    reshard.save(state, tmp_path / "saved")
+    whole = reshard.open(tmp_path / "saved")
+    part = whole.select(["model.*", "!model.a"])
+    assert (set(part), dict(part.aliases), dict(part.objects)) == ({"model.tied", "model.b"}, {}, {})
+    assert torch.equal(part["model.tied"][...], kept)
+    assert "as selected or mapped" in str(reshard.verify(part))
+    model = {"model": {"tied": kept.clone(), "b": torch.ones(2)}}
+    assert reshard.compare(part, model).ok
+    model["model"]["b"][1] = 2.0
+    assert [found.fqn for found in reshard.compare(part, model).findings] == ["model.b"]
+    assert dict(whole.select("optim.step").objects) == {"optim.step": 7}
+    assert reshard.load(filled := {"optim": {"m": torch.ones(3), "step": 0}}, whole.select("optim.*")).ok
+    assert filled["optim"]["step"] == 7
+    with pytest.raises(KeyMismatchError, match=r"no name in .* matches 'modle\.\*'"):
+        whole.select("modle.*")
+    with pytest.raises(KeyMismatchError, match=r"leave no name"):
+        whole.select("!*")
+    with pytest.raises(OptionError, match=r"a glob or a list of globs"):
+        whole.select(7)  # type: ignore[arg-type]
