@@ -181,10 +181,15 @@ def test_a_call_in_which_something_happens_to_a_host(part: int) -> None:
         every,
         "--jobs",
         "3",
+        "-v",
     ]
     with subprocess.Popen(command, cwd=PLACE, stdout=subprocess.PIPE, text=True) as job:
         try:
             said, _ = job.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            said, _ = job.communicate()
+            pytest.fail(f"not ended after 280 s, having said:\n{said}")
         finally:
             job.terminate()
     assert job.returncode == 0, said
