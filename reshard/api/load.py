@@ -87,8 +87,8 @@ def load(
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
         path: a folder, file, URL, `Storage`, or open `Checkpoint`: the same save on all ranks that share tensors.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. A mapping of globs to these words sets the mode by key: the
-            first glob that matches counts; other keys are strict.
+            False or "partial": both are only reported. Values of another kind are always an error. A mapping of globs
+            to these words sets the mode by key: the first glob that matches counts; other keys are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
             this can lose values, as `Tensor.to` does. "saved": the target becomes a tensor of the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -469,6 +470,8 @@ class Mismatches:
     missing: Mapping[str, list[int]]
     """Key -> the ranks that miss it."""
     mismatched: Mapping[str, list[int]]
+    kinds: Mapping[str, str]
+    """Missing keys of which the checkpoint has the name, for something of another kind, in words."""
     alike: bool
     """Whether all ranks load from the same."""
 
@@ -485,7 +488,8 @@ class Mismatches:
             tuple(name for name in match.names if name not in self.used),
             tuple(key for key in match.missing if key in outside),
         )
-        missing = {k: its for k, its in self.missing.items() if k not in outside and options.mode_of(k) != "partial"}
+        refused = {key for key in self.missing if key in self.kinds or options.mode_of(key) != "partial"} - outside
+        missing = {key: ranks for key, ranks in self.missing.items() if key in refused}
         unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
         idle: list[str] = []
         if isinstance(options.strict, Mapping):
@@ -515,8 +519,8 @@ class Mismatches:
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
         # what has found its counterpart is no guess for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
-        where, kinds = _on_ranks(missing, group), _kinds(match)
-        of_another_kind = {key: where.pop(key) + kinds[key] for key in [*where] if key in kinds}
+        where = _on_ranks(missing, group)
+        of_another_kind = {key: where.pop(key) + self.kinds[key] for key in [*where] if key in self.kinds}
         met = {match.looked_for(key) for key in of_another_kind}
         unexpected = [name for name in unexpected if name not in met]
         fixes = match.advice[:]
@@ -599,11 +603,11 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for tensors that they
     share; LayoutError if not even all ranks together can determine the layout of a tensor.
     """
+    kinds = _kinds(match) if match.missing else {}
     if group.world_size == 1:
         here = list(group.ranks)
-        return Mismatches(
-            frozenset(match.used), 1, dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here), True
-        )
+        missed, mismatched = dict.fromkeys(match.missing, here), dict.fromkeys(match.mismatched, here)
+        return Mismatches(frozenset(match.used), 1, missed, mismatched, kinds, True)
     checkpoint, tensors = match.checkpoint, match.targets.tensors
     used = pack_flags([name in match.used for name in match.names])
     source = xxhash.xxh3_64_digest(msgspec.msgpack.encode((match.names, checkpoint.contents.subset)))
@@ -625,18 +629,19 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
         layouts = join_layouts(group.distinct_answers(describe(ambiguous)))
         resolve_layouts(ambiguous, layouts, group.job_rank)
     flags = unpack_flags(said.used[source], len(match.names))
-    missing: dict[str, list[int]] = {}
-    mismatched: dict[str, list[int]] = {}
-    odd = [] if said.fits else group.distinct_answers((match.missing, match.mismatched))
-    for answer, ranks in odd:
-        for keys, ranks_of in zip(answer, (missing, mismatched)):
+    missed, mismatched = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    odd = [] if said.fits else group.distinct_answers((match.missing, match.mismatched, kinds))
+    for (*answer, of_kinds), ranks in odd:
+        kinds = {**of_kinds, **kinds}
+        for keys, ranks_of in zip(answer, (missed, mismatched)):
             for key in keys:
-                ranks_of.setdefault(key, []).extend(ranks)
+                ranks_of[key].extend(ranks)
     return Mismatches(
         frozenset(name for name, flag in zip(match.names, flags) if flag),
         len(mates),
-        {key: sorted(ranks) for key, ranks in missing.items()},
+        {key: sorted(ranks) for key, ranks in missed.items()},
         {key: sorted(ranks) for key, ranks in mismatched.items()},
+        kinds,
         len(said.used) == 1,
     )
 

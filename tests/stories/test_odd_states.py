@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard
 from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError, OptionError, ReshardError
+from tests import gloo
 
 
 def load(target, path, **options):
@@ -173,10 +175,11 @@ class TestLoading:
             ({"a": torch.zeros(2), "s": torch.zeros(2)}, "s   (saved as a plain value, but the target has a tensor)"),
         ],
     )
-    def test_a_key_of_another_kind_is_neither_missing_nor_unexpected(self, tmp_path, target, found):
+    @pytest.mark.parametrize("strict", ["strict", "subset", "partial"])
+    def test_a_key_of_another_kind_is_neither_missing_nor_unexpected(self, tmp_path, target, found, strict):
         reshard.save({"a": torch.ones(2), "s": 3}, tmp_path / "c")
         with pytest.raises(KeyMismatchError) as caught:
-            reshard.load(target, tmp_path / "c")
+            reshard.load(target, tmp_path / "c", strict=strict)
         text = str(caught.value)
         assert found in text
         assert "1 of another kind" in text
@@ -193,3 +196,21 @@ def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):
     file.write_text(text.replace('["o","x"]', '["p","x"]'))
     with pytest.raises(CheckpointError, match=r"contradicts itself: it places 'o\.x' at 'p\.x'"):
         reshard.open(tmp_path / "c")
+
+
+def _load_with_an_odd_rank(folder: str) -> str:
+    state = {"a": torch.zeros(2), "new": torch.zeros(1)}
+    if dist.get_rank() == 1:
+        state["a"] = None
+    try:
+        return f"no error: {reshard.load(state, folder, strict=False)}"
+    except KeyMismatchError as error:
+        return str(error)
+
+
+def test_a_key_of_another_kind_on_one_rank_is_an_error_on_all(tmp_path):
+    reshard.save({"a": torch.ones(2)}, tmp_path / "c")
+    texts = gloo.run(_load_with_an_odd_rank, 2, str(tmp_path / "c"))
+    for text in texts:
+        assert "saved as a tensor, but the target has NoneType" in text
+        assert "new" not in text

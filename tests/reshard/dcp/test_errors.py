@@ -71,6 +71,15 @@ def test_a_size_that_does_not_fit(saved, way):
     assert "policy" not in str(caught.value)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_is_not_left_out_for_an_object(saved, way, partial):
+    """A partial load leaves out what the checkpoint does not have, and nothing that it has."""
+    planner = ours.DefaultLoadPlanner(allow_partial_load=partial)
+    with pytest.raises(CheckpointException, match=r"saved as a tensor"):
+        ours.load({"w": 7}, planner=planner, **way(saved))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_advised_helps(saved, way):
     target = {"w": torch.zeros(2), "v": torch.zeros(1)}
