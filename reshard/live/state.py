@@ -421,9 +421,10 @@ class Targets(State[LiveTensor]):
         """
         filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
-            if key in self.units:
+            path = self.paths[key]
+            if key in self.units or not path:  # a state with keys of other classes is one value
                 value = _refilled(self.live(key), value, filled)
-            put_at(self.root, self.paths[key], value)
+            put_at(self.root, path, value)
         self._new.clear()
 
 
@@ -490,6 +491,9 @@ def like_fresh(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
 
 def put_at(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are rebuilt inside their own containers."""
+    if not path and value is not root:
+        root.clear()
+        root.update(value)
     chain = [root]
     for part in path[:-1]:
         chain.append(_inside(chain[-1], part))
