@@ -109,10 +109,13 @@ class KeyMatch:
             else:
                 later.append(key)
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
-            aliases = self.targets.aliases
-            same = [k for k in self.targets.tensors if aliases.get(k, k) == aliases.get(key, key)]
-            if not any(k in self.tensors for k in same if k != key):
+            aliases, replaced = self.targets.aliases, self.targets.replaced
+            same = [k for k in self.tensors if aliases.get(k, k) == aliases.get(key, key)]
+            if not same:
                 self.missing.append(key)
+            elif all(k in replaced for k in same):  # what is replaced leaves the memory as it is
+                self.tensors[key], self.stored[key] = self.tensors[same[0]], self.stored[same[0]]
+                self._fits(key, self.stored[key].spec, self.targets.tensors[key])
 
     def compare_classes(self) -> None:
         """Compare the classes of saved tensors with those of the tensors that are filled."""
@@ -479,7 +482,8 @@ class Mismatches:
         does not allow to be missing, unexpected or mismatched.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
-        outside = {key for key in self.missing if globs is not None and not is_selected(key, globs)}
+        named = {key: match.looked_for(key) for key in self.missing}
+        outside = {key for key, name in named.items() if globs is not None and not is_selected(name, globs)}
         truth = Truth(
             tuple(key for key in match.missing if key not in outside),
             tuple(name for name in match.names if name not in self.used),
