@@ -108,13 +108,14 @@ class KeyMatch:
                 self._number_into_tensor(key, self.checkpoint.objects[name], tensor)
             else:
                 later.append(key)
+        aliases = self.targets.aliases
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
-            aliases, replaced = self.targets.aliases, self.targets.replaced
-            same = [k for k in self.tensors if aliases.get(k, k) == aliases.get(key, key)]
-            if not same:
+            memory = aliases.get(key, key)
+            first = next((k for k in self.tensors if aliases.get(k, k) == memory), None)
+            if first is None:
                 self.missing.append(key)
-            elif all(k in replaced for k in same):  # what is replaced leaves the memory as it is
-                self.tensors[key], self.stored[key] = self.tensors[same[0]], self.stored[same[0]]
+            elif first in self.targets.replaced:  # which leaves the memory as it is
+                self.tensors[key], self.stored[key] = self.tensors[first], self.stored[first]
                 self._fits(key, self.stored[key].spec, self.targets.tensors[key])
 
     def compare_classes(self) -> None:
@@ -482,8 +483,9 @@ class Mismatches:
         does not allow to be missing, unexpected or mismatched.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
-        named = {key: match.looked_for(key) for key in self.missing}
-        outside = {key for key, name in named.items() if globs is not None and not is_selected(name, globs)}
+        outside = set()
+        if globs is not None:
+            outside = {key for key in self.missing if not is_selected(match.looked_for(key), globs)}
         truth = Truth(
             tuple(key for key in match.missing if key not in outside),
             tuple(name for name in match.names if name not in self.used),

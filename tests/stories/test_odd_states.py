@@ -161,7 +161,15 @@ class TestLoading:
         inner = {"x": 0}
         target = OrderedDict({key: 0, "inner": inner})
         call(target, tmp_path / "c")
-        assert target == {key: 5, "inner": {"x": 1}} and target["inner"] is inner
+        assert target == {key: 5, "inner": {"x": 1}}
+        assert target["inner"] is inner
+
+    def test_a_dict_under_keys_that_are_no_text_is_filled_in_place(self, tmp_path):
+        reshard.save({"in": {(1, 2): 5}, "w": torch.ones(1)}, tmp_path / "c")
+        inner = {(1, 2): 0}
+        target = load({"in": inner, "w": torch.zeros(1)}, tmp_path / "c")
+        assert inner == {(1, 2): 5}
+        assert target["in"] is inner
 
     def test_no_kind_is_blamed_for_a_mapping_that_leads_nowhere(self, tmp_path):
         reshard.save({"w": torch.ones(2)}, tmp_path / "c")
