@@ -109,11 +109,15 @@ class KeyMatch:
                 self._number_into_tensor(key, self.checkpoint.objects[name], tensor)
             else:
                 later.append(key)
+        aliases = self.targets.aliases
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
-            aliases = self.targets.aliases
-            same = [k for k in self.targets.tensors if aliases.get(k, k) == aliases.get(key, key)]
-            if not any(k in self.tensors for k in same if k != key):
+            memory = aliases.get(key, key)
+            first = next((k for k in self.tensors if aliases.get(k, k) == memory), None)
+            if first is None:
                 self.missing.append(key)
+            elif first in self.targets.replaced:  # which leaves the memory as it is
+                self.tensors[key], self.stored[key] = self.tensors[first], self.stored[first]
+                self._fits(key, self.stored[key].spec, self.targets.tensors[key])
 
     def compare_classes(self) -> None:
         """Compare the classes of saved tensors with those of the tensors that are filled."""
@@ -482,7 +486,9 @@ class Mismatches:
         does not allow to be missing, unexpected or mismatched.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
-        outside = {key for key in self.missing if globs is not None and not is_selected(key, globs)}
+        outside = set()
+        if globs is not None:
+            outside = {key for key in self.missing if not is_selected(match.looked_for(key), globs)}
         truth = Truth(
             tuple(key for key in match.missing if key not in outside),
             tuple(name for name in match.names if name not in self.used),

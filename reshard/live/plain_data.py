@@ -260,14 +260,15 @@ def _decode(data: Any) -> Any:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True."""
+    """Whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True. Arrays of floats are equal if
+    their bits are."""
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(are_equal, a, b))
     if type(a) is type(b) is dict and a.keys() == b.keys():
         return all(are_equal(value, b[key]) for key, value in a.items())
     if _kind(a) != _kind(b):
         return False
-    if not isinstance(a, torch.Tensor):
+    if not isinstance(a, torch.Tensor) and not (isinstance(a, np.ndarray) and a.dtype.kind in "fc"):
         try:
             same = a == b
             if bool(same.all() if hasattr(same, "all") else same):

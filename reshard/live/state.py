@@ -51,7 +51,7 @@ def same_value(a: Any, b: Any) -> bool:
     if is_sharded(a) or is_sharded(b):
         one, other = LiveTensor("", a), LiveTensor("", b)
         return one.lies_like(other) and all(map(_same_elements, one.local, other.local))
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
             return same_memory(a, b) or a.is_meta or _same_elements(a, b)
         return False
@@ -377,8 +377,8 @@ class Targets(State[LiveTensor]):
         """Return True if a tensor belongs to the extra state of a module. Only the module knows its
         shape.
         """
-        parts = [str(part) for part in self.paths[key]]
-        return not self.tensors[key].is_sharded and any(part.rpartition(".")[2] == _EXTRA_STATE for part in parts)
+        names = (str(part).rpartition(".")[2] for part in self.paths[key])
+        return not self.tensors[key].is_sharded and _EXTRA_STATE in names
 
     @property
     def tied_in_place(self) -> dict[str, str]:
@@ -395,14 +395,11 @@ class Targets(State[LiveTensor]):
         fresh = [key for key, tensor in self.tensors.items() if tensor.is_meta]
         for key in (*keys, *fresh, *self.replaced):
             here: Any = self.root
-            for part in self.paths[key][:-1]:
+            for part in self.paths[key]:
                 if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
-                    break
+                    kind = type(here).__name__
+                    raise FormatError(f"the value under {key!r} cannot be replaced: a {kind} cannot be changed")
                 here = _inside(here, part)
-            if isinstance(here, Mapping) and not isinstance(here, MutableMapping):
-                raise FormatError(
-                    f"the value under {key!r} cannot be replaced: a {type(here).__name__} cannot be changed"
-                )
 
     def tell_autograd(self, keys: Iterable[str]) -> None:
         """Mark live tensors as modified. torch did not see the writes, and a graph that needs the
@@ -421,7 +418,7 @@ class Targets(State[LiveTensor]):
         """
         filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
-            if key in self.units:
+            if isinstance(value, dict):
                 value = _refilled(self.live(key), value, filled)
             put_at(self.root, self.paths[key], value)
         self._new.clear()
@@ -490,6 +487,8 @@ def like_fresh(tensor: Any, fresh: tuple[torch.Tensor, ...], key: str) -> Any:
 
 def put_at(root: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at `path`. Tuples on the way are rebuilt inside their own containers."""
+    if not path:  # a state with keys of other classes is one value
+        root.update(value)
     chain = [root]
     for part in path[:-1]:
         chain.append(_inside(chain[-1], part))

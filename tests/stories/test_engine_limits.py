@@ -155,6 +155,14 @@ class TestSubset:
         with pytest.raises(KeyMismatchError, match=r"unexpected(.|\n)*model\.b"):
             reshard.load(target, tmp_path)
 
+    def test_a_mapped_key_is_outside_only_if_its_name_in_the_checkpoint_is(self, state, tmp_path):
+        reshard.save(state, tmp_path, select=["model.*"])
+        target = {"w": torch.zeros(3), "lost": torch.zeros(1)}
+        with pytest.raises(KeyMismatchError, match=r"missing(.|\n)*lost"):
+            reshard.load(target, tmp_path, strict="subset", mapping={"w": "model.w", "lost": "model.lost"})
+        report = reshard.load(target, tmp_path, strict="subset", mapping={"w": "model.w", "lost": "optim.m"})
+        assert report.outside == ("lost",)
+
     def test_save_and_convert_select_by_the_same_words(self, state, tmp_path):
         """One glob or several, and `!` for what is left out."""
         reshard.save(state, tmp_path / "all")

@@ -154,6 +154,25 @@ class TestLoading:
         assert type(target["in"][0]) is Counter
         assert target["d"]["new"] == []
 
+    @pytest.mark.parametrize("key", [b"x", None, 1.5, True, (1, 2)])
+    @pytest.mark.parametrize(
+        "call", [load, lambda target, path: reshard.redistribute(reshard.open(path).nested(), target)]
+    )
+    def test_a_state_under_keys_that_are_no_text(self, key, call, tmp_path):
+        reshard.save({key: 5, "inner": {"x": 1}}, tmp_path / "c")
+        inner = {"x": 0}
+        target = OrderedDict({key: 0, "inner": inner})
+        call(target, tmp_path / "c")
+        assert target == {key: 5, "inner": {"x": 1}}
+        assert target["inner"] is inner
+
+    def test_a_dict_under_keys_that_are_no_text_is_filled_in_place(self, tmp_path):
+        reshard.save({"in": {(1, 2): 5}, "w": torch.ones(1)}, tmp_path / "c")
+        inner = {(1, 2): 0}
+        target = load({"in": inner, "w": torch.zeros(1)}, tmp_path / "c")
+        assert inner == {(1, 2): 5}
+        assert target["in"] is inner
+
     def test_no_kind_is_blamed_for_a_mapping_that_leads_nowhere(self, tmp_path):
         reshard.save({"w": torch.ones(2)}, tmp_path / "c")
         with pytest.raises(KeyMismatchError) as caught:

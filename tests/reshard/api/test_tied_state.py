@@ -166,6 +166,22 @@ def test_an_optimizer_loaded_without_its_model_leaves_the_model_alone(way: str, 
     assert same(target["optim"]["state"]["weight"]["master"], model.weight.detach())
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tied_tensor_takes_the_saved_dtype_with_the_other(names: str, device: str, tmp_path: Path) -> None:
+    """The other one alone was saved, as many model files have it."""
+    torch.save({"a": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "saved.pt")
+    tied = torch.zeros(3, device=device)
+    target = dict.fromkeys(names, tied)
+
+    report = reshard.load(target, tmp_path / "saved.pt", dtype_policy="saved")
+
+    assert report.ok
+    assert set(report.replaced) == {"a", "b"}
+    for value in target.values():
+        assert same(value, torch.ones(3, dtype=torch.bfloat16))
+
+
 def test_entries_taken_out_of_destinations_stay_out(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -68,9 +68,9 @@ def test_one_name_of_a_tied_tensor_is_enough_and_tying_lasts() -> None:
     without = {name: t for name, t in state.items() if name not in ("head.weight", "embed.weight")}
     with pytest.raises(KeyMismatchError, match=r"Missing key: embed\.weight"):
         set_model_state_dict(target, without)
-    untied = {**state, "head.weight": state["head.weight"] + 1}
-    with pytest.raises(KeyMismatchError, match="tied with"):
-        set_model_state_dict(target, untied)
+    for other in (state["head.weight"] + 1, None, [1, 2]):
+        with pytest.raises(KeyMismatchError, match="tied with"):
+            set_model_state_dict(target, {**state, "head.weight": other})
 
 
 def test_tying_lasts_through_the_meta_device() -> None:
