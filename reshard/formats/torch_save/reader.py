@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,12 @@ class TorchFile:
     source: Source
     value: Any
     place: Callable[[TensorRef], Extent]
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """CRC-32 of each record of an archive, by name."""
+
+    def crc(self, ref: TensorRef) -> int | None:
+        """The CRC-32 that was written with the storage of a tensor; None if there is none."""
+        return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
         """A tensor of the file, read."""
@@ -97,7 +103,7 @@ def _read_torch_file(source: Source) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
-        return TorchFile(source, archive.value(), archive.place)
+        return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
         return _read_stream(source)
     if looks_like_torch_file(head):
