@@ -158,7 +158,7 @@ def deepspeed_form(
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
-    lost: list[str] = []
+    lost = [f"optim.state.{fqn}.{name}" for fqn in found.state if fqn not in found.model for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
         master = next((states[name] for name in _MASTERS if name in states), parameter)
