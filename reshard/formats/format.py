@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "read_index",
+    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "not_opened",
+    "read_index",
 ]  # fmt: skip
 
 
@@ -126,6 +128,12 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
         files.checking.refuse(missing_files(url, indexes[0], len(named), missing, held))
         places = {key: file for key, file in places.items() if file not in missing}
     return files, label, places
+
+
+def not_opened(files: Files, opened: Iterable[str], glob: str = "*.safetensors") -> tuple[str, ...]:
+    """A warning that names the files that match and are not among those that were opened."""
+    others = sorted(set(fnmatch.filter(files.listed, glob)).difference(opened))
+    return (f"{format_some(others, 1)} was not opened: to open it, pass its path",) if others else ()
 
 
 def missing_files(

@@ -404,9 +404,6 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             warning = f"{name} is the only file: if it is one stage of a pipeline, the other stages are missing"
             return replace(contents, warnings=(*contents.warnings, warning))
     unopened = [f"{name} beside {MANIFEST}" for name in beside] if format.name == "native" else []
-    if format.name == "safetensors":  # such as the later modules of sentence-transformers
-        below = {name for name in names if "/" in name and name.endswith(".safetensors")}
-        unopened = sorted(below.difference(source.name for source in contents.files))
     if not unopened:
         return contents
     warning = f"{format_some(unopened, 1)} was not opened: to open it, pass its path"

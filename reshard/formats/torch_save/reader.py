@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, at_top, check_index, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -292,7 +292,8 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         for key in (*part.tensors, *part.objects):
             held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
     check_index(files, label, weight_map, held)
-    return merge("torch_save", parts)
+    merged = merge("torch_save", parts)
+    return replace(merged, warnings=(*merged.warnings, *not_opened(files, weight_map.values(), "*-of-*.bin")))
 
 
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:
