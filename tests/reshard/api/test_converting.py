@@ -376,6 +376,25 @@ def test_names_shapes_dtypes_and_selection_at_once(saved: Path, tmp_path: Path) 
     assert reshard.verify(tmp_path / "c").ok
 
 
+def test_a_dict_of_names_renames_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    """Two new names of one tensor are tied, objects are renamed, too, and states follow their parameter."""
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    optim = {"state": {"w": {"m": c}}, "param_groups": [{"params": ["w"]}]}
+    reshard.save({"w": a, "model": {"w": b}, "optim": optim, "epoch": 3}, tmp_path / "saved")
+
+    names = {"x": "w", "y": "w", "age": "epoch", "model.v": "model.w"}
+    reshard.convert(tmp_path / "saved", tmp_path / "c", mapping=names)
+
+    made = reshard.open(tmp_path / "c")
+    values = {name: made[name][0].item() for name in (*made, *made.aliases)}
+    assert values == {"x": 0.0, "y": 0.0, "model.v": 1.0, "optim.state.x.m": 2.0}
+    assert (dict(made.aliases), made.objects["age"], "epoch" in made.objects) == ({"y": "x"}, 3, False)
+    assert made.objects["optim.param_groups.0.params.0"] == "x"
+    for twice in ({"epoch": "w"}, {"w": "epoch"}, {"x": "w", "epoch": "w"}):
+        with pytest.raises(KeyMismatchError, match="two tensors or objects would be called"):
+            reshard.convert(tmp_path / "saved", tmp_path / "never", mapping=twice)
+
+
 def test_a_keeper_that_is_left_out_has_an_heir(saved: Path, tmp_path: Path) -> None:
     reshard.convert(saved, tmp_path / "c", select="model.head")
 
