@@ -51,6 +51,8 @@ __all__ = ["ConvertReport", "convert"]
 
 _log = logging.getLogger("reshard")
 
+IN_REPORT = {"is_in_report": True}
+"""Marks records of the log whose text is in the report, too."""
 MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
@@ -247,7 +249,7 @@ def _run(
             _check_vacant(job, writer, storage, journal.names(), overwrite)
             for text in writer.contents.warnings:
                 if text not in state.warnings:
-                    _log.warning("%s: %s", storage.url, text)
+                    _log.warning("%s: %s", storage.url, text, extra=IN_REPORT)
             job_id = journal.begin(resume=resume)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         journal.holder = group.share(journal.holder, kind=WriterLease)
