@@ -312,6 +312,19 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
         reshard.elastic.gather(places, tmp_path / "out")
 
 
+def test_a_refused_save_leaves_no_folder_where_none_was(tmp_path: Path) -> None:
+    tier = reshard.elastic.Tier(tmp_path / "run", host="a", copies=0)
+    for refused in ({"w": object()}, {"w": torch.empty(2, device="meta")}):
+        for save in (tier.save, tier.async_save):
+            with pytest.raises(CheckpointError, match="'w'"):
+                save(refused, 1)
+            assert not (tmp_path / "run").exists()
+    tier.save({"w": torch.ones(2)}, 1)
+    with pytest.raises(CheckpointError, match="'w'"):
+        tier.save({"w": object()}, 2)
+    assert reshard.elastic.gather([tmp_path / "run" / "a"], tmp_path / "out").step == 1
+
+
 def test_folders_of_no_host_are_named_where_the_others_suffice(tmp_path: Path) -> None:
     kept(tmp_path / "run", 1)
     places = [tmp_path / "run" / host for host in ("a", "b", "c", "d")]
