@@ -46,6 +46,8 @@ class Writing:
     writer: Callable[[Contents, Target], FormatWriter]
     own: tuple[str, ...] = ()
     """Globs of `MARKS` that are of this format."""
+    marks: tuple[str, ...] = ()
+    """Files whose names alone tell it from others, where there are such."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
     """Of a format with names and shapes of its own: contents, which normalize to the first, as the
     writer takes them. The hints are the caller's, the text names the source in messages."""

@@ -36,13 +36,13 @@ from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
-from reshard.stored.contents import Contents, has_dcp
+from reshard.stored.contents import DATA_FILE, Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
     "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
-    "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of",
-    "step_path", "steps_at",
+    "kind_beside", "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in",
+    "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -446,15 +446,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
-        names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
-    composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
-    if composite is None:
-        fitting = [f for f in formats() if not f.is_composite and f.detect(storage, names)]
-    elif has_dcp(names) and not composite.holds_dcp:
-        fitting = [composite, *(f for f in formats() if f.name == "dcp")]
-    else:
-        fitting = [composite]
+    fitting = _fitting(storage, names)
     if len(fitting) == 1:
         return fitting[0]
     if preferred is not None and preferred.name in [format.name for format in fitting]:
@@ -476,6 +468,28 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         f"Known formats are {known}. "
         "Files must keep the names that the framework gave them"
     )
+
+
+def _fitting(storage: Storage, names: Mapping[str, int]) -> list[Format]:
+    """The formats that files have: more than one if they are a mixture."""
+    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
+        names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
+    composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
+    if composite is None:
+        return [f for f in formats() if not f.is_composite and f.detect(storage, names)]
+    if has_dcp(names) and not composite.holds_dcp:
+        return [composite, *(f for f in formats() if f.name == "dcp")]
+    return [composite]
+
+
+def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Collection[str]) -> str:
+    """The formats of what is in a folder, if a checkpoint of the format `own` beside it would not open, or what it is
+    part of would; "" if it would. `marks`: files that it will have, if these names alone show its format."""
+    there = {n: size for n, size in names.items() if not (is_temporary(n) or DATA_FILE.fullmatch(n))}
+    before = {format.name: format.is_composite for format in _fitting(storage, there)}
+    mixed = {format.name for format in _fitting(storage, there | dict.fromkeys(marks, 1))} if marks and there else set()
+    others = [name for name in before if name != own and ((before[name] and own != "native") or name == "dcp")]
+    return " and ".join(others or (sorted(mixed - {own}) if len(mixed) > 1 else ()))
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:

@@ -353,7 +353,7 @@ class SafetensorsWriter(FormatWriter):
 
 
 def _writing() -> Writing:
-    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX))
+    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,))
 
 
 FORMAT = Format(
