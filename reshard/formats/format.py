@@ -47,7 +47,7 @@ class Writing:
     own: tuple[str, ...] = ()
     """Globs of `MARKS` that are of this format."""
     marks: tuple[str, ...] = ()
-    """Files whose names alone tell it from others, where there are such."""
+    """Files whose names alone identify it, if there are such."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
     """Of a format with names and shapes of its own: contents, which normalize to the first, as the
     writer takes them. The hints are the caller's, the text names the source in messages."""
@@ -133,9 +133,12 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
 
 
 def not_opened(files: Files, opened: Iterable[str], glob: str = "*.safetensors") -> tuple[str, ...]:
-    """A warning that names the files that match and are not among those that were opened."""
-    others = sorted(set(fnmatch.filter(files.listed, glob)).difference(opened))
-    return (f"{format_some(others, 1)} was not opened: to open it, pass its path",) if others else ()
+    """A warning that names the files that match, but were not opened."""
+    others = set(fnmatch.filter(files.listed, glob)).difference(opened)
+    if not others:
+        return ()
+    some = format_some(sorted(others), 1)
+    return (f"{some} was not opened: to open it, pass its path",)
 
 
 def missing_files(

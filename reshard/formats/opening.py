@@ -446,7 +446,15 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    fitting = _fitting(storage, names)
+    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
+        names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
+    composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
+    if composite is None:
+        fitting = [f for f in formats() if not f.is_composite and f.detect(storage, names)]
+    elif has_dcp(names) and not composite.holds_dcp:
+        fitting = [composite, *(f for f in formats() if f.name == "dcp")]
+    else:
+        fitting = [composite]
     if len(fitting) == 1:
         return fitting[0]
     if preferred is not None and preferred.name in [format.name for format in fitting]:
@@ -470,26 +478,24 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     )
 
 
-def _fitting(storage: Storage, names: Mapping[str, int]) -> list[Format]:
-    """The formats that files have: more than one if they are a mixture."""
-    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
-        names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
-    composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
-    if composite is None:
-        return [f for f in formats() if not f.is_composite and f.detect(storage, names)]
-    if has_dcp(names) and not composite.holds_dcp:
-        return [composite, *(f for f in formats() if f.name == "dcp")]
-    return [composite]
-
-
 def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Collection[str]) -> str:
-    """The formats of what is in a folder, if a checkpoint of the format `own` beside it would not open, or what it is
-    part of would; "" if it would. `marks`: files that it will have, if these names alone show its format."""
-    there = {n: size for n, size in names.items() if not (is_temporary(n) or DATA_FILE.fullmatch(n))}
-    before = {format.name: format.is_composite for format in _fitting(storage, there)}
-    mixed = {format.name for format in _fitting(storage, there | dict.fromkeys(marks, 1))} if marks and there else set()
-    others = [name for name in before if name != own and ((before[name] and own != "native") or name == "dcp")]
-    return " and ".join(others or (sorted(mixed - {own}) if len(mixed) > 1 else ()))
+    """The format of what is in a folder, if a checkpoint of the format `own` would not open there.
+
+    Args:
+        marks: names that it will have, if these alone show its format.
+    """
+    there = {name: size for name, size in names.items() if not is_temporary(name) and not DATA_FILE.fullmatch(name)}
+    found = [format for format in formats() if format.detect(storage, there)]
+    composite = next((format for format in found if format.is_composite), None)
+    if composite is not None and own not in (composite.name, "native"):
+        return composite.name
+    if own != "dcp" and has_dcp(there) and (composite is None or not composite.holds_dcp):
+        return "dcp"
+    after = {**there, **dict.fromkeys(marks, 1)} if marks and there else {}
+    found = [format for format in formats() if after and format.detect(storage, after)]
+    if any(format.is_composite for format in found):
+        return ""
+    return " and ".join(format.name for format in found if format.name != own)
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:

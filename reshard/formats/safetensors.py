@@ -79,7 +79,8 @@ def open(files: Files) -> Contents:
         return replace(open_files(files, found), warnings=(warning,))
     _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)
-    return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found), *not_opened(files, found)))
+    warnings = (*opened.warnings, *_shards_not_there(found), *not_opened(files, found))
+    return replace(opened, warnings=warnings)
 
 
 def _shards_not_there(files: list[str]) -> tuple[str, ...]:

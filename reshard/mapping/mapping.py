@@ -136,8 +136,10 @@ def between(source: Mapping, target: Mapping) -> Mapping:
 
 
 def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
-    """A mapping new name -> name in the checkpoint, as `load` takes it: names that it does not mention stay, except
-    those of the optimizer states of what it renames. Further names of one tensor are tied to its first.
+    """A mapping new name -> name in the checkpoint, as `load` takes it.
+
+    Names that it does not mention stay, except those of the optimizer states of what it renames.
+    Further names of one tensor are tied to its first.
 
     Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there twice.
     """
@@ -149,15 +151,18 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     for new, old in names.items():
         first.setdefault(old, new)
     made = MappingStage(_ExactMatcher(first), checkpoint.contents, checkpoint.url).contents()
-    again = {new: first[old] for new, old in names.items() if first[old] != new}
-    if taken := [new for new in again if new in made.tensors or new in made.objects or new in made.aliases]:
-        raise KeyMismatchError(
-            f"{checkpoint.url}: two tensors or objects would be called {taken[0]!r}: rename one of them"
-        )
-    tied = {new: made.aliases.get(kept, kept) for new, kept in again.items() if kept not in made.objects}
-    objects = {**made.objects, **{new: made.objects[kept] for new, kept in again.items() if kept in made.objects}}
-    aliases, paths = {**made.aliases, **tied}, {**made.paths, **{new: (new,) for new in again}}
-    renamed = Checkpoint(replace(made, objects=objects, aliases=aliases, paths=paths), checkpoint.url)
+    aliases, paths = dict(made.aliases), dict(made.paths)
+    for new, old in names.items():
+        kept = first[old]
+        if new == kept:
+            continue
+        if kept in made.objects or new in made.tensors or new in made.objects or new in aliases:
+            raise KeyMismatchError(
+                f"{checkpoint.url}: two tensors or objects would be called {new!r}, or {old!r} is no tensor and would "
+                "have two names; rename one of them"
+            )
+        aliases[new], paths[new] = aliases.get(kept, kept), (new,)
+    renamed = Checkpoint(replace(made, aliases=aliases, paths=paths), checkpoint.url)
     renamed.made = f"{checkpoint.made}{names}"
     return renamed
 
@@ -589,7 +594,10 @@ class Matcher:
 
 
 class _ExactMatcher(Matcher):
-    """Renames of names as they are, of tensors, objects, and optimizer states. The rules are made when they match."""
+    """Renames of names as they are: of tensors, objects, and optimizer states.
+
+    Rules are made when they match.
+    """
 
     def __init__(self, names: Dict[str, str]) -> None:
         super().__init__(())

@@ -306,7 +306,10 @@ def unknown_class(value: Any) -> str | None:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two values of checkpoints are the same. Records are if their classes are, and the plain data in them."""
+    """Whether two values of checkpoints are the same.
+
+    Records are if their classes are, and all that they hold is plain data and the same.
+    """
     if plain_data.are_equal(a, b):
         return True
     try:
@@ -320,12 +323,19 @@ def are_equal(a: Any, b: Any) -> bool:
 def _described(value: Any) -> Any:
     """The value with dicts in place of records."""
     if isinstance(value, Record):
-        parts = {"args": value.args, "kwargs": dict(value.kwargs), "state": value.state}
-        parts |= {"entries": [*value.entries], "elements": [*value.elements]}
-        return {"class": value.path, **{name: _described(part) for name, part in parts.items()}}
+        return {
+            "class": value.path,
+            "args": _described(value.args),
+            "kwargs": _described(dict(value.kwargs)),
+            "state": _described(value.state),
+            "entries": _described([*value.entries]),
+            "elements": _described([*value.elements]),
+        }
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
-    return type(value)(map(_described, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_described, value))
+    return value
 
 
 # How torch.distributed.checkpoint names its files: to recognize them without importing

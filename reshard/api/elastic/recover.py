@@ -416,6 +416,12 @@ def _no_host(place: Path) -> str:
     return f" (the hosts' folders are in it: {format_some(inner)})" if inner else ""
 
 
+def _of_no_host(places: Sequence[Path]) -> list[str]:
+    """What to say of folders that have nothing of a host."""
+    empty = [place for place in places if not kept_in(place)]
+    return [f"{place} has nothing that a host kept{_no_host(place)}" for place in empty]
+
+
 def gather(
     folders: Sequence[AnyPath],
     out: AnyPath | Storage,
@@ -450,8 +456,7 @@ def gather(
     if isinstance(folders, str | os.PathLike):
         raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
-    kept_by = {str(place): kept_in(place) for place in places}
-    found = FoundGenerations.of(kept_by.items())
+    found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
     order = found.order(step=step)
     if not order.newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
@@ -475,9 +480,8 @@ def gather(
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
-    left = [f"{place} has nothing that a host kept{_no_host(Path(place))}" for place in kept_by if not kept_by[place]]
-    left += found.left_behind(wanted, (), step)
-    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))
+    left = (*_of_no_host(places), *found.left_behind(wanted, (), step))
+    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, left)
 
 
 class _CompareFile(NamedTuple):

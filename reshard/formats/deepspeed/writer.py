@@ -130,11 +130,13 @@ class DeepSpeedWriter(ArchivesWriter):
                 out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """The files that name a folder. Raises FormatError in the folder of a tag, which they would not replace."""
-        if old := fnmatch.filter(at_top(names, "_states.pt"), "*rank_*"):
-            raise FormatError(
-                f"the target contains {old[0]}, of a checkpoint without {_LATEST}: choose an empty folder"
-            )
+        """The files that name a folder.
+
+        Raises FormatError in the folder of a tag, which they would not replace.
+        """
+        old = fnmatch.filter(at_top(names, "_states.pt"), "*rank_*")
+        if old:
+            raise FormatError(f"the target contains {old[0]}, of another checkpoint: choose an empty folder")
         return next((name for name in (_LATEST, "latest") if name in names), None)
 
 
@@ -162,7 +164,10 @@ def deepspeed_form(
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
-    lost = [f"optim.state.{fqn}.{name}" for fqn in found.state if fqn not in found.model for name in found.state[fqn]]
+    lost: list[str] = []
+    for fqn in found.state:
+        if fqn not in found.model:  # a parameter that is saved under other names
+            lost += [f"optim.state.{fqn}.{name}" for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
         master = next((states[name] for name in _MASTERS if name in states), parameter)

@@ -51,20 +51,26 @@ def open(files: Files) -> Contents:
     held |= {re.sub(r"\.rank_\d+$", "", name) for name in held}
     lost = [name for name in _listed(items, source.label) if name not in held]
     if lost and not files.checking.lost:
-        what = f"it names {format_count(len(lost), 'tensor')}, such as {lost[0]!r}, that no file of a rank has"
+        count = format_count(len(lost), "tensor")
+        what = f"it names {count}, such as {lost[0]!r}, that no file of a rank has"
         files.checking.refuse(CorruptCheckpointError(f"{source.label}: {what}: {RESTORE}"))
     return with_others(contents, files, sections, [METADATA])
 
 
 def _listed(items: Mapping[Any, Any], where: str) -> list[str]:
-    """The keys of all tensors that the list has. Raises CorruptCheckpointError where it is malformed."""
+    """The keys of all tensors in the list.
+
+    Raises CorruptCheckpointError if it is malformed.
+    """
+    found = []
     try:
-        paths = [
-            (str(item), json.loads(path)) for item in items for path in items[item].get("nested_path_to_metadata", ())
-        ]
-        return [key_of((item, *path)) for item, path in paths]
+        for item, said in items.items():
+            for path in said.get("nested_path_to_metadata", ()):
+                found.append(key_of((str(item), *json.loads(path))))
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{where}: its list of tensors is malformed: {error}") from None
+        text = f"{where}: its list of tensors is malformed: {error}"
+        raise CorruptCheckpointError(text) from None
+    return found
 
 
 def _sections(files: Files, items: Mapping[Any, Any], world: int) -> list[Section]:
