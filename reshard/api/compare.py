@@ -51,7 +51,6 @@ from reshard.live.copy_streams import to_host
 from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import comparable, float64_is_exact
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import are_equal
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -68,6 +67,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.storage import Storage
+from reshard.stored.contents import are_equal
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 

@@ -24,7 +24,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
-from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run, run_in
+from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, kind_beside, refuse_first_step, refuse_run, run_in
 from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.dtypes import full_name
@@ -50,6 +50,8 @@ __all__ = ["ConvertReport", "convert"]
 
 _log = logging.getLogger("reshard")
 
+IN_REPORT = {"is_in_report": True}
+"""Marks records of the log whose text is in the report, too."""
 MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
@@ -246,7 +248,7 @@ def _run(
             _check_vacant(job, writer, storage, journal.names(), overwrite)
             for text in writer.contents.warnings:
                 if text not in state.warnings:
-                    _log.warning("%s: %s", storage.url, text)
+                    _log.warning("%s: %s", storage.url, text, extra=IN_REPORT)
             job_id = journal.begin(resume=resume)
         job_id = group.share(job_id if group.rank == 0 else None, kind=str)
         journal.holder = group.share(journal.holder, kind=WriterLease)
@@ -355,6 +357,10 @@ def _check_vacant(
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:
         foreign = next((f"data-{save_id}" for save_id in generations_in(storage)), None)
+    if foreign is None and not job.writing.is_one_file:
+        others = {name: size for name, size in names.items() if not name.startswith("convert-")}
+        kind = kind_beside(storage, others, job.format, job.writing.marks)
+        foreign = f"a checkpoint of the format {kind}" if kind else None
     if foreign is not None:
         raise FormatError(
             f"{storage.url} contains {foreign}, of another kind of checkpoint: the converted checkpoint "

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -282,6 +283,7 @@ def _first_word(storage: Storage, path: Any, options: SaveOptions, census: Globa
 def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
     """Write this rank's file and, on the first rank, publish. Leaves nothing behind if any rank fails."""
     group, generation = job.group, job.generation
+    is_new = group.rank == 0 and not os.path.exists(generation.storage.url)
     try:
         with phase("claim"):
             if group.rank == 0:
@@ -301,6 +303,9 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
                     generation.publish(files, [parts] if files and job.options.fingerprints else [])
     except BaseException as error:
         _clear(job, error)
+        if is_new:
+            with suppress(OSError):  # another save may have written there
+                os.rmdir(generation.storage.url)
         raise
     finally:
         release_lease(generation.save_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,11 +147,20 @@ def _format(given: str, onto: str | None, rule: list[str] | None) -> str:
 
 @contextmanager
 def _resumable() -> Iterator[None]:
+    log = logging.getLogger("reshard")
+    log.addFilter(_is_news)
     try:
         yield
     except KeyboardInterrupt:
         print("interrupted: run the same command to resume", file=sys.stderr)
         raise
+    finally:
+        log.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether the report does not say it, too."""
+    return not hasattr(record, "is_in_report")
 
 
 def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:

@@ -36,7 +36,11 @@ _Map = Annotated[
 ]
 _AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print JSON, one entry per tensor or object. A list of plain values is one object."),
+    typer.Option(
+        "--json",
+        help="Print JSON, one entry per tensor or object. A list of plain values is one object. "
+        "ok is for the checkpoint that covers names.",
+    ),
 ]
 _Histograms = Annotated[
     str,
@@ -203,6 +207,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
     return {
         "path": checkpoint.url,
         "ok": not problems,
+        "covers": checkpoint.url,
         "format": checkpoint.format,
         "world_size": layout.world_size,
         "total_bytes": sum(tensor.nbytes for tensor in checkpoint.values()) + array_bytes(checkpoint.objects),

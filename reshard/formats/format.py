@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "read_index",
+    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "not_opened",
+    "read_index",
 ]  # fmt: skip
 
 
@@ -44,6 +46,8 @@ class Writing:
     writer: Callable[[Contents, Target], FormatWriter]
     own: tuple[str, ...] = ()
     """Globs of `MARKS` that are of this format."""
+    marks: tuple[str, ...] = ()
+    """Files whose names alone identify it, if there are such."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
     """Of a format with names and shapes of its own: contents, which normalize to the first, as the
     writer takes them. The hints are the caller's, the text names the source in messages."""
@@ -128,6 +132,15 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
         files.checking.refuse(missing_files(url, indexes[0], len(named), missing, held))
         places = {key: file for key, file in places.items() if file not in missing}
     return files, label, places
+
+
+def not_opened(files: Files, opened: Iterable[str], glob: str = "*.safetensors") -> tuple[str, ...]:
+    """A warning that names the files that match, but were not opened."""
+    others = set(fnmatch.filter(files.listed, glob)).difference(opened)
+    if not others:
+        return ()
+    some = format_some(sorted(others), 1)
+    return (f"{some} was not opened: to open it, pass its path",)
 
 
 def missing_files(

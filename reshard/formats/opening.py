@@ -36,13 +36,13 @@ from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
-from reshard.stored.contents import Contents, has_dcp
+from reshard.stored.contents import DATA_FILE, Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
     "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
-    "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in", "step_of",
-    "step_path", "steps_at",
+    "kind_beside", "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in",
+    "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -404,9 +404,6 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             warning = f"{name} is the only file: if it is one stage of a pipeline, the other stages are missing"
             return replace(contents, warnings=(*contents.warnings, warning))
     unopened = [f"{name} beside {MANIFEST}" for name in beside] if format.name == "native" else []
-    if format.name == "safetensors":  # such as the later modules of sentence-transformers
-        below = {name for name in names if "/" in name and name.endswith(".safetensors")}
-        unopened = sorted(below.difference(source.name for source in contents.files))
     if not unopened:
         return contents
     warning = f"{format_some(unopened, 1)} was not opened: to open it, pass its path"
@@ -479,6 +476,26 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         f"Known formats are {known}. "
         "Files must keep the names that the framework gave them"
     )
+
+
+def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Collection[str]) -> str:
+    """The format of what is in a folder, if a checkpoint of the format `own` would not open there.
+
+    Args:
+        marks: names that it will have, if these alone show its format.
+    """
+    there = {name: size for name, size in names.items() if not is_temporary(name) and not DATA_FILE.fullmatch(name)}
+    found = [format for format in formats() if format.detect(storage, there)]
+    composite = next((format for format in found if format.is_composite), None)
+    if composite is not None and own not in (composite.name, "native"):
+        return composite.name
+    if own != "dcp" and has_dcp(there) and (composite is None or not composite.holds_dcp):
+        return "dcp"
+    after = {**there, **dict.fromkeys(marks, 1)} if marks and there else {}
+    found = [format for format in formats() if after and format.detect(storage, after)]
+    if any(format.is_composite for format in found):
+        return ""
+    return " and ".join(format.name for format in found if format.name != own)
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:

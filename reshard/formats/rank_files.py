@@ -44,8 +44,6 @@ _VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d
 _ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
 _OTHERS = (".pt", ".pth", ".bin", ".pkl", ".safetensors")
 _SECTIONS = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
-_COMPARED_BYTES = 1 << 16
-"""Plain tensors of one key in several ranks' files are compared up to this size, and taken for replicas beyond."""
 
 
 @dataclass
@@ -184,8 +182,7 @@ def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: 
 
 
 def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:
-    """Return True if all ranks hold the same value. Large tensors of one shape are taken for replicas without reading
-    them."""
+    """Return True if all ranks hold the same value."""
     ranks = sorted(leaves)
     first = leaves[ranks[0]]
     for rank in ranks[1:]:
@@ -196,8 +193,12 @@ def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool
             continue
         if (first.size, first.dtype) != (other.size, other.dtype):
             return False
-        if first.window(0).nbytes > _COMPARED_BYTES:
-            continue
+        written = files[ranks[0]].crc(first), files[rank].crc(other)
+        if replace(first, storage=other.storage) == other and None not in written:  # nothing need be read
+            if written[0] == written[1]:
+                continue
+            if first.window(0).nbytes == first.storage.nbytes:
+                return False
         a, b = files[ranks[0]].read(first), files[rank].read(other)
         if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
             return False

@@ -13,7 +13,7 @@ import msgspec
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format, Writing, at_top, check_index, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -79,7 +79,8 @@ def open(files: Files) -> Contents:
         return replace(open_files(files, found), warnings=(warning,))
     _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)
-    return replace(opened, warnings=(*opened.warnings, *_shards_not_there(found)))
+    warnings = (*opened.warnings, *_shards_not_there(found), *not_opened(files, found))
+    return replace(opened, warnings=warnings)
 
 
 def _shards_not_there(files: list[str]) -> tuple[str, ...]:
@@ -97,9 +98,10 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
-    contents = open_files(files, sorted({*weight_map.values()}))
+    found = sorted({*weight_map.values()})
+    contents = open_files(files, found)
     check_index(files, label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
-    return contents
+    return replace(contents, warnings=(*contents.warnings, *not_opened(files, found)))
 
 
 def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None]) -> None:
@@ -126,6 +128,11 @@ def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpoi
         have_numbers = {int(m[2]) for m in numbered if m}
         first = min(1, *have_numbers)  # some count from 0
         lost = [i for i in range(first, first + total) if i not in have_numbers]
+        if len(files) + len(lost) > total:
+            raise FormatError(
+                f"{url} has {len(files)} files whose names say that there are {total}, and no index that lists them: "
+                "move those of another save elsewhere"
+            )
         if lost:
             words = f"{len(lost)} of {total} files are missing, the first is number {lost[0]}"
             refuse(CorruptCheckpointError(f"{url}: {words}"))
@@ -347,7 +354,7 @@ class SafetensorsWriter(FormatWriter):
 
 
 def _writing() -> Writing:
-    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX))
+    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,))
 
 
 FORMAT = Format(

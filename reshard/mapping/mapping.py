@@ -70,7 +70,7 @@ class Mapping:
         """
         contents = checkpoint.contents
         for stage in self.stages:
-            contents = MappingStage(stage, contents, checkpoint.url).contents()
+            contents = MappingStage(Matcher(stage), contents, checkpoint.url).contents()
         known = checkpoint.contents
         mapped = Checkpoint(replace(contents, checking=known.checking, files=known.files), checkpoint.url)
         mapped.made = f"{checkpoint.made}{self}"
@@ -137,8 +137,10 @@ def between(source: Mapping, target: Mapping) -> Mapping:
 
 
 def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
-    """A mapping new name -> name in the checkpoint, as `load` takes it: names that it does not
-    mention stay.
+    """A mapping new name -> name in the checkpoint, as `load` takes it.
+
+    Names that it does not mention stay, except those of the optimizer states of what it renames.
+    Further names of one tensor are tied to its first.
 
     Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there twice.
     """
@@ -146,8 +148,24 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     unknown = [name for name in names.values() if name not in known]
     if unknown:
         raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which {checkpoint.url} does not have")
-    rules = [Rename(old, new) for new, old in names.items()]
-    return Mapping(rules).apply(checkpoint)
+    first: dict[str, str] = {}
+    for new, old in names.items():
+        first.setdefault(old, new)
+    made = MappingStage(_ExactMatcher(first), checkpoint.contents, checkpoint.url).contents()
+    aliases, paths = dict(made.aliases), dict(made.paths)
+    for new, old in names.items():
+        kept = first[old]
+        if new == kept:
+            continue
+        if kept in made.objects or new in made.tensors or new in made.objects or new in aliases:
+            raise KeyMismatchError(
+                f"{checkpoint.url}: two tensors or objects would be called {new!r}, or {old!r} is no tensor and would "
+                "have two names; rename one of them"
+            )
+        aliases[new], paths[new] = aliases.get(kept, kept), (new,)
+    renamed = Checkpoint(replace(made, aliases=aliases, paths=paths), checkpoint.url)
+    renamed.made = f"{checkpoint.made}{names}"
+    return renamed
 
 
 def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[str, View]:
@@ -186,9 +204,8 @@ def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[s
 class MappingStage:
     """One stage, applied to the contents of a checkpoint."""
 
-    def __init__(self, rules: Sequence[Rule], contents: Contents, url: str) -> None:
-        self.given, self.url = contents, url
-        self.matcher = Matcher(rules)
+    def __init__(self, matcher: Matcher, contents: Contents, url: str) -> None:
+        self.given, self.url, self.matcher = contents, url, matcher
         aliases = {a: b for a, b in contents.aliases.items() if a not in contents.tensors}
         self.tensors: dict[str, Callable[[], StoredTensor]] = {
             name: partial(contents.tensors.__getitem__, name) for name in contents.tensors
@@ -233,7 +250,7 @@ class MappingStage:
         )
 
     def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
-        if new in self.made or new in self.objects:
+        if new in self.made or new in self.objects or new in self.given.per_rank:
             raise KeyMismatchError(
                 f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}; "
                 "rename one of them"
@@ -576,6 +593,27 @@ class Matcher:
             tuple(hit.site for _, hit in hits),
             tuple(at for at, place in enumerate(wanted) if place not in of),
         )
+
+
+class _ExactMatcher(Matcher):
+    """Renames of names as they are: of tensors, objects, and optimizer states.
+
+    Rules are made when they match.
+    """
+
+    def __init__(self, names: Dict[str, str]) -> None:
+        super().__init__(())
+        self._names = names
+
+    def match_state(self, key: str) -> Hit | None:
+        return self.match(key)
+
+    def _best(self, found: Iterable[Site]) -> Hit | None:
+        for site in sorted(found, key=lambda site: site.is_state):  # a state may be named itself
+            if site.name in self._names and (site.is_state or not site.prefix):
+                rule = Rename(site.name, self._names[site.name])
+                return Hit(0, rule, site, {"": site.name}, 0)
+        return None
 
 
 def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean, format_names
+from reshard.live import plain_data
 from reshard.live.tree import nested
 from reshard.state import KeyPath, State, key_of
 from reshard.stored.checksums import Checking
@@ -18,7 +19,7 @@ from reshard.stored.tensor import StoredTensor
 
 __all__ = [
     "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "PlainValues", "Record",
-    "has_dcp", "make_record_type", "merge", "unknown_class",
+    "are_equal", "has_dcp", "make_record_type", "merge", "unknown_class",
 ]  # fmt: skip
 
 
@@ -302,6 +303,39 @@ def unknown_class(value: Any) -> str | None:
     """Return the class of the first record in nested values. Only its own code could restore it."""
     classes = (one if isinstance(one, type) else type(one) for one in nested(value))
     return next((cls.path for cls in classes if issubclass(cls, Record)), None)
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether two values of checkpoints are the same.
+
+    Records are if their classes are, and all that they hold is plain data and the same.
+    """
+    if plain_data.are_equal(a, b):
+        return True
+    try:
+        x, y = _described(a), _described(b)
+        plain_data.encode_plain(x)  # references to tensors are equal in files that differ
+        return plain_data.are_equal(x, y)
+    except (FormatError, RecursionError):
+        return False
+
+
+def _described(value: Any) -> Any:
+    """The value with dicts in place of records."""
+    if isinstance(value, Record):
+        return {
+            "class": value.path,
+            "args": _described(value.args),
+            "kwargs": _described(dict(value.kwargs)),
+            "state": _described(value.state),
+            "entries": _described([*value.entries]),
+            "elements": _described([*value.elements]),
+        }
+    if isinstance(value, dict):
+        return {key: _described(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_described, value))
+    return value
 
 
 # How torch.distributed.checkpoint names its files: to recognize them without importing

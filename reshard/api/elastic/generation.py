@@ -656,7 +656,8 @@ class GatherReport(Tabled):
     nbytes: int
     """Size of the data files in bytes."""
     skipped: tuple[str, ...] = ()
-    """Generations that are not earlier states of this one, and why they were not used."""
+    """Folders with nothing of a host; generations that are not earlier states of this one, and why they were not used.
+    """
 
     def __repr__(self) -> str:
         """One line."""

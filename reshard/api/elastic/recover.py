@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from planners.geometry.box import Box, Range
 from planners.geometry.byte_ranges import merge_ranges
-from planners.units import format_count
+from planners.units import format_count, format_some
 from reshard.api.elastic.generation import (
     GatherReport,
     GenerationFolder,
@@ -405,7 +405,21 @@ _PIECE_BYTES = 8 << 20
 
 def _shown(places: Sequence[Path]) -> str:
     """Folders, for an error."""
-    return ", ".join(f"{place}{'' if place.exists() else ' (no such folder)'}" for place in places) or "no folders"
+    return ", ".join(f"{place}{_no_host(place)}" for place in places) or "no folders"
+
+
+def _no_host(place: Path) -> str:
+    """Why a folder is not that of a host; "" if it may be."""
+    if not place.exists():
+        return " (no such folder)"
+    inner = [path.name for path in sorted(place.iterdir()) if path.is_dir() and kept_in(path)]
+    return f" (the hosts' folders are in it: {format_some(inner)})" if inner else ""
+
+
+def _of_no_host(places: Sequence[Path]) -> list[str]:
+    """What to say of folders that have nothing of a host."""
+    empty = [place for place in places if not kept_in(place)]
+    return [f"{place} has nothing that a host kept{_no_host(place)}" for place in empty]
 
 
 def gather(
@@ -466,8 +480,8 @@ def gather(
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
-    left = found.left_behind(wanted, (), step)
-    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, tuple(left))
+    left = (*_of_no_host(places), *found.left_behind(wanted, (), step))
+    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, left)
 
 
 class _CompareFile(NamedTuple):

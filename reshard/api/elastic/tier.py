@@ -254,14 +254,17 @@ class Tier:
         group = self._group()
         with group.together("clear"):
             self._settle()
-            hosts = self._meet(group)
-            if hosts.leads:
-                hosts.check_owner()
-                remove(hosts.folder)
-                LocalStorage(self.settings.folder).delete(f"{self.settings.host}/owner.json")
-                with suppress(OSError):  # where another host has its folder there, too
-                    self.settings.folder.rmdir()
-            self._known = None
+            self._leave(self._meet(group))
+
+    def _leave(self, hosts: Hosts) -> None:
+        """Remove what is in the folder of this host, and the claim to it."""
+        self._known = None
+        if hosts.leads:
+            hosts.check_owner()
+            remove(hosts.folder)
+            LocalStorage(self.settings.folder).delete(f"{self.settings.host}/owner.json")
+            with suppress(OSError):  # where another host has its folder there, too
+                self.settings.folder.rmdir()
 
     def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions, **more: object) -> _KeepJob:
         """Collective: the next generation, of which nothing is written yet."""
@@ -269,15 +272,17 @@ class Tier:
         _check_step(step)
         group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
         check_arguments(verb, state, self.settings.folder)
-        job, self._incarnation = _KeepJob.begin(
-            self.settings,
-            state,
-            step,
-            options,
-            group,
-            self._meet(group),
-            self._incarnation,
-        )
+        is_new = not (self.settings.folder / self.settings.host).exists()
+        hosts = self._meet(group)
+        try:
+            job, self._incarnation = _KeepJob.begin(
+                self.settings, state, step, options, group, hosts, self._incarnation
+            )
+        except BaseException:
+            if is_new:
+                with suppress(ReshardError):  # the first error is what the caller must see
+                    self._leave(hosts)
+            raise
         return job
 
     def _settle(self) -> None:

@@ -13,7 +13,7 @@ from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints, listed_in, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
-from reshard.formats.format import Widen, Writing
+from reshard.formats.format import Widen, Writing, at_top
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
 from reshard.stored.contents import Contents, Facts
@@ -130,7 +130,13 @@ class DeepSpeedWriter(ArchivesWriter):
                 out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """The files that name a folder."""
+        """The files that name a folder.
+
+        Raises FormatError in the folder of a tag, which they would not replace.
+        """
+        old = fnmatch.filter(at_top(names, "_states.pt"), "*rank_*")
+        if old:
+            raise FormatError(f"the target contains {old[0]}, of another checkpoint: choose an empty folder")
         return next((name for name in (_LATEST, "latest") if name in names), None)
 
 
@@ -159,6 +165,9 @@ def deepspeed_form(
     tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
     lost: list[str] = []
+    for fqn in found.state:
+        if fqn not in found.model:  # a parameter that is saved under other names
+            lost += [f"optim.state.{fqn}.{name}" for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
         master = next((states[name] for name in _MASTERS if name in states), parameter)

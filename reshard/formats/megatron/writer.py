@@ -177,8 +177,9 @@ def megatron_form(
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
     }
+    written = re.compile(r"optim\.(state\..*\.step|param_groups\..*)" if found.state else "")
     used = set(beside.values())
-    left = [key for key in contents.objects if key not in used and not key.startswith(("optim.", "model."))]
+    left = [key for key in contents.objects if key not in used and not written.fullmatch(key)]
     return Contents(
         tensors,
         aliases=aliases,

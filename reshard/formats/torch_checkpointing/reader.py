@@ -6,12 +6,16 @@ metadata.pkl                                  how many ranks there were, and how
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from reshard.errors import CorruptCheckpointError
+from planners.units import format_count
+from reshard.errors import RESTORE, CorruptCheckpointError
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
+from reshard.state import key_of
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files
@@ -35,28 +39,52 @@ def open(files: Files) -> Contents:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
         FormatError: DTensors that cannot be understood.
     """
-    sections = _sections(files)
-    return with_others(open_sections("torch_checkpointing", files, sections), files, sections, [METADATA])
-
-
-def _sections(files: Files) -> list[Section]:
-    """The items, of as many ranks as saved them.
-
-    Files of other ranks are of a save before.
-
-    Raises CorruptCheckpointError if an item of tensors has no files.
-    """
     source = files[METADATA]
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
     if not isinstance(items, dict) or type(world) is not int:
         raise CorruptCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+    sections = _sections(files, items, world)
+    contents = open_sections("torch_checkpointing", files, sections)
+    held = {*contents.tensors, *contents.objects}
+    held |= {re.sub(r"\.rank_\d+$", "", name) for name in held}
+    lost = [name for name in _listed(items, source.label) if name not in held]
+    if lost and not files.checking.lost:
+        count = format_count(len(lost), "tensor")
+        what = f"it names {count}, such as {lost[0]!r}, that no file of a rank has"
+        files.checking.refuse(CorruptCheckpointError(f"{source.label}: {what}: {RESTORE}"))
+    return with_others(contents, files, sections, [METADATA])
+
+
+def _listed(items: Mapping[Any, Any], where: str) -> list[str]:
+    """The keys of all tensors in the list.
+
+    Raises CorruptCheckpointError if it is malformed.
+    """
+    found = []
+    try:
+        for item, said in items.items():
+            for path in said.get("nested_path_to_metadata", ()):
+                found.append(key_of((str(item), *json.loads(path))))
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        text = f"{where}: its list of tensors is malformed: {error}"
+        raise CorruptCheckpointError(text) from None
+    return found
+
+
+def _sections(files: Files, items: Mapping[Any, Any], world: int) -> list[Section]:
+    """The items, of as many ranks as saved them.
+
+    Files of other ranks are of a save before.
+
+    Raises CorruptCheckpointError if an item of tensors has no files.
+    """
     named = {file: match for file in files.listed if (match := ITEM.fullmatch(file))}
     saved = {file: 0 for file, match in named.items() if int(match["rank"]) < world}
     known = {section.name: section for section in sections_of(saved, [ITEM]).values()}
     for item in map(str, items):
         if item not in known:
-            raise CorruptCheckpointError(f"{source.label} names {item!r}, but there is no file {item}_0.pt")
+            raise CorruptCheckpointError(f"{files[METADATA].label} names {item!r}, but there is no file {item}_0.pt")
         known[item].world_size = world
     return list(known.values())

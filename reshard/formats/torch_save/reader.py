@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, at_top, check_index, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -51,6 +51,12 @@ class TorchFile:
     source: Source
     value: Any
     place: Callable[[TensorRef], Extent]
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """CRC-32 of each record of an archive, by name."""
+
+    def crc(self, ref: TensorRef) -> int | None:
+        """The CRC-32 that was written with the storage of a tensor; None if there is none."""
+        return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
         """A tensor of the file, read."""
@@ -97,7 +103,7 @@ def _read_torch_file(source: Source) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
-        return TorchFile(source, archive.value(), archive.place)
+        return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
         return _read_stream(source)
     if looks_like_torch_file(head):
@@ -286,7 +292,8 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
         for key in (*part.tensors, *part.objects):
             held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
     check_index(files, label, weight_map, held)
-    return merge("torch_save", parts)
+    merged = merge("torch_save", parts)
+    return replace(merged, warnings=(*merged.warnings, *not_opened(files, weight_map.values(), "*-of-*.bin")))
 
 
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:

@@ -106,3 +106,33 @@ def test_damage_among_small_neighbors(tmp_path: Path) -> None:
     assert len(report.damaged) <= (64 << 10) // 2048 + 1
     assert {finding.fqn for finding in report.findings} == report.damaged.keys()
     assert all("were changed since they were written" in error for error in report.damaged.values())
+
+
+class Scaler:
+    """Of a class that a checkpoint's reader does not know."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scaler, (1,), {"state": self.state}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "are_equal"),
+    [
+        (Scaler(1), Scaler(1), True),
+        (Scaler(1), Scaler(2), False),
+        (Scaler(1), Scaler(True), False),
+        (Scaler(1), 1, False),
+        ([Scaler({"x": [Scaler(1)]})], [Scaler({"x": [Scaler(1)]})], True),
+        ([Scaler({"x": [Scaler(1)]})], [Scaler({"x": [Scaler(2)]})], False),
+        (Scaler(W), Scaler(W + 1), False),
+    ],
+)
+def test_objects_of_unknown_classes(a: Any, b: Any, are_equal: bool, tmp_path: Path) -> None:
+    """Two are equal if all that they hold is plain data, and equal."""
+    for name, value in (("a", a), ("b", b)):
+        torch.save({"w": W, "x": value}, tmp_path / f"{name}.pt")
+    assert reshard.compare(tmp_path / "a.pt", tmp_path / "b.pt").ok == are_equal
+    assert reshard.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").ok == are_equal

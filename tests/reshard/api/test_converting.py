@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
 from tests.samples import sample, truth
-from tests.states import every_dtype
+from tests.states import every_dtype, trained
 from tests.torch_releases import load_alone, save_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
@@ -376,6 +377,25 @@ def test_names_shapes_dtypes_and_selection_at_once(saved: Path, tmp_path: Path) 
     assert reshard.verify(tmp_path / "c").ok
 
 
+def test_a_dict_of_names_renames_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    """Two new names of one tensor are tied, objects are renamed, too, and states follow their parameter."""
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    optim = {"state": {"w": {"m": c}}, "param_groups": [{"params": ["w"]}]}
+    reshard.save({"w": a, "model": {"w": b}, "optim": optim, "epoch": 3}, tmp_path / "saved")
+
+    names = {"x": "w", "y": "w", "age": "epoch", "model.v": "model.w"}
+    reshard.convert(tmp_path / "saved", tmp_path / "c", mapping=names)
+
+    made = reshard.open(tmp_path / "c")
+    values = {name: made[name][0].item() for name in (*made, *made.aliases)}
+    assert values == {"x": 0.0, "y": 0.0, "model.v": 1.0, "optim.state.x.m": 2.0}
+    assert (dict(made.aliases), made.objects["age"], "epoch" in made.objects) == ({"y": "x"}, 3, False)
+    assert made.objects["optim.param_groups.0.params.0"] == "x"
+    for twice in ({"epoch": "w"}, {"w": "epoch"}, {"x": "w", "epoch": "w"}):
+        with pytest.raises(KeyMismatchError, match="two tensors or objects would be called"):
+            reshard.convert(tmp_path / "saved", tmp_path / "never", mapping=twice)
+
+
 def test_a_keeper_that_is_left_out_has_an_heir(saved: Path, tmp_path: Path) -> None:
     reshard.convert(saved, tmp_path / "c", select="model.head")
 
@@ -625,6 +645,39 @@ def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_ther
         with pytest.raises(FormatError, match=r"another kind of checkpoint.*Choose an empty folder"):
             reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
         assert list(reshard.open(target)) == ["other"]
+
+
+FRAMEWORKS = [
+    "accel_fsdp2_w2/ckpt",
+    "dcp_writer_variants_w2/ckpt/no_collectives",
+    "ds_z1_w2/ckpt/global_step2",
+    "ds_z1_w2/ckpt_universal",
+    "fsdp1_flat_w2/ckpt/sharded_dcp",
+    "light_fsdp_w2/ckpt/last.ckpt",
+    "mcore_legacy_tp2_pp2/ckpt",
+    "mcore_tp1/ckpt/iter_0000002",
+    "pt_dtensor_2x2/ckpt",
+    "tckpt_fsdp2_w2/ckpt",
+]
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors", "torch_checkpointing", "megatron", "deepspeed"])
+def test_what_a_framework_left_is_not_mixed_with_what_is_written(format: Any, tmp_path: Path) -> None:
+    """It hid what was written, which nothing said, or the two could not be told from one another."""
+    reshard.save(trained(), tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "alone", format=format)
+    wanted = reshard.open(tmp_path / "alone")
+    for name in FRAMEWORKS:
+        for overwrite in (False, True):
+            target = tmp_path / name.replace("/", "-") / str(overwrite)
+            shutil.copytree(sample(name), target)
+            before = reshard.open(target)
+            try:
+                reshard.convert(tmp_path / "saved", target, format=format, overwrite=overwrite)
+            except FormatError:
+                assert list(reshard.open(target)) == list(before)
+            else:
+                assert list(reshard.open(target)) == list(wanted)
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])

@@ -312,6 +312,28 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
         reshard.elastic.gather(places, tmp_path / "out")
 
 
+def test_a_refused_save_leaves_no_folder_where_none_was(tmp_path: Path) -> None:
+    tier = reshard.elastic.Tier(tmp_path / "run", host="a", copies=0)
+    for refused in ({"w": object()}, {"w": torch.empty(2, device="meta")}):
+        for save in (tier.save, tier.async_save):
+            with pytest.raises(CheckpointError, match="'w'"):
+                save(refused, 1)
+            assert not (tmp_path / "run").exists()
+    tier.save({"w": torch.ones(2)}, 1)
+    with pytest.raises(CheckpointError, match="'w'"):
+        tier.save({"w": object()}, 2)
+    assert reshard.elastic.gather([tmp_path / "run" / "a"], tmp_path / "out").step == 1
+
+
+def test_folders_of_no_host_are_named_where_the_others_suffice(tmp_path: Path) -> None:
+    kept(tmp_path / "run", 1)
+    places = [tmp_path / "run" / host for host in ("a", "b", "c", "d")]
+
+    report = reshard.elastic.gather(places, tmp_path / "out")
+
+    assert report.skipped == (f"{tmp_path}/run/d has nothing that a host kept (no such folder)",)
+
+
 def test_a_gathering_that_replaces_a_checkpoint_leaves_no_index_of_it(tmp_path: Path) -> None:
     kept(tmp_path / "run", 1)
     reshard.save({"w": torch.ones(3)}, tmp_path / "out")
@@ -354,7 +376,8 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
-    with pytest.raises(CheckpointNotFoundError, match=rf"checkpoint in {tmp_path}/run\. Give the folder of each host"):
+    inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Give the folder of each host"
+    with pytest.raises(CheckpointNotFoundError, match=inside):
         reshard.elastic.gather([tmp_path / "run"], tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         run(["gather", *map(str, places), str(tmp_path / "out")])

@@ -211,9 +211,10 @@ def test_an_optimizer_in_files_for_hugging_face_is_told(say, tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "other")
 
 
-def test_each_note_is_a_line(say, tmp_path: Path) -> None:
+def test_each_note_is_a_line(say, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reshard.save({"model": {"w": torch.ones(2, 2)}, "optim": {"state": {}, "param_groups": []}}, tmp_path / "a")
     said = say("convert", tmp_path / "a", tmp_path / "mega", "-f", "megatron")
+    assert not caplog.records  # nothing is said again on stderr
     report = reshard.convert(tmp_path / "a", tmp_path / "again", format="megatron")
     assert said.out.splitlines()[-len(report.warnings) :] == [f"note  {text}" for text in report.warnings]
 

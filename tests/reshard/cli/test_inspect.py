@@ -363,6 +363,7 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert f"{first.path}, the newest complete checkpoint\nformat native, 1 tensor" in shown.out
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
+    assert (told["ok"], told["covers"]) == (True, first.path)
     [passed] = told["newest"]["warnings"]
     assert passed.startswith("checkpoint/step-20 is newer but was skipped")
     assert told["newest"] | {"warnings": []} == json.loads(say("inspect", first.path, "--json").out)

@@ -113,3 +113,31 @@ def test_what_the_format_cannot_hold(change: Any, words: str, tmp_path: Path) ->
         reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed")
     with pytest.raises(ReshardError):
         reshard.open(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("format", ["deepspeed", "megatron"])
+def test_states_that_are_no_tensors_or_of_no_parameter_are_written_or_named(format: Any, tmp_path: Path) -> None:
+    made = trained()
+    states = made["optim"]["state"]
+    fused = {name: value.clone() for name, value in states["mlp.weight"].items()}
+    states["mlp.fused"] = fused  # as torchtitan has it, whose parameter is saved in parts
+    made["optim"]["param_groups"][0]["params"].append("mlp.fused")
+    for state in states.values():
+        state["note"] = 0.5
+    reshard.save(made, tmp_path / "saved")
+
+    report = reshard.convert(tmp_path / "saved", tmp_path / "theirs", format=format)
+
+    found = reshard.open(tmp_path / "theirs").normalized()["optim"]["state"]
+    there = {f"optim.state.{fqn}.{name}" for fqn, of in found.items() for name in of}
+    wanted = {f"optim.state.{fqn}.{name}" for fqn, of in states.items() for name in of}
+    assert wanted - there == {*report.omitted} & wanted
+    assert {f"optim.state.{fqn}.note" for fqn in states} <= {*report.omitted}
+
+
+def test_settings_of_an_optimizer_without_states_are_named_where_megatron_has_no_place(tmp_path: Path) -> None:
+    made = trained()
+    made["optim"]["state"] = {}
+    reshard.save(made, tmp_path / "saved")
+    report = reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="megatron")
+    assert "optim.param_groups.0.lr" in report.omitted

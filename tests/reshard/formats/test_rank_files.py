@@ -122,6 +122,26 @@ def test_plain_values_of_several_ranks(tmp_path: Path) -> None:
     assert same(checkpoint["model.rng.rank_1"][...], torch.tensor([1]))
 
 
+@pytest.mark.parametrize("has_crc", [True, False])
+def test_large_plain_tensors_are_one_only_if_all_ranks_have_the_same(has_crc: bool, tmp_path: Path) -> None:
+    """Such as the parts of a tensor that each rank saved as a plain one."""
+    large = torch.arange(30_000.0)
+    crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(has_crc)
+    try:
+        values = [{"same": large, "turned": large.view(100, 300), "part": large + rank} for rank in range(2)]
+        values[1]["turned"] = large.view(100, 300).T.contiguous().T
+        ranks(tmp_path, *values)
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+
+    opened = open_checkpoint(tmp_path)
+
+    assert sorted(opened) == ["model.part.rank_0", "model.part.rank_1", "model.same", "model.turned"]
+    assert same(opened["model.part.rank_1"][...], large + 1)
+    assert same(opened["model.turned"][...], large.view(100, 300))
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_items_of_a_sequence_that_differ(kind: type, tmp_path: Path) -> None:
     """As states of random generators do: an item that differs is a dict of what each rank has."""

@@ -87,6 +87,36 @@ def test_indexes_that_lie(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_files_that_an_index_does_not_name_are_told(tmp_path: Path) -> None:
+    """Transformers opens `model.safetensors` where there is one, and an index may name too few files."""
+    indexed(tmp_path)
+    save_file({"c": A}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        warned = open_checkpoint(path).warnings
+        assert warned == ("model.safetensors was not opened: to open it, pass its path",)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).warnings[0].startswith("model-00002-of-00002.safetensors was not opened")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "model-00002-of-00002.safetensors").rename(tmp_path / "below" / "b.safetensors")
+    index["weight_map"]["b"] = "below/b.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
+    assert not open_checkpoint(tmp_path).warnings
+
+
+def test_more_numbered_files_than_their_names_say_are_refused(tmp_path: Path) -> None:
+    indexed(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for other in ("model-00003-of-00002", "model-00000-of-00002", "model-2-of-2"):
+        save_file({"c": A}, tmp_path / f"{other}.safetensors")
+        with pytest.raises(FormatError, match="has 3 files whose names say that there are 2"):
+            open_checkpoint(tmp_path)
+        (tmp_path / f"{other}.safetensors").unlink()
+    check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
+
+
 def test_missing_files_without_an_index(tmp_path: Path) -> None:
     for i in (1, 3):
         save_file({f"k{i}": A}, tmp_path / f"model-0000{i}-of-00003.safetensors")

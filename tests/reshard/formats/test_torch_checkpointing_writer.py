@@ -182,3 +182,13 @@ def test_one_value_is_refused(value: Any, tmp_path: Path) -> None:
 
     with pytest.raises(FormatError, match="the checkpoint is one value"):
         reshard.convert(tmp_path / "a.pt", tmp_path / "out", format=FORMAT)
+
+
+def test_files_without_the_tensors_that_the_list_names_are_refused(tmp_path: Path) -> None:
+    """Such as those of two items exchanged, or an older save's."""
+    folder = written({"model": {"w": torch.ones(4)}, "optim": {"m": torch.ones(7)}}, tmp_path)
+    (folder / "model_0.pt").write_bytes((folder / "optim_0.pt").read_bytes())
+
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl: it names 1 tensor, such as 'model\.w', that"):
+        reshard.open(folder)
+    assert not reshard.verify(folder).ok
