@@ -16,6 +16,7 @@ import pytest
 
 import reshard
 from docs.reference_extension import _names, _public
+from docs.site_pages import labeled, on_page_content
 from tests.test_readme import ROOT
 
 
@@ -103,3 +104,20 @@ def test_the_tutorial_prints_what_the_page_shows(tmp_path: Path, monkeypatch: py
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
         assert printed.getvalue() == "".join("".join(output["text"]) for output in cell["outputs"])
     assert len(programs) == 8
+
+
+def test_cells_of_tables_for_reading_know_their_column() -> None:
+    """A narrow screen shows their rows as lists."""
+    head = (
+        '<table>\n<thead>\n<tr>\n<th>Call "x"</th>\n<th style="text-align: left;"><code>T</code></th>\n</tr>\n</thead>'
+    )
+    text = f"{head}<tr>\n<td>save</td>\n<td><b>a sentence</b>\nthat has to be read, not compared</td>\n</tr></table>"
+    numbers = f"{head}<tr><td>1</td><td>2</td></tr></table>"
+
+    shown = labeled(text)
+
+    assert '<td data-head="Call &quot;x&quot;">save</td>' in shown
+    assert '<td data-head="T"><b>a sentence</b>\n' in shown
+    assert re.sub(' data-head="[^"]*"', "", shown) == text
+    assert on_page_content(f"<p>{numbers}</p>") == f"<p>{numbers}</p>"
+    assert on_page_content(f"<p>{text}</p>") == f"<p>{shown}</p>"
