@@ -31,6 +31,7 @@ _FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(ht
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
 _CELL = re.compile(r"<(t[hd])\b(.*?)</\1>", re.DOTALL)
+_IMAGE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 _SENTENCE = 30
 """A table with a longer cell than this many characters is for reading; others compare numbers."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -62,7 +63,10 @@ def as_page(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to where those pages and their neighbors are on the site; other links lead to the start."""
+    """Links to where those pages and their neighbors are on the site; other links lead to the start. A search finds
+    the pages for developers last."""
+    if any(section.title == "Developers" for section in page.ancestors):
+        page.meta["search"] = {"boost": 0.01}
     source = FROM_ROOT.get(page.file.src_uri)
     if source and source.endswith(".py"):
         return markdown
@@ -86,8 +90,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """On a narrow screen, the rows of tables for reading are lists: each cell says which column it is of."""
-    return _TABLE.sub(lambda table: labeled(table[0]), html)
+    """On a narrow screen, the rows of tables for reading are lists: each cell says which column it is of. Pictures
+    link to themselves, to be seen in full size."""
+    return _IMAGE.sub(r'<a href="\1">\g<0></a>', _TABLE.sub(lambda table: labeled(table[0]), html))
 
 
 def labeled(table: str) -> str:

@@ -121,3 +121,8 @@ def test_cells_of_tables_for_reading_know_their_column() -> None:
     assert re.sub(' data-head="[^"]*"', "", shown) == text
     assert on_page_content(f"<p>{numbers}</p>") == f"<p>{numbers}</p>"
     assert on_page_content(f"<p>{text}</p>") == f"<p>{shown}</p>"
+
+
+def test_pictures_lead_to_their_full_size() -> None:
+    image = '<img alt="a page" src="../page.webp" width="720" />'
+    assert on_page_content(f"<p>{image}</p>") == f'<p><a href="../page.webp">{image}</a></p>'
