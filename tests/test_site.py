@@ -39,6 +39,19 @@ def test_every_option_has_its_default_as_a_value(package: griffe.Module, verb: s
     assert {name: eval(shown[name]) for name in plain} == plain
 
 
+def test_classes_that_a_page_calls_show_how(package: griffe.Module) -> None:
+    def called(name: str) -> bool:
+        return "called" in package[name].final_target.labels
+
+    assert all(
+        map(called, ["CheckpointManager", "Keep", "Mapping", "StateDictOptions", "mapping.Rename", "elastic.Tier"])
+    )
+    assert not any(map(called, ["SaveReport", "Checkpoint", "PendingSave", "mapping.Rule"]))
+    manager = {one.name: one.default for one in package["CheckpointManager"].final_target.parameters}
+    assert (manager["keep"], manager["preemption"]) == ("Keep()", "Preemption()")
+    assert [one.name for one in package["mapping.Rename"].final_target.parameters][1:] == ["source", "target"]
+
+
 def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     save = package["save"].final_target.docstring
     destinations = package["optimizer_destinations"].final_target.docstring
