@@ -291,8 +291,8 @@ def _listing(name: str, title: str, heads: str, rows: Sequence[str], count: int)
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names without their numbers, columns the first number, which is most often that of
-    the layer; a cell is the worst of its tensors, which have elements. Rows that differ most come first."""
+    """Rows are names without their numbers, columns the first number, most often the layer; a
+    cell is the worst of its tensors, which have elements. Rows that differ most come first."""
     numbered = {name: re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name) for name in measures}
     top = max((int(numbers[0]) for numbers in numbered.values() if numbers), default=0)
     step = top // _MAP_COLUMNS + 1
