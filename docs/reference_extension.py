@@ -14,6 +14,8 @@ import griffe
 
 _MODULES = ("elastic", "errors", "mapping")
 _PAGES = Path(__file__).parent
+_MADE = set(re.findall(r"\b([A-Z]\w+)\(", "".join(map(Path.read_text, _PAGES.glob("reference/*.md")))))
+"""The classes that a page calls."""
 _SECTION = re.compile(r"^([ \t]*Raises) \((.+)\):$", re.MULTILINE)
 _TAG = re.compile(r"`[^`]*`|<(\w+)>")
 _RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
@@ -27,6 +29,7 @@ class Reference(griffe.Extension):
         """Every public function, class and method of the package and of its modules with public names."""
         if pkg.path != "planners" and "planners" not in loader.modules_collection:
             loader.load("planners")  # some public names of this package are defined there
+        griffe.DataclassesExtension().on_package(pkg=pkg)
         for module in (pkg, *(pkg.members[name] for name in _MODULES if name in pkg.members)):
             for path, found in _public(module, module.path, _names(module.path)):
                 if found.docstring:
@@ -34,6 +37,8 @@ class Reference(griffe.Extension):
                     found.docstring.value = _PAGE.sub(_link, text)
                 if found.is_function:
                     _complete(found, pkgutil.resolve_name(path))
+                elif found.is_class:
+                    _show_call(found, pkgutil.resolve_name(path))
 
 
 def _names(module: str) -> list[str]:
@@ -53,6 +58,18 @@ def _public(parent: Any, path: str, names: Iterable[str]) -> Iterator[tuple[str,
         if found.is_class:
             members = [each for each in found.members if not each.startswith("_") or each == "__init__"]
             yield from _public(found, f"{path}.{name}", members)
+
+
+def _show_call(made: griffe.Class, value: Any) -> None:
+    """A class shows how it is called if a page calls it; others are what calls return."""
+    if made.name in _MADE and not inspect.isabstract(value):
+        made.labels.add("called")  # the template asks for it
+    if "__new__" in made.members:
+        made.members["__init__"] = made.members["__new__"]
+    init = made.members.get("__init__")
+    for parameter in list(init.parameters) if isinstance(init, griffe.Function) else ():
+        if parameter.name.startswith("_"):
+            del init.parameters[parameter.name]
 
 
 def _complete(function: griffe.Function, value: Any) -> None:
@@ -81,11 +98,13 @@ def _as_title(section: re.Match[str]) -> str:
 
 
 def _shown(default: Any, source: str) -> str:
-    """A number, text or the like as it is written; of all else, what the source says."""
+    """A number, text or the like as it is written; of all else, what the source says, or how it is made."""
     if type(default) is int and default > 9999:
         return f"{default:_}"
+    if source.startswith("_") and default == type(default)():
+        return f"{type(default).__name__}()"
     plain = isinstance(default, bool | int | float | str | tuple) or default is None
-    return repr(default) if plain else source
+    return repr(default) if plain and "<" not in repr(default) else source
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -28,6 +28,12 @@ FROM_ROOT = {
 }
 """Page of the site -> file in the repository."""
 _FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(https?:[^\" >]+)")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
+_CELL = re.compile(r"<(t[hd])\b(.*?)</\1>", re.DOTALL)
+_IMAGE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
+_SENTENCE = 30
+"""A table with a longer cell than this many characters is for reading; others compare numbers."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -57,7 +63,10 @@ def as_page(notebook: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to where those pages and their neighbors are on the site; other links lead to the start."""
+    """Links to where those pages and their neighbors are on the site; other links lead to the start. A search finds
+    the pages for developers last."""
+    if any(section.title == "Developers" for section in page.ancestors):
+        page.meta["search"] = {"boost": 0.01}
     source = FROM_ROOT.get(page.file.src_uri)
     if source and source.endswith(".py"):
         return markdown
@@ -78,6 +87,30 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     terms = "" if page.file.src_uri == "glossary.md" else f"\n\n[Glossary of terms]({'../' * depth}glossary.md)\n"
     return _LINK.sub(moved, markdown) + terms
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """On a narrow screen, the rows of tables for reading are lists: each cell says which column it is of. Pictures
+    link to themselves, to be seen in full size."""
+    return _IMAGE.sub(r'<a href="\1">\g<0></a>', _TABLE.sub(lambda table: labeled(table[0]), html))
+
+
+def labeled(table: str) -> str:
+    """The table with the heading of its column in each cell, if it has sentences."""
+    rows = [[text_of(cell[0]) for cell in _CELL.finditer(row[0])] for row in _ROW.finditer(table)]
+    if not any(len(text) > _SENTENCE for row in rows[1:] for text in row):
+        return table
+
+    def row_of(match: re.Match[str]) -> str:
+        heads = iter(rows[0])
+        return _CELL.sub(lambda cell: f'<{cell[1]} data-head="{next(heads, "")}"{cell[2]}</{cell[1]}>', match[0])
+
+    return _ROW.sub(row_of, table)
+
+
+def text_of(html: str) -> str:
+    """What a person sees of an element, fit for an attribute."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", html)).strip().replace('"', "&quot;")
 
 
 def on_post_build(config: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import reshard
 from docs.reference_extension import _names, _public
+from docs.site_pages import labeled, on_page_content
 from tests.test_readme import ROOT
 
 
@@ -36,6 +37,19 @@ def test_every_option_has_its_default_as_a_value(package: griffe.Module, verb: s
     plain = {name: one.default for name, one in known.items() if isinstance(one.default, bool | int | float | str)}
     assert len(plain) > 4
     assert {name: eval(shown[name]) for name in plain} == plain
+
+
+def test_classes_that_a_page_calls_show_how(package: griffe.Module) -> None:
+    def called(name: str) -> bool:
+        return "called" in package[name].final_target.labels
+
+    assert all(
+        map(called, ["CheckpointManager", "Keep", "Mapping", "StateDictOptions", "mapping.Rename", "elastic.Tier"])
+    )
+    assert not any(map(called, ["SaveReport", "Checkpoint", "PendingSave", "mapping.Rule"]))
+    manager = {one.name: one.default for one in package["CheckpointManager"].final_target.parameters}
+    assert (manager["keep"], manager["preemption"]) == ("Keep()", "Preemption()")
+    assert [one.name for one in package["mapping.Rename"].final_target.parameters][1:] == ["source", "target"]
 
 
 def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
@@ -103,3 +117,25 @@ def test_the_tutorial_prints_what_the_page_shows(tmp_path: Path, monkeypatch: py
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
         assert printed.getvalue() == "".join("".join(output["text"]) for output in cell["outputs"])
     assert len(programs) == 8
+
+
+def test_cells_of_tables_for_reading_know_their_column() -> None:
+    """A narrow screen shows their rows as lists."""
+    head = (
+        '<table>\n<thead>\n<tr>\n<th>Call "x"</th>\n<th style="text-align: left;"><code>T</code></th>\n</tr>\n</thead>'
+    )
+    text = f"{head}<tr>\n<td>save</td>\n<td><b>a sentence</b>\nthat has to be read, not compared</td>\n</tr></table>"
+    numbers = f"{head}<tr><td>1</td><td>2</td></tr></table>"
+
+    shown = labeled(text)
+
+    assert '<td data-head="Call &quot;x&quot;">save</td>' in shown
+    assert '<td data-head="T"><b>a sentence</b>\n' in shown
+    assert re.sub(' data-head="[^"]*"', "", shown) == text
+    assert on_page_content(f"<p>{numbers}</p>") == f"<p>{numbers}</p>"
+    assert on_page_content(f"<p>{text}</p>") == f"<p>{shown}</p>"
+
+
+def test_pictures_lead_to_their_full_size() -> None:
+    image = '<img alt="a page" src="../page.webp" width="720" />'
+    assert on_page_content(f"<p>{image}</p>") == f'<p><a href="../page.webp">{image}</a></p>'

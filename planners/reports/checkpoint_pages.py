@@ -137,8 +137,8 @@ def difference_page(
     other = [name for name, measure in measures.items() if measure.differing]
     elements = sum(m.elements for m in measures.values())
     differing = sum(m.differing for m in measures.values())
-    # of tensors with several elements, if one of them differs: a step count differs by more than any weight
-    most = max(other, key=lambda name: (measures[name].elements > 1, measures[name].largest), default=None)
+    several = {name: m for name, m in measures.items() if m.elements > 1}  # a step count differs by more than a weight
+    most = max(other, key=lambda name: (name in several, measures[name].largest), default=None)
     figures = [
         ("tensors compared", f"{len(measures):,}"),
         ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
@@ -146,16 +146,13 @@ def difference_page(
         ("largest difference", f"{measures[most].largest:.4g} (in {most})" if most is not None else "0"),
         ("other differences", f"{len(findings):,}"),
     ]
-    worst = sorted(  # step counts last, which differ by more than any weight
-        other,
-        key=lambda name: (measures[name].elements < 2, -measures[name].odd, -measures[name].relative, name),
-    )
+    worst = sorted(other, key=lambda name: (name not in several, -measures[name].odd, -measures[name].relative, name))
     rows = [[name, *measures[name]] for name in worst[:_MAX_ROWS]]
     alike = not other and not findings
     words = "No difference was found" if alike else "They differ"
     return _page(
         "difference",
-        {"map": _map(measures), "rows": rows, "left": len(worst) - len(rows)},
+        {"map": _map(several), "rows": rows, "left": len(worst) - len(rows)},
         title=escape(title),
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
         verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
@@ -294,8 +291,8 @@ def _listing(name: str, title: str, heads: str, rows: Sequence[str], count: int)
 
 
 def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
-    """Rows are names without their numbers, columns the first number, which is most often that of
-    the layer; a cell is the worst of its tensors. Rows that differ most come first."""
+    """Rows are names without their numbers, columns the first number, most often the layer; a
+    cell is the worst of its tensors, which have elements. Rows that differ most come first."""
     numbered = {name: re.findall(r"(?:^|\.)(\d{1,6})(?=\.|$)", name) for name in measures}
     top = max((int(numbers[0]) for numbers in numbered.values() if numbers), default=0)
     step = top // _MAP_COLUMNS + 1
@@ -304,8 +301,6 @@ def _map(measures: Mapping[str, Measure]) -> dict[str, Any]:
         column = int(numbered[name][0]) // step if numbered[name] else -1
         row = cells.setdefault(re.sub(r"(^|\.)\d{1,6}(?=\.|$)", r"\1*", name), {})
         *before, count = row.get(column, [0.0, 0.0, 0.0, 0, 0])
-        share = m.differing / m.elements if m.elements else 0.0
-        row[column] = [*map(max, before, (m.relative, m.largest, share, m.odd)), count + 1]
-    kept = sorted(cells, key=lambda row: -max(cell[0] + cell[3] for cell in cells[row].values()))[:_MAP_ROWS]
-    rows = [[pattern, cells[pattern]] for pattern in kept]
+        row[column] = [*map(max, before, (m.relative, m.largest, m.differing / m.elements, m.odd)), count + 1]
+    rows = sorted(cells.items(), key=lambda row: -max(cell[0] + cell[3] for cell in row[1].values()))[:_MAP_ROWS]
     return {"rows": rows, "step": step, "columns": top // step + 1, "left": len(cells) - len(rows)}

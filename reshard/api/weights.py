@@ -179,19 +179,19 @@ class WeightSource:
 
         Args:
             state: this rank's part of the model's state dict.
-            mapping: from its names and shapes to those that the engine loads, with fused weights or
-                without: `reshard.mapping.families.ready`.
-            dtype: of what is given, for tensors of floating-point numbers.
-            bucket_bytes: the most that a bucket holds; a larger tensor has a bucket of its own.
-            everyone: give all buckets to every rank, and not only to the first of the group.
-            layouts: gives the layout of a tensor over the ranks if each is to get its shard of it;
-                None for a full tensor. All ranks get buckets then.
-            delta: keep a copy of what a pass gave in the memory of the CPU, where it was given. Later
-                passes give only tensors that changed; `WeightBucket.changes` has their elements.
-            process_group: the ranks of the trainer.
+            mapping: from the model's names and shapes to those that the engine loads, such as
+                `ready(config, "torchtitan", "vllm")`.
+            dtype: convert floating-point tensors to this dtype.
+            bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
+            everyone: give all buckets to every rank, not only to the first of the group.
+            layouts: a function of a tensor's spec that returns its layout over the ranks, if each
+                rank gets only its shard, or None for the full tensor. All ranks then get buckets.
+            delta: keep a copy of each pass in host memory where buckets arrive. Later passes yield
+                only tensors that changed; `WeightBucket.changes` lists the elements.
+            process_group: the ranks of the trainer. Default: the default group.
 
-        Replicas are compared in the first pass. Raises KeyMismatchError for a state without any
-        tensor; as `Mapping.views` does.
+        The first pass compares replicas. Raises KeyMismatchError for a state without tensors, and
+        the errors of `Mapping.views`.
         """
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")

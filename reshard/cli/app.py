@@ -103,7 +103,7 @@ class _Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         params: list[Any] = self.get_params(ctx)
-        given = [(param.metavar, param.help) for param in params if param.param_type_name == "argument"]
+        given = [(param.metavar, param.help or "") for param in params if param.param_type_name == "argument"]
         return _help_text(
             f"{ctx.command_path} [OPTIONS] {' '.join(word for word, _ in given)}",
             self.help or "",

@@ -96,7 +96,10 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
         if len(sign) > indent - 4:  # which would leave no gap
             yield lead.rstrip()
             lead = " " * indent
-        yield textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * indent, break_on_hyphens=False)
+        wrapped = textwrap.fill(
+            text, width, initial_indent=lead, subsequent_indent=" " * indent, break_on_hyphens=False
+        )
+        yield wrapped or lead.rstrip()
 
 
 def print_totals(screen: Console, title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]]) -> None:

@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 import reshard
 from reshard.cli.app import EXAMPLES, app
@@ -404,6 +406,20 @@ def test_a_bug_shows_its_traceback_and_is_not_the_answer_no(say, monkeypatch, ch
 
     assert said.code == 3
     assert "ZeroDivisionError" in said.err
+
+
+def test_help_survives_without_that_of_arguments() -> None:
+    """With click 8.5, arguments of a typer before 0.26 have none."""
+    program: Any = typer.main.get_command(app)
+    command = program.commands["plan"]
+    for param in command.params:
+        if param.param_type_name == "argument":
+            param.help = None
+
+    with program.make_context("reshard", ["plan"], resilient_parsing=True) as context:
+        text = command.get_help(command.make_context("plan", [], parent=context, resilient_parsing=True))
+
+    assert "\nArguments:\n  CHECKPOINT\n  ONTO\n\nOptions:\n" in text
 
 
 def test_completion_is_offered() -> None:

@@ -86,6 +86,7 @@ def test_the_largest_difference_is_that_of_a_weight_and_names_it() -> None:
     assert "<dd>1000<small>in w.step</small></dd>" in difference_page("t", ("a", "b"), {"w.step": step}, [], "r")
     assert "3<small>100%</small>" in page
     assert [row[0] for row in data_of(page)["rows"]] == ["v", "w", "w.step"]  # type: ignore[attr-defined]
+    assert [row[0] for row in data_of(page)["map"]["rows"]] == ["w", "v"]  # type: ignore[attr-defined]
 
 
 def test_names_of_checkpoints_stay_names() -> None:
@@ -320,6 +321,18 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
     page.ask("document.querySelector('th button').click()")
     assert page.ask("document.querySelector('#worst tbody td').textContent") == "model.layers.7.w"
     assert_sound(page, width)
+
+
+@needs_browser
+def test_a_difference_in_single_elements_needs_no_map(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    counts = reshard.compare({"step": torch.tensor(1.0)}, {"step": torch.tensor(2.0)}, measure=True)
+    file.write_text(counts.to_html(), encoding="utf-8")
+    page = browser.open(file)
+
+    assert page.ask("document.querySelector('#worst tbody td').textContent") == "step"
+    assert page.ask("document.getElementById('layers').offsetHeight") == 0
+    assert_sound(page, 1400)
 
 
 @needs_browser
