@@ -320,7 +320,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     targets, checkpoint = match.targets, match.checkpoint
     targets.check_places([*match.objects, *match.per_rank])
     left_out = {*targets.replaced, *targets.tied_in_place}
-    refuse_overlaps(targets.tensors[key] for key in match.tensors if key not in left_out)
+    numbers = [key for key in match.objects if key in targets.tensors]
+    refuse_overlaps(targets.tensors[key] for key in (*match.tensors, *numbers) if key not in left_out)
     once = filled_once(match, rank)
     # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
     names = once if shared is None else match.tensors

@@ -12,6 +12,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import xxhash
 
 from planners.geometry.layout import Form, ProductForm, TensorSpec
@@ -29,7 +30,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
-from reshard.live.state import OwnState, Targets
+from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
@@ -112,7 +113,7 @@ class KeyMatch:
         aliases = self.targets.aliases
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
             memory = aliases.get(key, key)
-            first = next((k for k in self.tensors if aliases.get(k, k) == memory), None)
+            first = next((k for k in (*self.tensors, *self.objects) if aliases.get(k, k) == memory), None)
             if first is None:
                 self.missing.append(key)
             elif first in self.targets.replaced:  # which leaves the memory as it is
@@ -179,14 +180,15 @@ class KeyMatch:
     def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
         """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
         try:
-            made = tensor.value.new_full((), value)
+            made = torch.full((), value, dtype=tensor.dtype)
             is_exact = made.item() == value or value != value
         except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
             is_exact = False
         if not is_exact:
             self.mismatched.append(f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold")
         else:
-            self.objects[key] = made
+            device = "cpu" if tensor.is_meta else tensor.device
+            self.objects[key] = like_fresh(tensor.value, (made.to(device),), key)
             self.cast[key] = class_name(value), tensor.spec.dtype
 
     def _tensor_into_number(self, key: str, tensor: LazyTensor, live: Any) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from planners.geometry.layout import TensorLayout
 from reshard.api.load_matching import KeyMatch
-from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.dtypes import as_array
+from reshard.live.state import same_value
 from reshard.live.tensors import LiveTensor
 
 __all__ = ["filled_once", "refuse_overlaps"]
@@ -94,24 +94,23 @@ def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
 
     Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
     """
-    names, checkpoint, tied = match.tensors, match.checkpoint, match.targets.tied_in_place
-    first: dict[str, str] = {}
-    out: dict[str, str] = {}
-    for key, name in names.items():
-        other = first.setdefault(tied.get(key, key), key)
-        if other == key:
-            out[key] = name
-        elif not _equal(checkpoint, names[other], name, match.targets.tensors[key], rank):
+    names, targets, first = match.tensors, match.targets, dict[str, str]()
+    for key in (*names, *(key for key in match.objects if key in targets.tensors)):
+        other = first.setdefault(targets.tied_in_place.get(key, key), key)
+        if other != key and not _equal(match, other, key, rank):
             raise KeyMismatchError(
-                f"{other!r} and {key!r} share memory, but {checkpoint.url} has different values for them: untie "
+                f"{other!r} and {key!r} share memory, but {match.checkpoint.url} has different values for them: untie "
                 "them before loading, or leave one of them out"
             )
-    return out
+    return {key: names[key] for key in first.values() if key in names}
 
 
-def _equal(checkpoint: Checkpoint, one: str, other: str, target: LiveTensor, rank: int) -> bool:
-    """Return whether two stored tensors have the same values, as far as this rank wants them."""
-    names = checkpoint.aliases
+def _equal(match: KeyMatch, first: str, second: str, rank: int) -> bool:
+    """Return whether what is saved for two keys has the same values, as far as this rank wants them."""
+    checkpoint, target = match.checkpoint, match.targets.tensors[second]
+    if second in match.objects:  # a number for a tensor
+        return first in match.objects and same_value(match.objects[first], match.objects[second])
+    one, other, names = match.tensors[first], match.tensors[second], checkpoint.aliases
     if names.get(one, one) == names.get(other, other):
         return True
     a, b = checkpoint[one], checkpoint[other]

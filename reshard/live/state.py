@@ -418,10 +418,19 @@ class Targets(State[LiveTensor]):
         """
         filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
+            if key in self.tensors and key not in self._made and not self.tensors[key].is_meta:
+                self._fill(key, value)
+                continue
             if isinstance(value, dict):
                 value = _refilled(self.live(key), value, filled)
             put_at(self.root, self.paths[key], value)
         self._new.clear()
+
+    def _fill(self, key: str, value: torch.Tensor) -> None:
+        """Write what was made of a saved number into the live tensor, which others may hold."""
+        for local, made in zip(self.writable(key), LiveTensor(key, value).local, strict=True):
+            with torch.inference_mode(local.is_inference()):
+                local.copy_(made)
 
 
 def _refilled(live: Any, value: Any, filled: set[int]) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from reshard import dcp
+from reshard.errors import KeyMismatchError, LayoutError
 
 
 def built(lr: float, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[Any, Any, Any]:
@@ -94,3 +95,32 @@ def test_a_transfer_fills_dicts() -> None:
     assert options == {"lr": 0.5}
     reshard.redistribute(source, {"w": torch.zeros(2), "d": source["d"]})
     assert source["d"] == {"lr": 0.5}
+
+
+def test_a_tensor_for_a_saved_number_is_filled_in_place(tmp_path: Path) -> None:
+    """A module's `num_batches_tracked`, or a counter that a program holds, is not left with its old value."""
+    reshard.save({"norm": {"num_batches_tracked": 9}, "scale": 2.5, "again": 2.5, "other": 3}, tmp_path / "c")
+    norm, scale = torch.nn.BatchNorm1d(2, affine=False), torch.nn.Parameter(torch.tensor(0.0))
+    held = norm.num_batches_tracked
+    state = {"norm": {"num_batches_tracked": norm.state_dict()["num_batches_tracked"]}, "scale": scale}
+    report = reshard.load(state, tmp_path / "c", strict="subset")
+    assert report.ok
+    assert set(report.cast) == {"norm.num_batches_tracked", "scale"}
+    assert (int(held), scale.item()) == (9, 2.5)
+    with torch.inference_mode():
+        frozen = torch.tensor(0.0)
+    tied = {"scale": frozen, "again": frozen}
+    assert reshard.load(tied, tmp_path / "c", strict="subset").ok
+    assert frozen.item() == 2.5
+    assert reshard.load({"scale": frozen, "new": frozen}, tmp_path / "c", strict="subset").ok
+    meta = {"scale": torch.nn.Parameter(torch.empty((), device="meta"))}
+    assert reshard.load(meta, tmp_path / "c", strict="subset").ok
+    assert isinstance(meta["scale"], torch.nn.Parameter)
+    assert meta["scale"].item() == 2.5
+    with pytest.raises(KeyMismatchError, match=r"'scale' and 'other' share memory, but .* different values"):
+        reshard.load({"scale": frozen, "other": frozen}, tmp_path / "c", strict="subset")
+    values = torch.zeros(3)
+    reshard.save({"v": torch.ones(3), "first": 4}, tmp_path / "v")
+    with pytest.raises(LayoutError, match=r"overlap in memory"):
+        reshard.load({"v": values, "first": values[0]}, tmp_path / "v")
+    assert not values.any()
