@@ -41,7 +41,8 @@ class ReadItem(NamedTuple):
     nbytes: int
     """Bytes of the overlap, as saved."""
     part: int = 0
-    """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a flat range."""
+    """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a
+    flat range."""
     saved_as: str | None = None
     """Name of the saved tensor if a view gives it another."""
     dims: Dims | None = None
@@ -127,7 +128,8 @@ class LoadPlan(Plan[ReadItems]):
         return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
-        """Return all that the plan of a tensor depends on except names. Tensors with equal keys share one plan."""
+        """Return all that the plan of a tensor depends on except names. Tensors with equal keys
+        share one plan."""
         wanted, view = self.wanted[fqn].geometry_key, self.views.get(fqn)
         if view is None:
             return wanted, self.saved[fqn].geometry_key
@@ -256,8 +258,9 @@ def plan_reads(
 ) -> LoadPlan:
     """Plan what every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
 
-    `views` lists target tensors that are composed of saved ones with other names or shapes. Views of tensors that are
-    not in `wanted` are not used. Deterministic: the result depends only on the arguments and is the same on every rank.
+    `views` lists target tensors that are composed of saved ones with other names or shapes. Views
+    of tensors that are not in `wanted` are not used. Deterministic: the result depends only on the
+    arguments and is the same on every rank.
 
     Raises:
         LayoutMismatchError: names the first 20 target tensors and sources of views that are not
@@ -404,7 +407,8 @@ class ReadCounts:
 
 
 def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
-    """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are read as well."""
+    """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are
+    read as well."""
     total = np.zeros((3, plan.world_size), dtype=np.int64)
     for group in plan.groups():
         names = list(group)
@@ -448,7 +452,8 @@ def _count_product(overlap: ProductOverlap, itemsize: int, max_gap_bytes: int) -
 
 
 class _Kinds:
-    """Segments of a dim by their extent and that of their chunk: how many of each kind every wanted owner has."""
+    """Segments of a dim by their extent and that of their chunk: how many of each kind every wanted
+    owner has."""
 
     def __init__(self, segments: Segments) -> None:
         chunk = (segments.saved.stops - segments.saved.starts)[segments.saved_row]

@@ -93,13 +93,15 @@ def verify(subject: object) -> Report:
     proved. The proof does not say that a layout is the intended one: `Topology.unsharded_axes` lists axes that shard
     nothing.
 
-    A layout is correct if its regions cover every tensor, each element once per group of replicas. A load plan is
-    correct if every target element is written exactly once, from the saved element with the same global coordinates (or
-    the one that a view maps to it), out of a chunk that its owner holds, or is a constant of a view. A save plan is
-    correct if every element is written exactly once, by a rank that holds it. A transfer plan is correct if every
-    needed element arrives exactly once, from a rank that holds it. A schedule is correct if its plan is, if no rank
-    sends to two ranks or receives from two in one round, if it stays within its budget, and if every byte of the plan
-    is sent once. A copy plan is correct if the bytes of each rank are on `copies + 1` hosts.
+    A layout is correct if its regions cover every tensor, each element once per group of replicas.
+    A load plan is correct if every target element is written exactly once, from the saved element
+    with the same global coordinates (or the one that a view maps to it), out of a chunk that its
+    owner holds, or is a constant of a view. A save plan is correct if every element is written
+    exactly once, by a rank that holds it. A transfer plan is correct if every needed element
+    arrives exactly once, from a rank that holds it. A schedule is correct if its plan is, if no
+    rank sends to two ranks or receives from two in one round, if it stays within its budget, and if
+    every byte of the plan is sent once. A copy plan is correct if the bytes of each rank are on
+    `copies + 1` hosts.
 
     Raises PlanError for a value that is not a layout, plan, or schedule.
     """
@@ -137,7 +139,8 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
     covers: ClassVar[str]
     """What is proved if there are no problems."""
     _MADE_OF: ClassVar[tuple[str, ...]]
-    """The constructor's arguments without `explicit`: layouts first, the one that the plan leads to last of them."""
+    """The constructor's arguments without `explicit`: layouts first, the one that the plan leads to
+    last of them."""
     _Listed: type[ItemsT]
 
     names: tuple[str, ...]
@@ -224,7 +227,8 @@ def alike(findings: Iterable[Finding], names: Collection[str]) -> Iterator[Findi
 
 
 def layout_fault(layout: TensorLayout) -> Finding | None:
-    """An element that the distinct regions of a layout do not hold exactly once. Of a product each dim is proved."""
+    """An element that the distinct regions of a layout do not hold exactly once. Of a product each
+    dim is proved."""
     shape, product = layout.spec.shape, layout.product
     if product is None:
         fault = tiling_fault([Box.full(shape)], [box for _, box in layout.chunks()])

@@ -75,7 +75,8 @@ def plan_read_once(wanted: StateLayout) -> ReadOncePlan:
 
 
 def _is_shared(layout: TensorLayout) -> bool:
-    """Return True if elements are wanted by several ranks, in regions that are equal wherever they overlap."""
+    """Return True if elements are wanted by several ranks, in regions that are equal wherever they
+    overlap."""
     chunks = sum(box.numel for _, box in layout.chunks())
     if int(layout.numels().sum()) <= chunks:
         return False

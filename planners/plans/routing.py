@@ -141,7 +141,8 @@ class ProductIntersection:
         return tuple(_commons([table.rows(s, w) for table, (s, w) in zip(self.tables, owners)]))
 
     def blocks(self) -> Iterator[Deliveries]:
-        """Every (source, receiver) with the elements between them, those that the receiver holds itself included."""
+        """Every (source, receiver) with the elements between them, those that the receiver holds
+        itself included."""
         source = outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
         base = outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
         numel = np.ones(1, dtype=np.int64)
@@ -187,7 +188,8 @@ class ProductIntersection:
         return out
 
     def source_numels(self) -> tuple[Ints, int]:
-        """(elements of each source, how many ranks need each), if that is all that there is to know, else None."""
+        """(elements of each source, how many ranks need each), if that is all that there is to
+        know, else None."""
         numel = np.ones(1, dtype=np.int64)
         for own, table in zip(self.before.dims, self.tables):
             wanted = np.bincount(table.giver, weights=table.length, minlength=own.owners)
@@ -373,7 +375,8 @@ class PairGroup:
 
 
 def pair_groups(before: StateLayout, after: StateLayout, names: Iterable[str]) -> tuple[PairGroup, ...]:
-    """`names`, which both sides have, grouped by all that plans depend on: shape, item sizes and both forms.
+    """`names`, which both sides have, grouped by all that plans depend on: shape, item sizes and
+    both forms.
 
     Groups come in the order of their first names, and names keep their order.
     """
@@ -453,7 +456,8 @@ class Route:
             yield from ((t, r) for r in sorted([*found, *(r for r in mates if (r + t) % near == my_place)]))
 
     def _served_near(self, source: int, rank: int) -> tuple[list[int], int, int]:
-        """The ranks on the host of `rank` that holders there serve, how many these are, and the place of `rank`."""
+        """The ranks on the host of `rank` that holders there serve, how many these are, and the
+        place of `rank`."""
         if self._ranks_per_host is None:
             return [], 1, 0
         near, past = self._near(source, rank)
@@ -581,7 +585,8 @@ def _sum(blocks: list[Traffic]) -> Traffic:
 
 
 def _first_turn(tensor: int, waiting: int, holding: int) -> int:
-    """The first holder of a tensor's deliveries, if each tensor is delivered to `waiting` receivers by `holding`
-    holders. It continues where the last tensor stopped, and moves by one after each full circle, so that a receiver
-    gets tensors from all holders: after `holding` tensors, from each once."""
+    """The first holder of a tensor's deliveries, if each tensor is delivered to `waiting` receivers
+    by `holding` holders. It continues where the last tensor stopped, and moves by one after each
+    full circle, so that a receiver gets tensors from all holders: after `holding` tensors, from
+    each once."""
     return tensor * waiting + tensor // (holding // math.gcd(holding, waiting))

@@ -108,7 +108,8 @@ class SavePlan(Plan[WriteItems]):
         return sorted(out, key=lambda item: (item.fqn, item.part, item.source))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
-        """Return the writers of a chunk: (rank, region in global coordinates). The regions together are the chunk.
+        """Return the writers of a chunk: (rank, region in global coordinates). The regions together
+        are the chunk.
 
         `chunk` is one of `layout[fqn].chunks()`, or a box within one. Chunks and ranks are not listed. Raises PlanError
         if no rank holds it.
@@ -159,8 +160,9 @@ def plan_writes(
 ) -> SavePlan:
     """Plan which rank writes which chunk of `layout`: each element once, with even bytes over the ranks that hold it.
 
-    With `ranks_per_host`, hosts are balanced, too: ranks 0 to ranks_per_host - 1 share the first one, and so on.
-    Deterministic: the result depends only on the arguments and is the same on every rank.
+    With `ranks_per_host`, hosts are balanced, too: ranks 0 to ranks_per_host - 1 share the first
+    one, and so on. Deterministic: the result depends only on the arguments and is the same on every
+    rank.
 
     Raises PlanError if two ranks hold regions that overlap without being equal, because neither can then be written
     once.
@@ -169,7 +171,8 @@ def plan_writes(
 
 
 def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
-    """Sorts first what leaves the least choice of writers, then what is largest: so loads can be evened out later."""
+    """Sorts first what leaves the least choice of writers, then what is largest: so loads can be
+    evened out later."""
     held = layout.numels()
     copies = int(held.sum()) // max(layout.spec.numel, 1)
     return copies, -int(held.max()) * layout.spec.itemsize, layout.spec.fqn
@@ -395,7 +398,8 @@ def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_abo
 
 
 def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
-    """Return where each holder's share of a strip ends, so that loads (ascending for each strip) become level.
+    """Return where each holder's share of a strip ends, so that loads (ascending for each strip)
+    become level.
 
     Shares are whole units: a holder ends up within one unit of the level.
     """

@@ -163,7 +163,8 @@ class TransferPlan(Plan[TransferItems]):
         return (item for _, item in found)
 
     def first_items(self, route: Route, rank: int) -> list[TransferItem]:
-        """Return what arrives at `rank` of the first tensor of a route's group, ignoring explicitly listed items."""
+        """Return what arrives at `rank` of the first tensor of a route's group, ignoring explicitly
+        listed items."""
         fqn = route.group.names[0]
         return [
             TransferItem(fqn, route.senders(source, rank)[0], rank, *common)
@@ -191,7 +192,8 @@ class TransferPlan(Plan[TransferItems]):
         return tuple(out)
 
     def traffic(self) -> Traffic:
-        """Return the bytes between every two ranks that exchange any, as columns sorted by sender and receiver."""
+        """Return the bytes between every two ranks that exchange any, as columns sorted by sender
+        and receiver."""
         return total_traffic(self.traffic_blocks(), self.world_size)
 
     def traffic_blocks(self) -> Iterator[Traffic]:
@@ -319,9 +321,10 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan which rank sends what to which, so that ranks with the layout `before` have the layout `after`.
 
-    A receiver that holds an element copies it. Others receive it from one of its holders: from their own host if
-    possible, otherwise from the holders in turn, the least loaded first. Deterministic: the result depends only on the
-    arguments and is the same on every rank. Names that only `before` has are dropped.
+    A receiver that holds an element copies it. Others receive it from one of its holders: from
+    their own host if possible, otherwise from the holders in turn, the least loaded first.
+    Deterministic: the result depends only on the arguments and is the same on every rank. Names
+    that only `before` has are dropped.
 
     Args:
         before, after: the layouts.
@@ -524,7 +527,8 @@ def _within(place: HeldPlace, piece: Box, box: Box) -> HeldPlace:
 
 
 def _near(shape: Shape, forms: Sequence[Form]) -> list[list[int]]:
-    """Return, for each form, the earlier forms that may want the same elements. Slices of a stack never do."""
+    """Return, for each form, the earlier forms that may want the same elements. Slices of a stack
+    never do."""
     hulls = [_hull(form, shape) for form in forms]
     sweep = Sweep((number, hull) for number, hull in enumerate(hulls) if hull is not None)
     found = [() if hull is None else sweep.meeting(hull) for hull in hulls]

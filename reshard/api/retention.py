@@ -105,7 +105,8 @@ class Step:
     """A checkpoint of a run."""
 
     step: int | None
-    """The number in its name; None for Lightning's `last.ckpt`, and where no name in the folder has a number."""
+    """The number in its name; None for Lightning's `last.ckpt`, and where no name in the folder has
+    a number."""
     path: str
     format: str | None
     """Its format; None if it cannot be opened."""
@@ -158,7 +159,8 @@ def latest_complete(folder: AnyPath) -> str | None:
     before the first save of a run.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
-    missing or truncated, as far as its format records names and sizes of files. Contents are not read.
+    missing or truncated, as far as its format records names and sizes of files. Contents are not
+    read.
 
     Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
     newest; and as `reshard.steps`.
@@ -183,10 +185,11 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
     """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
     Return the removed paths. Checkpoints in other formats stay, and do not count.
 
-    The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints whose
-    saves began last stay, too: after a return to an earlier step, these are what the run continues from.
-    If some names have step numbers, those without, such as `best`, stay and do not count. `prune` does not
-    know what a `CheckpointManager` keeps, such as its best steps, so a warning names removed steps.
+    The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints
+    whose saves began last stay, too: after a return to an earlier step, these are what the run
+    continues from. If some names have step numbers, those without, such as `best`, stay and do not
+    count. `prune` does not know what a `CheckpointManager` keeps, such as its best steps, so a
+    warning names removed steps.
 
     Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
     the next call finishes it. Files that killed saves and conversions left are removed, too.
@@ -290,7 +293,8 @@ Seen = dict[str, tuple[object, _Published]]
 
 
 def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
-    """The checkpoints at and directly below `folder` whose save has ended, also those whose manifest was lost.
+    """The checkpoints at and directly below `folder` whose save has ended, also those whose
+    manifest was lost.
 
     Args:
         seen: what an earlier call found, which is updated: of these, only what has changed is opened again.

@@ -83,7 +83,8 @@ class _Run(NamedTuple):
         return [f"{format_some(self.beside, 1)} beside the steps was not opened: to open it, pass its path, {where}"]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
+        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if
+        there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
             raise CheckpointNotFoundError(
@@ -221,8 +222,9 @@ def refuse_run(url: str, names: Collection[str]) -> None:
 
 
 def refuse_first_step(path: StoragePath) -> None:
-    """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is a checkpoint, native or
-    of DCP. That folder's path could mean either then. The tools of other formats leave both side by side.
+    """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is a
+    checkpoint, native or of DCP. That folder's path could mean either then. The tools of other
+    formats leave both side by side.
 
     Looks for two files. Of a `Storage`, and of a folder that cannot be looked into, it is not known what is above.
     """
@@ -580,7 +582,8 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
+    """A step that the run did not continue from. It is not restored, and is removed when a later
+    save is complete."""
 
 
 class StepRecords(msgspec.Struct, frozen=True):

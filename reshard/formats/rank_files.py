@@ -101,7 +101,8 @@ def open(files: Files) -> Contents:
 
 
 def with_others(contents: Contents, files: Files, sections: Iterable[Section], beside: Sequence[str] = ()) -> Contents:
-    """The contents, with a warning that names the files that are neither of the sections nor those beside them."""
+    """The contents, with a warning that names the files that are neither of the sections nor those
+    beside them."""
     opened = {*beside, *(file for section in sections for file in section.files.values())}
     others = sorted(n for n in files.listed if n not in opened and n.endswith(_OTHERS))
     warnings = [f"not opened: {', '.join(others[:5])}"] if others else []
@@ -136,7 +137,8 @@ def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None
 
 
 def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
-    """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is else not missed."""
+    """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is
+    else not missed."""
     rank, file = min(files.items())
     for path, leaf in flat_leaves(file).leaves.items():
         if is_sharded_tensor(leaf):
