@@ -75,6 +75,12 @@ def get_optimizer_state_dict(
     """Return the state of one or more optimizers by canonical parameter names, without stepping or
     initializing them.
 
+    Args:
+        model: as in `get_model_state_dict`.
+        optimizers: one, or a list.
+        submodules: return only what belongs to the parameters of these modules.
+        options: a `StateDictOptions`.
+
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the
         flat form. A parameter that never had a gradient is in its group and not in `state`.
@@ -132,6 +138,14 @@ def set_model_state_dict(
     Full tensors are sharded locally. Sharded ones are copied if both sides have the same sharding,
     and otherwise gathered one at a time. Any name of a tied tensor is enough.
 
+    Args:
+        model: as in `get_model_state_dict`.
+        model_state_dict: values by canonical name, as `get_model_state_dict` returns them.
+        options: a `StateDictOptions`.
+
+    Returns:
+        A `SetReport`. It unpacks to (missing_keys, unexpected_keys), as torch's result does.
+
     Raises:
         KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The
             message lists all of them. Nothing was changed.
@@ -155,6 +169,12 @@ def set_optimizer_state_dict(
     (a float lr stays a float), and fields that the dict lacks keep their value. Parameters that
     were saved without state have none afterwards.
 
+    Args:
+        model: as in `get_model_state_dict`.
+        optimizers: one, or a list.
+        optim_state_dict: what `get_optimizer_state_dict` returns.
+        options: a `StateDictOptions`.
+
     Raises:
         KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
             have (if strict), or a state tensor has a wrong shape. Nothing was changed.
@@ -176,7 +196,17 @@ def set_state_dict(
 ) -> SetReport:
     """Set model and optimizers. Both are checked before either is written.
 
-    An empty `model_state_dict` leaves the model unchanged.
+    Args:
+        model: as in `get_model_state_dict`.
+        optimizers: one, or a list.
+        model_state_dict: as in `set_model_state_dict`. An empty dict leaves the model unchanged.
+        optim_state_dict: as in `set_optimizer_state_dict`.
+        options: a `StateDictOptions`.
+
+    Returns:
+        The report of `set_model_state_dict`, whose `optimizer` is that of `set_optimizer_state_dict`.
+
+    Raises the errors of both. Then nothing was changed.
     """
     report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
     return replace(report, optimizer=optimizer)
