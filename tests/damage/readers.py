@@ -229,7 +229,7 @@ def _printed_json(*words: str) -> Callable[[Scene], Read]:
             return Read({}, printed, ok=False)
         facts = json.loads(printed[printed.index("{") :])
         facts = facts.get("newest", facts)  # of a run, which it is where the file is gone that names its only step
-        told = {"path", "source", "warnings", "unchecked"}
+        told = {"path", "covers", "source", "warnings", "unchecked"}
         unchecked = reshard.open(scene.path).unchecked if words[0] == "plan" else ""  # of the metadata as it is
         return Read({key: value for key, value in facts.items() if key not in told}, _meaning(printed) + unchecked)
 
