@@ -45,11 +45,12 @@ from reshard.errors import (
     StorageError,
     VerificationError,
     format_names,
+    format_ranks,
     option_error,
 )
-from reshard.live.copy_streams import to_host
-from reshard.live.dtypes import dtype_name, raw_elements
-from reshard.live.fingerprints import comparable, float64_is_exact
+from reshard.live.differences import differing, number, same_bytes, wide
+from reshard.live.dtypes import dtype_name
+from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
@@ -58,11 +59,10 @@ from reshard.live.tensors import (
     LiveTensor,
     is_sharded,
     is_tensor,
-    raw_bytes,
     state_instead_of,
     this_rank,
 )
-from reshard.live.tree import flatten
+from reshard.live.tree import empty_sequences, flatten
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
@@ -84,6 +84,7 @@ WINDOW_BYTES = 32 << 20
 _IN_MEMORY = "the state dict"
 _BOTH = ("the first state dict", "the second state dict")
 _NOWHERE = "was not compared: no rank has it on both sides"
+_WITHOUT_GROUP = "compare without process_group=, in which only ranks with sharded tensors take part"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
 _SPAN_BYTES = 1 << 20
@@ -112,8 +113,10 @@ def compare(
         assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
-    formats may differ. Values are compared bit for bit: NaN equals the same NaN, and -0.0 differs
-    from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
+    formats may differ. Some formats do not record types of containers, so these are not compared: a
+    list equals a tuple, the key 1 equals "1", and an empty dict equals nothing. Values are compared
+    bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
+    values are equal within `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or
@@ -146,7 +149,7 @@ def compare(
         if process_group is None and not any(map(_is_sharded, (a, b))):
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress)
         group = Group(process_group, deadline_s=timeout)
-        with group.together("compare"):
+        with group.together("compare" if process_group is not None else _WITHOUT_GROUP):
             group.same_options("compare", {"tolerance and measure": how, "labels": labels})
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress and not group.rank, group)
 
@@ -188,23 +191,25 @@ def compare_sides(
     sides = [(name, left.tensors[name]) for name in common]
     mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
     mine.compared = [key for key in left.objects if key in right.objects]
-    mine.compared += [key for key in left.own if key in right.own]
+    mine.compared += [key for key in left.own if key in right.own and left.own[key].keys() & right.own[key].keys()]
     mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
-    findings = [*_name_findings(left, right, found.compared)]
+    findings = [*_name_findings(left, right, found.compared, group)]
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
-    left_open = ""
+    open_: list[str] = []
     if foreign:
         names = format_names(sorted(foreign))
-        left_open = (
-            f"not compared: {names}, whose elements another rank will overwrite, as "
-            "DistributedDataParallel does with buffers"
+        open_.append(
+            f"{names}, whose elements another rank will overwrite, as DistributedDataParallel does with buffers"
         )
+    if others := _ranks_left_open(left, right, group):
+        open_.append(f"values of other ranks: {format_names(others)}")
+    left_open = "; ".join(f"not compared: {text}" for text in open_)
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
@@ -218,7 +223,7 @@ def compare_sides(
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
     """What was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
-    words = f"names, shapes, dtypes, and objects compared; {read} read and compared {within}"
+    words = f"names, shapes, dtypes, and objects compared, not types of containers; {read} read and compared {within}"
     if "" in found.known.values():
         words += ", the rest only by their saved fingerprints"
     return "; ".join(filter(None, (words, left_open)))
@@ -311,9 +316,9 @@ class _Difference:
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
         """Return this difference with the distances of one more piece of both sides added."""
         try:
-            x, y, apart = _wide(x.to("cpu"), y.to("cpu"))
+            x, y, apart = wide(x.to("cpu"), y.to("cpu"))
         except FormatError:
-            return self + _Difference(odd=int(_differing(x, y, 0.0, 0.0).sum()))
+            return self + _Difference(odd=int(differing(x, y, 0.0, 0.0).sum()))
         finite = x.isfinite() & y.isfinite()
         odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
         distance, size = apart[finite], y[finite].abs()
@@ -419,10 +424,10 @@ class _JointFindings:
 def _elements_in(boxes: tuple[Box, ...]) -> int:
     """How many elements are in any of some boxes. Those of pipeline stages may overlap, as of tied embeddings."""
     sweep, count = Sweep(enumerate(boxes)), 0
-    for number, box in enumerate(boxes):
+    for place, box in enumerate(boxes):
         rest = [box]
         for before, _, common in sweep.meeting(box):
-            if before < number:
+            if before < place:
                 rest = [piece for one in rest for piece in one - common]
         count += sum(piece.numel for piece in rest)
     return count
@@ -567,8 +572,8 @@ class _SideNames(msgspec.Struct):
     nbytes: dict[str, int]
     """Bytes of each tensor."""
     objects: list[str]
-    own: list[str]
-    """Of values of each rank."""
+    own: dict[str, list[int]]
+    """Of per-rank values, with the ranks."""
     foreign: list[str]
     """Tensors whose elements on this rank do not count: another rank's will overwrite them."""
 
@@ -576,8 +581,11 @@ class _SideNames(msgspec.Struct):
         """Return the names of all ranks, in the order of ranks. Collective."""
         each = [self] if group is None else group.exchange(self)
         tensors = {name: nbytes for one in each for name, nbytes in one.nbytes.items()}
-        kinds = ([name for one in each for name in getattr(one, kind)] for kind in ("objects", "own", "foreign"))
-        return _SideNames(tensors, *(list(dict.fromkeys(names)) for names in kinds))
+        objects, foreign = (
+            list(dict.fromkeys(name for one in each for name in getattr(one, kind))) for kind in ("objects", "foreign")
+        )
+        own = grouped((name, rank) for one in each for name, ranks in one.own.items() for rank in ranks)
+        return _SideNames(tensors, objects, own, foreign)
 
 
 class _Side:
@@ -599,12 +607,13 @@ class _Side:
         else:
             self._take_checkpoint(source if isinstance(source, Checkpoint) else open_checkpoint(source), group)
         nbytes = {name: int(tensor.nbytes) for name, tensor in self.tensors.items()}
-        names = _SideNames(nbytes, [*self.objects], [*self.own], [*self.foreign])
+        own = {key: sorted(values) for key, values in self.own.items()}
+        names = _SideNames(nbytes, [*self.objects], own, [*self.foreign])
         self.names = names if self.checkpoint is not None else names.joined(group)
 
     def _take_state(self, source: Mapping[Any, Any], group: Group | None) -> None:
-        leaves = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank)).leaves
-        values = {key_of(path): value for path, value in expanded(leaves).items()}  # as they are saved
+        flat = flatten(source, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor | PerRank))
+        values = {key_of(path): value for path, value in expanded(flat.leaves).items()}  # as they are saved
         sharded = [key for key, value in values.items() if is_sharded(value)]
         if sharded and group is None:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
@@ -622,6 +631,7 @@ class _Side:
                 LiveTensor(key, value).spec  # noqa: B018  which refuses what has no plain elements
         self.is_one_rank_s = True
         self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
+        self.objects.update({key: [] for key in empty_sequences(flat.containers, flat.leaves)})
 
     def _take_checkpoint(self, checkpoint: Checkpoint, group: Group | None) -> None:
         if group is not None:
@@ -629,8 +639,10 @@ class _Side:
         self.checkpoint, self.label = checkpoint, checkpoint.url
         names = [*checkpoint, *(alias for alias in checkpoint.aliases if alias not in checkpoint.contents.tensors)]
         self.tensors = {name: checkpoint[name] for name in names}
-        self.objects = _values(checkpoint.objects)
-        self.own = checkpoint.contents.per_rank
+        contents = checkpoint.contents
+        paths = map(contents.path_of, (*names, *contents.objects, *contents.per_rank))
+        self.objects = _values(checkpoint.objects) | {key: [] for key in empty_sequences(contents.containers, paths)}
+        self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
 
 
@@ -639,8 +651,9 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in objects.items():
         try:
-            leaves = flatten({key: value}).leaves.items()
-            out.update((key_of((key, *path[1:])), _as_bytes(leaf)) for path, leaf in leaves)
+            flat = flatten({key: value})
+            out.update((key_of(path), _as_bytes(leaf)) for path, leaf in flat.leaves.items())
+            out.update({empty: [] for empty in empty_sequences(flat.containers, flat.leaves)})
         except KeyMismatchError:  # a dict with keys such as 1 and "1"
             out[key] = value
     return out
@@ -691,14 +704,27 @@ def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str],
                 yield *pair, f" in {other.label} and of {name!r} in {one.label}"
 
 
-def _name_findings(left: _Side, right: _Side, compared: Collection[str]) -> Iterator[Finding]:
+def _name_findings(left: _Side, right: _Side, compared: Collection[str], group: Group | None) -> Iterator[Finding]:
     """Names that only one side has, and values that no rank has on both sides."""
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
         for side, its, others in ((left, x, y), (right, y, x)):
             yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
-        if kind != "nbytes":
+        if kind == "objects":
             yield from (Finding(_NOWHERE, key) for key in x if key in y and key not in compared)
+    left_open = _ranks_left_open(left, right, group)
+    for key, ranks in left.names.own.items():
+        of_right = right.names.own.get(key, ranks)
+        if set(ranks) != set(of_right) and (key not in compared or key not in left_open):
+            saved, found = format_ranks(ranks, len(ranks)), format_ranks(of_right, len(of_right))
+            yield Finding(f"has values of {saved} in {left.label}, of {found} in {right.label}", key)
+
+
+def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str]:
+    """Per-rank values of which one side has those of this rank only, and the other one has more."""
+    x, y = left.names.own, right.names.own
+    is_whole = group is not None or not (left.is_one_rank_s or right.is_one_rank_s)
+    return [] if is_whole else [key for key in x if key in y and x[key] != y[key]]
 
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
@@ -714,10 +740,7 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         if key not in right.own:
             continue
         x, y = left.own[key], right.own[key]
-        ranks = [r for r in x if r in y]
-        if (not (left.is_one_rank_s or right.is_one_rank_s) and set(x) != set(y)) or not ranks:
-            yield key, f"was saved by ranks {sorted(x)} in {left.label}, and by {sorted(y)} in {right.label}"
-        for rank in ranks:
+        for rank in x.keys() & y.keys():
             if not are_equal(read_value(x[rank]), read_value(y[rank])):
                 yield key, f"differs between {left.label} and {right.label} on rank {rank}"
 
@@ -729,65 +752,20 @@ def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
     for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
         box = part.shift(within.offsets)
         pieces = elements_of(x, box), elements_of(y, box)
-        if not (rtol or atol or is_measured) and _same_bytes(*pieces):
+        if not (rtol or atol or is_measured) and same_bytes(*pieces):
             continue
-        differs = _differing(*pieces, rtol, atol)
+        differs = differing(*pieces, rtol, atol)
         count = int(differs.sum())
         if count and total.first is None:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
-            values = _shown(*(_number(elements_of(side, at).reshape(-1)[0]) for side in (x, y)))
+            values = _shown(*(number(elements_of(side, at).reshape(-1)[0]) for side in (x, y)))
             total += _Difference(first=(element, *values))
         total += _Difference(count)
         if is_measured:
             total = total.measured(*pieces)
     return total
-
-
-def _number(element: torch.Tensor) -> Any:
-    """The number that an element is; the bits of a packed one, such as float4."""
-    try:
-        return element.item()
-    except NotImplementedError:
-        return f"{raw_elements(element).item():#x}"
-
-
-def _wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
-    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-    try:
-        a, b = x.to(wide), y.to(wide)
-    except NotImplementedError as error:
-        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
-    if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
-        return a, b, (a - b).abs()
-    (high, low), (other_high, other_low) = _halves(x), _halves(y)
-    return a, b, ((high - other_high).to(wide) * 2**32 + (low - other_low)).abs()
-
-
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers as 2**32 times one, which has the sign, plus another one."""
-    is_unsigned = x.dtype == torch.uint64
-    whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
-    high = whole >> 32
-    return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
-
-
-def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.device == y.device and torch.equal(raw_bytes(x.contiguous()), raw_bytes(y.contiguous()))
-
-
-def _differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Return where two tensors of one shape differ, computed on their common device, or on the host."""
-    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
-        x, y = to_host([x, y])
-    if rtol or atol:
-        x, y, apart = _wide(x, y)
-        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True) | (apart > atol + rtol * y.abs())
-    size = x.dtype.itemsize
-    raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
-    return raw.reshape(*x.shape, size).any(dim=-1)
 
 
 def elements_of(tensor: Any, box: Box) -> torch.Tensor:

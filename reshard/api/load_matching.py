@@ -92,6 +92,8 @@ class KeyMatch:
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
         self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
+        lists = [path for path in kinds if path and path not in self.classes and path not in self.tensor_classes]
+        self.names += [key_of(path) for path in lists if kinds[path] != "dict" and path not in self.below.names]
         self.advice: list[str] = []
         """What to do about objects that cannot take what was saved."""
 
@@ -218,8 +220,10 @@ class KeyMatch:
         for key in self.targets.units:
             name = self._name_of(key)
             below = self.below.names.get(self._place_of(key), ())
-            if any(n != name and n not in self.checkpoint.objects for n in below):
-                continue  # there are tensors where the target has none: these stay unexpected
+            if tensors := {n for n in below if n != name and n not in self.checkpoint.objects}:
+                # there are tensors where the target has none: these stay unexpected, unless they are tied
+                self.missing += [key] * (tensors <= self.checkpoint.aliases.keys())
+                continue
             if not self._replace_whole(key) and not _is_empty(self.targets.live(key)):
                 self.missing.append(key)
         for key in self.targets.per_rank:
@@ -235,7 +239,7 @@ class KeyMatch:
         names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
         if any(n not in contents.objects for n in names) or not (names or kinds):
             return False
-        self.used.update(names)
+        self.used.update(names, map(key_of, kinds))
         depth = len(place)
         leaves = {contents.path_of(n)[depth:]: contents.objects[n] for n in names}
         self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}), place)
@@ -301,7 +305,7 @@ class KeyMatch:
     @cached_property
     def below(self) -> _Below:
         """What the checkpoint has at and below each place."""
-        return _Below.of(self.names, self.checkpoint)
+        return _Below.of((*self.names, *self.checkpoint.aliases), self.checkpoint)
 
 
 def match_keys(

@@ -76,6 +76,7 @@ class TensorMatches:
         source_objects: Iterable[str] = (),
         target_objects: Iterable[str] = (),
         tied: Mapping[str, str] | None = None,
+        tied_sources: Mapping[str, str] | None = None,
         views: Mapping[str, View] | None = None,
         mapping: Mapping[str, str] | None = None,
         strict: bool = True,
@@ -85,6 +86,7 @@ class TensorMatches:
 
         Args:
             tied: targets that are the same memory as another target, on every rank.
+            tied_sources: the same of sources.
             views: target -> the view that it is of sources.
             mapping: target -> source, for names that differ.
 
@@ -95,7 +97,7 @@ class TensorMatches:
         work = _Pairer(out, dict(views or {}), dict(mapping or {}), allow_cast)
         for key in after:
             work.take(key)
-        work.take_ties(tied or {})
+        work.take_ties(tied or {}, tied_sources or {})
         work.take_objects(given, wanted)
         out.unexpected.extend(key for key in (*before, *given) if key not in work.used)
         stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in {*after, *wanted}]
@@ -174,13 +176,14 @@ class _Pairer:
             wanted = TensorLayout.of(spec, pulled.form)
             self.out.transfers[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
 
-    def take_ties(self, tied: Mapping[str, str]) -> None:
+    def take_ties(self, tied: Mapping[str, str], tied_sources: Mapping[str, str]) -> None:
         """Drop the transfers of targets that another target's transfers fill."""
         for key, first in tied.items():
             if key not in self.out.views or first not in self.out.views:
                 continue
             mine, its = self.out.views[key], self.out.views[first]
-            if (mine.sources, mine.geometry) != (its.sources, its.geometry):
+            a, b = ([tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
+            if (a, mine.geometry) != (b, its.geometry):
                 self.mismatched.append(
                     f"{key}: shares memory with {first!r}, but is filled from {_names(mine)}, and that one from "
                     f"{_names(its)}: map both to the same source"
@@ -307,6 +310,8 @@ class Agreed:
     source_objects: tuple[str, ...]
     target_objects: tuple[str, ...]
     tied: Mapping[str, str]
+    """Targets of the same memory as another one, on every rank."""
+    tied_sources: Mapping[str, str]
     device: str
     on_device: bool
     """Whether a tensor of any source is not in CPU memory."""
@@ -327,6 +332,7 @@ class Agreed:
             source_objects=self.source_objects,
             target_objects=self.target_objects,
             tied=self.tied,
+            tied_sources=self.tied_sources,
             views=views,
             mapping=names,
             strict=options["strict"],
@@ -356,6 +362,10 @@ def agree(
         name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
         for name in ("source", "target")
     }
+    tied = {
+        name: join_aliases((one.tensors.tensors, one.tied, one.empty) for one in (getattr(d, name) for d, _ in found))
+        for name in sides
+    }
     hasher = hashlib.sha256(repr([list(ranks) for _, ranks in found]).encode())
     for description, _ in found:
         hasher.update(hashlib.sha256(msgspec.msgpack.encode(description)).digest())
@@ -365,7 +375,8 @@ def agree(
         sides["target"],
         tuple(dict.fromkeys(key for d, _ in found for key in d.source.objects)),
         tuple(dict.fromkeys(key for d, _ in found for key in d.target.objects)),
-        join_aliases((d.target.tensors.tensors, d.target.tied, d.target.empty) for d, _ in found),
+        tied["target"],
+        tied["source"],
         _common_device(found),
         any(description.on_device for description, _ in found),
         any(description.onto_device for description, _ in found),

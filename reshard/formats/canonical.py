@@ -324,8 +324,13 @@ def read_optimizer(tree: Tree) -> StoredOptimizer:
             groups = resolve(tree[key])
             if isinstance(groups, dict):
                 by_name = groups if all(isinstance(g, dict) for g in groups.values()) else {}
-            else:
+            elif isinstance(groups, list) and all(map(_is_group, groups)):
                 saved.groups = [dict(group) for group in groups]
+            else:
+                raise NormalizationError(
+                    "the 'param_groups' of an optimizer should be dicts, each with 'params', a list of names or ids. "
+                    "To leave the optimizer out, pass model_only=True"
+                )
     for key in flat:
         section, owner, name = split_flat_key(key)
         for path, leaf in walk(tree[key]):
@@ -336,6 +341,11 @@ def read_optimizer(tree: Tree) -> StoredOptimizer:
     if by_name:
         saved.groups = regroup(by_name)
     return saved
+
+
+def _is_group(group: Any) -> bool:
+    params = group.get("params", ()) if isinstance(group, dict) else None
+    return isinstance(params, list | tuple) and all(isinstance(param, str | int) for param in params)
 
 
 def _states(tree: Tree) -> dict[str, dict[str, Any]]:

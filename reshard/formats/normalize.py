@@ -50,8 +50,8 @@ def normalize(
             f"{what} has no tensors, and an object of {kind}, which only code can rebuild, and no code from a "
             "checkpoint runs. Load it with its own program, and save its state_dict()"
         )
+    own = find_format(contents.format)
     try:
-        own = find_format(contents.format)
         if own is None or own.normalizer is None:
             own, contents = _claimed(contents)
         normalizer = normalize_generic if own is None or own.normalizer is None else own.normalizer()
@@ -61,6 +61,8 @@ def normalize(
             raise
         # a value of another type than its format has at this place
         why = f"{', or a hint is not what it should be' if hints else ''}: {type(error).__name__}: {error}"
+        if own is None or own.normalizer is None:  # which keeps any state, however it is nested
+            raise NormalizationError(f"{what}: its model or optimizer is nested in no known way{why}") from error
         raise CorruptCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes{why}"
         ) from error

@@ -282,7 +282,12 @@ def _as_trees(tree: Tree) -> list[Tree]:
 
 def _are_by_parameter(tree: Tree) -> bool:
     """True for an optimizer of each parameter by its name, as torchtune keeps those that step in the backward pass."""
-    return bool(tree) and all("." in str(k) and isinstance(v, Mapping) and "param_groups" in v for k, v in tree.items())
+    return bool(tree) and all("." in str(k) and isinstance(v, Mapping) and _has_groups(v) for k, v in tree.items())
+
+
+def _has_groups(optimizer: Mapping[Any, Any]) -> bool:
+    groups = optimizer.get("param_groups")
+    return isinstance(groups, Mapping) and isinstance(groups.get(0), Mapping)
 
 
 def _by_parameter(tree: Tree) -> Tree:

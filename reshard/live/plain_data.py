@@ -12,6 +12,7 @@ import io
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -260,11 +261,16 @@ def _decode(data: Any) -> Any:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True. Arrays of floats are equal if
-    their bits are."""
-    if isinstance(a, list | tuple) and type(a) is type(b):
+    """Whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True, or a member of an IntEnum.
+    Arrays of floats are equal if their bits are."""
+    if type(a) is type(b) and type(a) in (int, float, str) and a == b:  # of which there can be millions
+        return True
+    a, b = _as_saved(a), _as_saved(b)
+    if isinstance(a, CustomValue) and isinstance(b, CustomValue):
+        return a.name == b.name and are_equal(a.value, b.value)
+    if isinstance(a, list | tuple | deque) and type(a) is type(b):
         return len(a) == len(b) and all(map(are_equal, a, b))
-    if type(a) is type(b) is dict and a.keys() == b.keys():
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
         return all(are_equal(value, b[key]) for key, value in a.items())
     if _kind(a) != _kind(b):
         return False
@@ -279,6 +285,15 @@ def are_equal(a: Any, b: Any) -> bool:
         return bool(encode_plain(a, tensor_bytes=1 << 62) == encode_plain(b, tensor_bytes=1 << 62))
     except FormatError:  # objects of other frameworks
         return False
+
+
+def _as_saved(value: Any) -> Any:
+    """Values of a class of their own, and those in sets, as they are read again."""
+    if isinstance(value, set | frozenset):
+        return set(map(_as_saved, value))
+    with suppress(FormatError):  # which cannot be saved
+        return value if isinstance(value, np.generic) else typed(value) or value
+    return value
 
 
 def _kind(value: Any) -> Any:

@@ -95,8 +95,9 @@ def is_long(path: KeyPath, value: Any) -> bool:
     """Return True if a sequence of numbers is one value, such as the order of a sampler: one key
     per number would cost too much.
     """
-    kind = type(value)
-    return kind in (list, tuple) and len(value) >= _LONG and all(type(item) in (int, float) for item in value)
+    if not path or type(value) not in (list, tuple) or len(value) < _LONG:
+        return False
+    return all(type(item) in (int, float) for item in value)
 
 
 def take_apart(

@@ -302,4 +302,5 @@ def exists_already(name: str, url: str) -> StorageError:
 
 def not_found(name: str, url: str) -> CheckpointNotFoundError:
     """The error for an object that is absent."""
-    return CheckpointNotFoundError(f"there is no {name} in {url}")
+    replaced = ": if a later save replaced the checkpoint, open it again" if name.startswith("data-") else ""
+    return CheckpointNotFoundError(f"there is no {name} in {url}{replaced}")

@@ -207,6 +207,39 @@ class TestLoading:
         assert "unexpected" not in text
 
 
+def test_a_list_whose_tensors_are_all_tied_is_no_empty_one(tmp_path):
+    w = torch.ones(2)
+    reshard.save({"w": w, "x": [w]}, tmp_path / "c")
+    reshard.load({"w": torch.zeros(2)}, tmp_path / "c")  # tied names are not asked for
+    target = {"w": torch.zeros(2), "x": [1, 2]}
+    with pytest.raises(KeyMismatchError, match=r"1 missing from the checkpoint:\n    x"):
+        reshard.load(target, tmp_path / "c")
+    assert target["x"] == [1, 2]
+
+
+@pytest.mark.parametrize("items", [3, 2000])
+def test_a_list_of_numbers_at_the_top(tmp_path, items):
+    state = [*range(items)]
+    reshard.save(state, tmp_path / "c")
+    target = [0] * items
+    reshard.load(target, tmp_path / "c")
+    assert target == state
+    assert reshard.compare({"of": target}, {"of": reshard.open(tmp_path / "c").nested()}).ok
+
+
+@pytest.mark.parametrize("saved", [[], (), [[]], {"in": []}, {"in": ({}, [])}])
+def test_a_list_without_items_is_a_value_that_the_target_may_lack(tmp_path, saved):
+    w = torch.ones(2)
+    reshard.save({"m": {"w": w, "x": saved}}, tmp_path / "c")
+    target = {"m": {"w": torch.zeros(2), "x": [1, 2]}}
+    reshard.load(target, tmp_path / "c")
+    assert target["m"]["x"] == saved
+    for other in ({"w": w}, {"w": w, "x": {"y": w}}):
+        with pytest.raises(KeyMismatchError, match=r"unexpected.*\n    m\.x"):
+            reshard.load({"m": other}, tmp_path / "c", strict={"m.x.y": "partial"} if "x" in other else "strict")
+        reshard.load({"m": other}, tmp_path / "c", strict="partial")
+
+
 def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):
     reshard.save({"o": {"x": 1}, "t": torch.ones(1)}, tmp_path / "c")
     file = Path(tmp_path / "c" / "manifest.json")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
 from reshard import dcp
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, ReshardError
 from reshard.native import reader
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
@@ -56,6 +56,20 @@ def test_loading_gives_the_old_or_the_new_one_or_says_that_it_was_replaced(at, t
         assert target["step"] == 0
     else:
         assert target["step"] in (1, 2)
+
+
+def test_whoever_reads_one_that_was_replaced_is_told_to_open_it_again(tmp_path):
+    reshard.save(tensor_of(1), tmp_path / "c")
+    opened = reshard.open(tmp_path / "c")
+    reshard.save(tensor_of(2), tmp_path / "c", overwrite=True)
+    ways = [
+        lambda: opened["w"][...],
+        lambda: reshard.compare(opened, tensor_of(1)).raise_if_failed(),
+        lambda: reshard.convert(opened, tmp_path / "out"),
+    ]
+    for way in ways:
+        with pytest.raises(ReshardError, match="if a later save replaced the checkpoint, open it again"):
+            way()
 
 
 def test_there_is_always_a_latest_checkpoint(tmp_path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 import reshard
-from reshard.errors import LayoutError, ReshardError
+from reshard.errors import DeadlineError, LayoutError, ReshardError
 from tests.reshard.api.live_layouts import EVERY, LAYOUTS, SHAPES, local, numbers, placed, truth
 
 NBYTES = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SHAPES.values())
@@ -73,10 +73,16 @@ def others(path: str) -> None:
     assert found["more"].message == "only in the state dict"
     assert found["model.b"].message == f"only in {path}"
 
+    del state["rng"]
+    report = reshard.compare(path, state if rank == 3 else {**state, "rng": reshard.PerRank(torch.arange(3) + rank)})
+    (found["rng"],) = [finding for finding in report.findings if finding.fqn == "rng"]
+    assert found["rng"].message == f"has values of ranks 0-7 in {path}, of ranks 0-2, 4-7 in the state dict"
+
     halves = [{"w": torch.ones(2), **({"x": 1, "own": reshard.PerRank(1)} if rank == at else {})} for at in (0, 1)]
     found = {finding.fqn: finding for finding in reshard.compare(*halves, process_group=world).findings}
     assert found.keys() == {"x", "own"}, found
-    assert {finding.message for finding in found.values()} == {"was not compared: no rank has it on both sides"}
+    assert found["x"].message == "was not compared: no rank has it on both sides"
+    assert found["own"].message == "has values of rank 0 in the first state dict, of rank 1 in the second state dict"
 
     other = {**full, "w": full["w"] + (torch.arange(130).view(13, 10) % 7 == 3)}
     alone = reshard.compare({"w": full["w"]}, {"w": other["w"]}, measure=True)
@@ -119,3 +125,16 @@ def a_drifted_copy(path: str) -> Any:
     if dist.get_rank() == 6:
         local(state["w"])[1, 2] = 5
     return reshard.compare(path, state).findings
+
+
+def without_process_group(path: str) -> str:
+    """Only half of the ranks hold DTensors."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    state = {"w": DTensor.from_local(torch.ones(2), mesh, [Shard(0)])} if dist.get_rank() < 2 else {"v": torch.ones(2)}
+    reshard.save(state, path)
+    assert reshard.compare(path, state, process_group=dist.group.WORLD).ok
+    if dist.get_rank() > 1:
+        return str(reshard.compare(path, state))
+    with pytest.raises(DeadlineError) as caught:
+        reshard.compare(path, state, timeout=1)
+    return str(caught.value)

@@ -35,6 +35,12 @@ def test_other_values_and_measures_of_a_sharded_state(tmp_path: Path) -> None:
     gloo.run(compare_jobs.others, 8, str(tmp_path / "c"))
 
 
+def test_ranks_without_sharded_tensors_take_part_if_a_group_is_passed(tmp_path: Path) -> None:
+    for said in gloo.run(compare_jobs.without_process_group, 4, str(tmp_path / "c"))[:2]:
+        assert "ranks 2-3 did not reach" in said
+        assert "compare without process_group=, in which only ranks with sharded tensors take part" in said
+
+
 def test_a_copy_that_drifted_is_found(tmp_path: Path) -> None:
     for findings in gloo.run(compare_jobs.a_drifted_copy, 8, str(tmp_path / "c")):
         (finding,) = findings

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from dataclasses import replace
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,63 @@ def test_other_values(a: Any, b: Any, are_equal: bool, tmp_path: Path) -> None:
     reshard.save({"w": W, "x": b}, tmp_path / "b")
     assert reshard.compare(tmp_path / "a", tmp_path / "b").ok == are_equal
     assert reshard.verify(tmp_path / "a", against=tmp_path / "b").ok == are_equal
+
+
+class Mode(IntEnum):
+    ON = 1
+
+
+class Kind(StrEnum):
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "are_equal"),
+    [
+        ([], None, False),
+        ((), None, False),
+        ({"in": [[]]}, None, False),
+        ({"in": []}, {"in": {}}, False),
+        ([], (), True),
+        ({}, None, True),
+        ([1, W], (1, W), True),
+        ({"in": W}, OrderedDict({"in": W}), True),
+        ({1: W}, {"1": W}, True),
+        ([W, 2], {0: W, 1: 2}, True),
+        ({1}, frozenset({1}), True),
+        (Mode.ON, Mode.ON, True),
+        (Mode.ON, 1, False),
+        (Kind.A, "a", False),
+        ({Mode.ON}, {1}, False),
+        (deque([Mode.ON]), deque([1]), False),
+    ],
+)
+def test_structure_counts_alike_in_memory_and_in_files(a: Any, b: Any, are_equal: bool, tmp_path: Path) -> None:
+    """Types of containers do not count, and an empty list is a value."""
+    states = [{"w": W, **({} if value is None else {"x": value})} for value in (a, b)]
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for state, path in zip(states, paths):
+        reshard.save(state, path)
+        assert reshard.compare(state, path).ok
+    for one in (states[0], paths[0]):
+        for other in (states[1], paths[1]):
+            assert reshard.compare(one, other).ok == are_equal
+            assert reshard.compare(other, one).ok == are_equal
+    assert ", not types of containers; " in reshard.compare(*paths).covers
+
+
+def test_values_of_other_ranks_are_said_to_be_left_open(tmp_path: Path) -> None:
+    state = {"w": W, "rng": reshard.PerRank(3)}
+    reshard.save(state, tmp_path / "a")
+    facts = reshard.open(tmp_path / "a")
+    several = replace(facts.contents, per_rank={"rng": {0: 3, 1: 4}})
+    report = reshard.compare(type(facts)(several, "two ranks"), state)
+    assert report.ok
+    assert "not compared: values of other ranks: 1 ('rng')" in report.covers
+    report = reshard.compare(type(facts)(several, "two ranks"), tmp_path / "a")
+    assert [str(finding.message) for finding in report.findings] == [
+        f"has values of ranks 0-1 in two ranks, of rank 0 in {tmp_path / 'a'}"
+    ]
 
 
 @pytest.mark.parametrize(

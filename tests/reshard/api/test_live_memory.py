@@ -8,7 +8,7 @@ import torch
 import reshard
 from planners import Box, TensorLayout, TensorSpec
 from reshard.api.transfer_memory import part_tensors
-from reshard.errors import LayoutError
+from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.tensors import LiveTensor
 from reshard.ranks.global_layout import describe, join_layouts
 
@@ -131,3 +131,11 @@ def test_columns_of_one_memory_and_tied_targets_are_filled():
     memory.zero_()
     reshard.redistribute(source, {"b": memory[:, 2:], "c": memory[:, 2:]}, strict=False, mapping={"c": "b"})
     assert torch.equal(memory[:, 2:], values[:, 2:])
+
+
+def test_a_model_with_tied_weights_is_moved_into_another_one():
+    w, target = torch.arange(8.0), torch.zeros(8)
+    reshard.redistribute({"embed": w, "head": w}, {"embed": target, "head": target}, check=True)
+    assert torch.equal(target, w)
+    with pytest.raises(KeyMismatchError, match="map both to the same source"):
+        reshard.redistribute({"embed": w, "head": w.clone()}, {"embed": target, "head": target})

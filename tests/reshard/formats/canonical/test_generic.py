@@ -341,8 +341,35 @@ def test_hints_that_must_be_numbers(tmp_path: Path, hint: str, value: Any) -> No
 
 
 def test_a_hint_that_is_no_list_is_named_beside_the_files(tmp_path: Path) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"or a hint is not what it should be: TypeError"):
+    with pytest.raises(NormalizationError, match=r"or a hint is not what it should be: TypeError"):
         normalized(tmp_path, {"w": W}, {"param_groups": 5})
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"a.b": {"param_groups": "x"}, "w": W}, ["w"]),
+        ({"a.b": {"param_groups": "x"}}, []),
+        ({"a.b": {"param_groups": W}}, ["a.b.param_groups"]),
+        ({"a.b": {"param_groups": [3]}}, []),
+    ],
+)
+def test_what_is_only_called_like_an_optimizer_is_none(tmp_path: Path, state: dict[str, Any], names: list[str]) -> None:
+    assert list(normalized(tmp_path, state)["model"]) == names
+
+
+@pytest.mark.parametrize("groups", [W, [W], [{"params": 3}], [{"params": W}], [{"params": [[1]]}], "x"])
+def test_odd_param_groups_are_no_damage(tmp_path: Path, groups: Any) -> None:
+    state = {"model": {"w": W}, "optim": {"state": {"w": {"step": W}}, "param_groups": groups}}
+    with pytest.raises(NormalizationError, match=r"'param_groups' of an optimizer should be dicts, each with 'params'"):
+        normalized(tmp_path, state)
+
+
+def test_a_state_that_no_rule_covers_is_no_damage(tmp_path: Path) -> None:
+    groups = [{"params": [0], "param_names": "q"}]
+    state = {"model": {"w": W}, "optim": {"state": {"w": {"step": W}}, "param_groups": groups}}
+    with pytest.raises(NormalizationError, match="its model or optimizer is nested in no known way: TypeError"):
+        normalized(tmp_path, state)
 
 
 def test_unknown_hints_are_listed(tmp_path: Path) -> None:

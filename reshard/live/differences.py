@@ -1,0 +1,60 @@
+"""Where the elements of two tensors differ, and by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reshard.errors import FormatError
+from reshard.live.copy_streams import to_host
+from reshard.live.dtypes import dtype_name, raw_elements
+from reshard.live.fingerprints import float64_is_exact
+from reshard.live.tensors import raw_bytes
+
+__all__ = ["differing", "number", "same_bytes", "wide"]
+
+
+def number(element: torch.Tensor) -> Any:
+    """The number that an element is; the bits of a packed one, such as float4."""
+    try:
+        return element.item()
+    except NotImplementedError:
+        return f"{raw_elements(element).item():#x}"
+
+
+def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    try:
+        a, b = x.to(wide), y.to(wide)
+    except NotImplementedError as error:
+        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
+    if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
+        return a, b, (a - b).abs()
+    (high, low), (other_high, other_low) = _halves(x), _halves(y)
+    return a, b, ((high - other_high).to(wide) * 2**32 + (low - other_low)).abs()
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers as 2**32 times one, which has the sign, plus another one."""
+    is_unsigned = x.dtype == torch.uint64
+    whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
+    high = whole >> 32
+    return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
+
+
+def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.device == y.device and torch.equal(raw_bytes(x.contiguous()), raw_bytes(y.contiguous()))
+
+
+def differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    """Return where two tensors of one shape differ, computed on their common device, or on the host."""
+    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
+        x, y = to_host([x, y])
+    if rtol or atol:
+        x, y, apart = wide(x, y)
+        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True) | (apart > atol + rtol * y.abs())
+    size = x.dtype.itemsize
+    raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
+    return raw.reshape(*x.shape, size).any(dim=-1)
