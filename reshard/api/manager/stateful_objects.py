@@ -117,7 +117,7 @@ class LiveObjects:
             return value
         if isinstance(value, tuple):
             return rebuilt(value, new.values())
-        made: Any = copy(value)  # the object may go on with its own
+        made: Any = copy(value)  # the object keeps its own
         for key, item in new.items():
             made[key] = item
         return made
