@@ -94,9 +94,7 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
             found.add_object(key, partial(_string, storage, f"{folder}{_STRINGS}", key))
         else:
             found.add_tensor(key, partial(_tensor, key, root))
-    unknown = (
-        "chunks that were not stored are zeros, and lost files of chunks look the same: the tree does not say which"
-    )
+    unknown = "a chunk without a file is all zeros, and a lost file of a chunk looks the same"
     return found.build(_NAME, warnings=() if root.ocdbt or stored else (f"{folder}{_TREE}: {unknown}",))
 
 
