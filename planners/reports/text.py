@@ -44,8 +44,7 @@ def format_plan(
             break
         its = plan.rank_items(rank)
         if its:
-            what = f"{plan.verb[:-1]} items of rank {rank}"
-            lines.append(f"  {what}: a tensor, Box[first:end, ...] of it <- the same in a stored chunk")
+            lines.append(f"  {plan.verb[:-1]} items of rank {rank}: a name, Box[first:end, ...] of {_SIDES[plan.kind]}")
         lines += [f"    {_line(item)}" for item in its[:left]]
         if len(its) > left:
             lines.append(f"    ... {len(its) - left} more")
@@ -91,15 +90,23 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
         yield f"  round {number}: {', '.join(listed[: None if limit is None else 8])}{more}"
 
 
+_SIDES = {
+    "load": "the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
+    "save": "the full tensor <- Box of the local tensor",
+    "transfer": "the local tensor <- Box of the sender's local tensor",
+}
+
+
 def _line(item: ReadItem | WriteItem | TransferItem) -> str:
     size = format_bytes(item.nbytes)
+    name = f"{item.fqn} (local tensor {item.part})" if item.part else item.fqn
     if isinstance(item, WriteItem):
-        return f"{item.fqn} {item.box} <- local {item.source}, {size}"
+        return f"{name} {item.box} <- local {item.source}, {size}"
     if isinstance(item, TransferItem):
         giver = "itself" if item.is_local else f"rank {item.sender}"
-        return f"{item.fqn} {item.target} <- {item.source} of {giver}, {size}"
+        return f"{name} {item.target} <- {item.source} of {giver}, {size}"
     source = f" of {item.saved_fqn}" if item.saved_fqn != item.fqn else ""
-    return f"{item.fqn} {item.target} <- {item.source}{source} of chunk {item.chunk} of rank {item.owner}, {size}"
+    return f"{name} {item.target} <- {item.source}{source} of chunk {item.chunk} of rank {item.owner}, {size}"
 
 
 # --- one tensor on one rank ---

@@ -125,7 +125,7 @@ class ConvertJob:
                 contents = keep_beside(contents, source.contents, for_framework=in_form)
             state = Checkpoint(contents, source.url)
         if isinstance(self.mapping, StateMapping):
-            self.mapping.check_taken([*state, *state.aliases, *state.objects], state.url)
+            self.mapping.check_taken(state)
             state = self.mapping.apply(state)
         elif self.mapping is not None:
             state = apply_dict(self.mapping, state)

@@ -171,7 +171,7 @@ def load_with(
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
     """Apply a mapping that is more than renames."""
-    mapping.check_taken([*checkpoint, *checkpoint.aliases, *checkpoint.objects], checkpoint.url)
+    mapping.check_taken(checkpoint)
     mapped = mapping.apply(checkpoint)
     mapped.run = checkpoint.run
     return mapped

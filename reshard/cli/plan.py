@@ -69,7 +69,9 @@ def plan(
     ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
     allow_unsharded_axes: _AllowUnsharded = False,
     allow_uncut_axes: Annotated[bool, typer.Option("--allow-uncut-axes", hidden=True)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON, and --items of all ranks.")
+    ] = False,
 ) -> None:
     """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
 
@@ -101,7 +103,10 @@ def plan(
         page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        print_json({"source": source, "target": onto, **_as_json(made, report, useless, cluster)})
+        told = _as_json(made, report, useless, cluster)
+        if items:
+            told["items"] = [[item._asdict() for item in made.items(rank)] for rank in range(made.world_size)]
+        print_json({"source": source, "target": onto, **told})
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, (limit, items, legend), cluster)

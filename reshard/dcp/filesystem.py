@@ -51,7 +51,7 @@ from reshard.errors import (
 from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp.reader import FORMAT, DcpFacts, Item, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
-from reshard.formats.opening import open_contents
+from reshard.formats.opening import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
 from reshard.live.dtypes import as_array, dtype_from_name
@@ -155,7 +155,7 @@ class FileSystemWriter(StorageWriter):
 
         Raises CheckpointExistsError if a checkpoint exists and `overwrite` is off. Raises
         StorageError if each rank saves for itself into a folder with a checkpoint of all ranks,
-        because a load would read that one.
+        because a load would read that one, and for a folder with a checkpoint of Megatron.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
@@ -167,6 +167,8 @@ class FileSystemWriter(StorageWriter):
                 f"{self.path} has a checkpoint of all ranks, which loads would read instead of the ones that each "
                 "rank saves for itself (use_collectives=False): save elsewhere, or delete it first"
             )
+        if "common.pt" in names and kind_beside(self.storage, names, "dcp", ()) == "megatron":
+            raise StorageError(f"{self.path} has a checkpoint of Megatron, and would open as that: save elsewhere")
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
         # a name of its own for every attempt, also if `reset` is not called between them

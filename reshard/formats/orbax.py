@@ -94,7 +94,8 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
             found.add_object(key, partial(_string, storage, f"{folder}{_STRINGS}", key))
         else:
             found.add_tensor(key, partial(_tensor, key, root))
-    return found.build(_NAME)
+    unknown = "a chunk without a file is all zeros, and a lost file of a chunk looks the same"
+    return found.build(_NAME, warnings=() if root.ocdbt or stored else (f"{folder}{_TREE}: {unknown}",))
 
 
 def _json(storage: Storage, file: str) -> Any:
@@ -158,15 +159,16 @@ class _Root:
 
     def array(self, key: str) -> Any:
         """The array, opened by tensorstore."""
-        with framework("tensorstore>=0.1.60", f"{self.label}: "):
+        with framework("tensorstore>=0.1.68", f"{self.label}: "):
             import tensorstore
         # not a URL, in which "%", "#", and "?" of names would be more than letters
         base: dict[str, Any] = {"driver": "file", "path": f"{self.storage.root / self.folder}/"}
         kvstore = {**base, "path": f"{base['path']}{key}/"}
         if self.ocdbt:
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{key}/"}
+        spec = {"driver": self.driver, "kvstore": kvstore, "fill_missing_data_reads": not self.all_stored}
         try:
-            return tensorstore.open({"driver": self.driver, "kvstore": kvstore}, open=True, read=True).result()
+            return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, TypeError) as error:
             raise CorruptCheckpointError(f"{self.label}: the array {key!r} cannot be opened: {error}") from None
 

@@ -7,7 +7,7 @@ pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -100,13 +100,17 @@ def open(files: Files) -> Contents:
     return with_others(open_sections("rank_files", files, sections), files, sections)
 
 
-def with_others(contents: Contents, files: Files, sections: Iterable[Section], beside: Sequence[str] = ()) -> Contents:
-    """The contents, with a warning that names the files that are neither of the sections nor those
-    beside them."""
+def with_others(
+    contents: Contents, files: Files, sections: Collection[Section], beside: Sequence[str] = ()
+) -> Contents:
+    """The contents, with warnings that name the files that are neither of the sections nor those beside them, and
+    sections of fewer ranks than others, for which nothing says whether files are missing."""
+    ranks = max((one.world_size or max(one.files) + 1 for one in sections), default=0)
+    fewer = [f"{one.name}: files of {len(one.files)} of {ranks} ranks" for one in sections if len(one.files) < ranks]
     opened = {*beside, *(file for section in sections for file in section.files.values())}
     others = sorted(n for n in files.listed if n not in opened and n.endswith(_OTHERS))
     warnings = [f"not opened: {', '.join(others[:5])}"] if others else []
-    return replace(contents, warnings=(*contents.warnings, *warnings))
+    return replace(contents, warnings=(*contents.warnings, *fewer, *warnings))
 
 
 def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:

@@ -57,8 +57,8 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
         raise FormatError(f"{checkpoint.url} was written by Accelerate: {fix}")
     del state["extra"]
     live = LiveObjects(state, to_fill=True)
-    load(live.state, checkpoint, strict={"extra*": "subset", "*": "strict"})
-    live.put_back()
+    report = load(live.state, checkpoint, strict={"extra*": "subset", "*": "strict"})
+    live.put_back(report.aliases)
     extra: dict[str, Any] = whole(checkpoint.nested()["extra"])
     return extra
 

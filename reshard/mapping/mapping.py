@@ -23,7 +23,7 @@ from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.state import same_value
-from reshard.mapping.rules import Computing, Rename, Rule, Site, sites, views_of
+from reshard.mapping.rules import Computing, Drop, Rename, Rule, Site, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -105,12 +105,20 @@ class Mapping:
                 out[name] = tuple(follow)
         return {name: now for name, now in out.items() if name in taken}
 
-    def check_taken(self, names: Sequence[str], where: str) -> None:
-        """Raise KeyMismatchError if no rule matches any of the names that are `where`, unless one is optional."""
+    def check_taken(self, state: Checkpoint) -> None:
+        """Raise KeyMismatchError if no rule takes anything of the checkpoint, unless a rule is optional."""
         is_needed = self.stages and not any(rule.optional for stage in self.stages for rule in stage)
-        if is_needed and names and not self.names(names):
+        names, objects = [*state, *state.aliases], [*state.objects]
+        if not is_needed or not (names or objects) or self.names(names):
+            return
+        matchers = [Matcher(stage) for stage in self.stages]
+        if not any(matcher.match_object(key) for matcher in matchers for key in objects):
+            hint = (
+                ". A value that is no tensor is renamed or dropped only by its full name" if self.names(objects) else ""
+            )
             raise KeyMismatchError(
-                f"the mapping matches no name in {where}, such as {names[0]!r}: it is probably for other names"
+                f"the mapping matches no name in {state.url}, such as {[*names, *objects][0]!r}: it is probably for "
+                f"other names{hint}"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -340,8 +348,8 @@ class MappingStage:
     def _add_objects(self, counts: Dict[Any, int]) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
         objects = self.given.objects
-        # only keys of states and settings belong to a parameter; others are not for the rules
-        mine = [key for key in objects if self.matcher.match_state(key) is not None]
+        # keys of states and settings belong to a parameter; others are for no pattern
+        mine = [key for key in objects if self.matcher.match_object(key) is not None]
         groups, _ = self.matcher.groups(mine, self.matcher.counts(self.tensors) if mine else {})
         taken, lists = set(mine), _flat_lists(objects)
         for key in objects:
@@ -509,9 +517,10 @@ class Matcher:
         """The first rule that takes the key, as itself or at any other site."""
         return self._best(sites(key))
 
-    def match_state(self, key: str) -> Hit | None:
-        """The same for keys of an optimizer only."""
-        return self._best(site for site in sites(key) if site.is_state)
+    def match_object(self, key: str) -> Hit | None:
+        """The same for a value that is no tensor: a key of an optimizer, or one that a Rename or Drop has in full."""
+        hit, of_state = self.match(key), self._best(site for site in sites(key) if site.is_state)
+        return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
         best: Hit | None = None
@@ -605,7 +614,7 @@ class _ExactMatcher(Matcher):
         super().__init__(())
         self._names = names
 
-    def match_state(self, key: str) -> Hit | None:
+    def match_object(self, key: str) -> Hit | None:
         return self.match(key)
 
     def _best(self, found: Iterable[Site]) -> Hit | None:

@@ -125,7 +125,7 @@ def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, .
 
 @dataclass(frozen=True, init=False)
 class Rename(Rule):
-    """Gives a tensor another name."""
+    """Gives a tensor another name, or a value of another kind if `source` is its full name."""
 
     def __init__(self, source: str, target: str) -> None:
         self._set(source, target)
@@ -144,8 +144,8 @@ def renames(names: Mapping[str, str], source: str = "", target: str = "") -> lis
 
 @dataclass(frozen=True, init=False)
 class Drop(Rule):
-    """Leaves tensors out, such as rotary tables and quantization state. The inverse does not bring
-    them back."""
+    """Leaves tensors out, such as rotary tables and quantization state, and a value of another kind if `source` is its
+    full name. The inverse does not bring them back."""
 
     def __init__(self, source: str) -> None:
         self._set(source, ())

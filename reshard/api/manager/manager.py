@@ -452,7 +452,7 @@ class CheckpointManager:
             return None
         goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
-            taken.put_back()
+            taken.put_back(report.load.aliases)
             missing, unexpected = report.load.missing + taken.missing, report.load.unexpected + taken.unexpected
             report = replace(report, load=replace(report.load, missing=missing, unexpected=unexpected))
             if goes_on and self._claim is not None:

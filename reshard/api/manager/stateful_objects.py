@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -12,7 +15,10 @@ from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
 from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError, format_names
-from reshard.live.state import OwnState, PerRank
+from reshard.live.state import OwnState, PerRank, put_at, same_value
+from reshard.live.tensors import identity_of, is_tensor
+from reshard.live.tree import leaves_of, rebuilt
+from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -65,30 +71,75 @@ class LiveObjects:
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
         self._done: list[str] = []
-        self.state: Any = self._take(user, "")
+        self._stateful: dict[KeyPath, Any] = {}
+        self._untied: dict[KeyPath, torch.Tensor] = {}
+        self.state: Any = self._take(user, ())
+        if to_fill and self._stateful:
+            self._untie()
 
-    def put_back(self) -> None:
+    def put_back(self, tied: Mapping[str, str]) -> None:
         """Give the loaded values to the objects, after `state` was filled. Raises CheckpointError, which says what was
-        restored before, if an object refuses its value."""
+        restored before, if an object refuses its value.
+
+        Args:
+            tied: keys that were saved as the tensor of another key, and the name of that.
+        """
+        shared, first = set(tied.values()), dict[str, Any]()
+        for path, live in self._untied.items():
+            key = key_of(path)
+            if (name := tied.get(key, key)) in shared:
+                value, other = reduce(getitem, path, self.state), first.get(name, live)
+                first[name] = other if same_value(other, value) else value
+                put_at(self.state, path, first[name])
         self._put(self._user, self.state, "")
 
-    def _take(self, value: Any, key: str) -> Any:
-        taken = self._object(value, key)
+    def _untie(self) -> None:
+        """Give a tensor of an object memory of its own where another key has the same, since the values that were saved
+        can differ. The object gets it from the state, and so need not have it filled in place."""
+        leaves = {path: leaf for path, leaf in leaves_of(self.state).items() if is_tensor(leaf)}
+        ours = (path for path in leaves if not any(path[: len(at)] == at for at in self._stateful))
+        seen = {identity_of(leaves[path]) for path in ours}
+        for at, state in self._stateful.items():
+            put_at(self.state, at, self._apart(state, at, seen))
+
+    def _apart(self, value: Any, path: KeyPath, seen: set[Any]) -> Any:
+        if isinstance(value, torch.Tensor) and (identity := identity_of(value)) is not None:
+            if identity not in seen:
+                seen.add(identity)
+                return value
+            self._untied[path] = value
+            return value.detach().clone()
+        if not isinstance(value, MutableMapping | list | tuple):
+            return value
+        items = dict(value if isinstance(value, MutableMapping) else enumerate(value))
+        new = {key: self._apart(item, (*path, key), seen) for key, item in items.items()}
+        if all(new[key] is item for key, item in items.items()):
+            return value
+        if isinstance(value, tuple):
+            return rebuilt(value, new.values())
+        made: Any = copy(value)  # the object keeps its own
+        for key, item in new.items():
+            made[key] = item
+        return made
+
+    def _take(self, value: Any, path: KeyPath) -> Any:
+        taken = self._object(value, path)
         if taken is not None:
             self._taken[id(value)] = taken
             return taken.state
         if not _holds_objects(value):
             return value
         if isinstance(value, MutableMapping):
-            return {name: self._take(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+            return {name: self._take(each, (*path, name)) for name, each in value.items()}
         if isinstance(value, MutableSequence):
-            return [self._take(each, f"{key}.{place}") for place, each in enumerate(value)]
+            return [self._take(each, (*path, place)) for place, each in enumerate(value)]
         raise FormatError(
-            f"{key!r} is a {type(value).__name__} that contains a model or another stateful object: use a dict or a "
-            "list"
+            f"{key_of(path)!r} is a {type(value).__name__} that contains a model or another stateful object: use a "
+            "dict or a list"
         )
 
-    def _object(self, value: Any, key: str) -> _Taken | None:
+    def _object(self, value: Any, path: KeyPath) -> _Taken | None:
+        key = key_of(path)
         if isinstance(value, torch.Generator):
             value = PerRank(value, on_change="keep")
         if isinstance(value, PerRank):
@@ -106,7 +157,8 @@ class LiveObjects:
 
             return _Taken(get_optimizer_state_dict(owners, optimizers), put)
         if _is_stateful(value):
-            return _Taken(OwnState.of(value), value.load_state_dict)
+            state = self._stateful[path] = OwnState.of(value)
+            return _Taken(state, value.load_state_dict)
         return None
 
     def _own(self, wrapper: PerRank) -> _Taken | None:

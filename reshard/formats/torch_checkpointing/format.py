@@ -17,7 +17,7 @@ def _writing() -> Writing:
 
 FORMAT = Format(
     "torch_checkpointing",
-    checksums=CRC_OF_RECORDS,
+    checksums=f"{CRC_OF_RECORDS}, and whether items that metadata.pkl does not list have all their files",
     detect=detect,
     open=open,
     is_composite=True,

@@ -269,6 +269,19 @@ def test_text_of_each_kind_of_plan():
     assert f"... {rounds.rounds - 1} more rounds" in format_plan(rounds, limit=1)
 
 
+def test_boxes_of_items_are_said_to_be_those_of_local_tensors():
+    """Of each of them, where a rank has several; they were said to be of the full tensor."""
+    boxes = {0: [Box((0, 0), (2, 3))], 1: [Box((2, 0), (1, 3)), Box((3, 0), (3, 3))]}
+    wanted = StateLayout({"w": TensorLayout.from_boxes(TensorSpec("w", (6, 3), "float32"), boxes)})
+    text = format_plan(plan_reads(alike((6, 3), ("w",))("R", "x=1"), wanted))
+    assert "read items of rank 1: a name, Box[first:end, ...] of the local tensor <- Box of a chunk" in text
+    assert "w Box[0:1, 0:3] <- Box[2:3, 0:3] of chunk Box[0:6, 0:3] of rank 0, 12 B" in text
+    assert "w (local tensor 1) Box[0:3, 0:3] <- Box[3:6, 0:3] of chunk" in text
+    assert "items of rank 0: a name, Box[first:end, ...] of the full tensor <- Box of the local tensor" in format_plan(
+        SAVE
+    )
+
+
 def test_the_story_of_one_tensor_on_one_rank():
     load, save, move = (explain(plan, "layers.0.w", 1) for plan in (LOAD, SAVE, MOVE))
 

@@ -30,10 +30,10 @@ KINDS: dict[str, Any] = {
 }
 
 
-def state_of(kind: str, *, enabled: bool = True, fill: float = 1.0, steps: int = 0) -> dict[str, Any]:
+def state_of(kind: str, *, enabled: bool = True, fill: float = 1.0, steps: int = 0, rate: Any = 0.1) -> dict[str, Any]:
     model = nn.Linear(2, 3)
     nn.init.constant_(model.weight, fill)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = KINDS[kind](optimizer)
     for _ in range(steps):
         model(torch.ones(1, 2)).sum().backward()
@@ -155,3 +155,51 @@ def test_plain_states_of_schedulers_and_scalers_are_reported(tmp_path: Path) -> 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     return {"scaler": state["run"]["scaler"], "schedule": state["run"]["schedules"][0]}
+
+
+class Tracker:
+    """Keeps weights beside the model's, under names that begin as one tensor."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.held: dict[str, Any] = {"best": weight, "last": weight, "pair": (weight, 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_object_takes_values_that_differ_though_its_tensors_are_one(tied: bool, tmp_path: Path) -> None:
+    """Also one tensor with the model, which keeps its memory. What was saved as one tensor is one again."""
+    model, fresh = nn.Linear(2, 3), nn.Linear(2, 3)
+    before, after = Tracker(model.weight.detach()), Tracker(fresh.weight.detach())
+    before.held["last"] = torch.full((3, 2), 2.0)
+    before.held["best"] = before.held["last"] if tied else torch.full((3, 2), 2.0)
+    weight, live = fresh.weight, after.held
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+        manager.save(1, {"tracker": before, "model": model})
+        report = manager.restore({"tracker": after, "model": fresh})
+    assert report is not None
+    assert report.load.ok
+    assert fresh.weight is weight
+    assert torch.equal(weight, model.weight)
+    assert same(after.held, before.held)
+    assert (after.held["best"] is after.held["last"]) == tied
+    assert all(live[key] is not after.held[key] for key in ("best", "last"))
+    assert after.held["pair"][0].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*", "ignore:The epoch parameter")
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedulers_whose_learning_rate_is_a_tensor_come_back(kind: str, tmp_path: Path) -> None:
+    """Those inside a SequentialLR share it at first, and later have one each."""
+    rate = torch.tensor(0.1)
+    before, after = state_of(kind, steps=4, rate=rate), state_of(kind, rate=rate.clone())
+    with saved(tmp_path, before) as manager:
+        report = manager.restore(after)
+    assert report is not None
+    assert report.load.ok
+    assert same(now(before)[1], now(after)[1])
+    assert torch.equal(*(state["optim"].param_groups[0]["lr"] for state in (before, after)))

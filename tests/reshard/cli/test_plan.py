@@ -24,6 +24,12 @@ def test_a_checkpoint_onto_a_preset(say, checkpoint) -> None:
     # 6 rows over 4 ranks are 2, 2, 2 and 0; numbers without dims are on every rank
     assert told["rank_bytes"] == [3 * 32 + 2 + 12] * 3 + [2 + 12]
     assert told["total_bytes"] == whole + 3 * 12
+    assert "items" not in told
+
+    listed = json.loads(say("plan", checkpoint, "fsdp=4", "--items", "--json", "--limit", "1").out)["items"]
+    assert [sum(item["nbytes"] for item in its) for its in listed] == told["rank_bytes"]
+    second = next(item for item in listed[1] if item["fqn"] == "model.layers.0.w")
+    assert (second["target"], second["source"]) == ([[0, 0], [2, 4]], [[2, 0], [2, 4]])
 
 
 def test_text_for_people(say, checkpoint) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint import CheckpointException
 
+import reshard
 import reshard.dcp as ours
 from reshard.dcp.engine import calls
 from reshard.errors import KeyMismatchError, OptionError, RankFailedError, StorageError
 from tests import gloo
 from tests.reshard.dcp import jobs
+from tests.samples import sample
 
 ENGINE = "engine", lambda path: {"checkpoint_id": path}
 PROTOCOL = "protocol", lambda path: {"storage_reader": theirs.FileSystemReader(path)}
@@ -215,3 +218,13 @@ def test_classes_of_errors_are_public(saved):
         ours.load({"w": torch.zeros(7)}, checkpoint_id=saved)
     for kind in type(caught.value), type(caught.value.__cause__), type(pickle.loads(pickle.dumps(caught.value))):
         assert f"{kind.__module__}.{kind.__name__}" == "reshard.errors.KeyMismatchError"
+
+
+def test_a_checkpoint_of_megatron_is_not_mixed_with_what_is_saved(tmp_path):
+    """It opened as Megatron's, with the old values of common.pt beside the new tensors."""
+    folder = tmp_path / "iter_0000002"
+    shutil.copytree(sample("mcore_tp1/ckpt/iter_0000002"), folder)
+    before = reshard.open(folder)
+    with pytest.raises(StorageError, match=r"iter_0000002 has a checkpoint of Megatron.*save elsewhere"):
+        ours.save({"w": torch.ones(2)}, checkpoint_id=folder)
+    assert list(reshard.open(folder)) == list(before)

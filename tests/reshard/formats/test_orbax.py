@@ -87,6 +87,15 @@ def test_damage_is_named(tmp_path):
     (tmp_path / "c" / "params.dense.kernel" / "1.0").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"params\.dense\.kernel.*missing"):
         reshard.open(tmp_path / "c")["params.dense.kernel"]
+    shutil.copytree(sample("orbax/zarr"), tmp_path / "later")
+    opened = reshard.open(tmp_path / "later")["params.dense.kernel"]
+    (tmp_path / "later" / "params.dense.kernel" / "1.0").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"params\.dense\.kernel.*missing"):
+        opened[...]
+    tree = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    del tree["store_array_data_equal_to_fill_value"]  # as before there was this setting
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(tree))
+    assert "a lost file of a chunk looks the same" in str(reshard.verify(tmp_path / "c"))
     (tmp_path / "c" / "_METADATA").write_text("{")
     with pytest.raises(CorruptCheckpointError, match="_METADATA"):
         reshard.open(tmp_path / "c")

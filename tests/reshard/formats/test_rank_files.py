@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from planners.geometry.mesh import Mesh, Shard, StridedShard
+from reshard.api.verify import verify
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CorruptCheckpointError, FormatError
 from tests.reshard.formats.compare import check_all
@@ -78,7 +79,8 @@ def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
     torch.save({"w": A + 1}, tmp_path / "model_2.pt")
     left = open_checkpoint(tmp_path)
     check_all(left, {"model.w": A})
-    assert left.warnings == ("not opened: model_2.pt",)
+    assert left.warnings == ("extra: files of 1 of 2 ranks", "not opened: model_2.pt")
+    assert "whether items that metadata.pkl does not list have all their files" in str(verify(tmp_path))
     (tmp_path / "model_1.pt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"rank 1 of 2 is missing: model_1\.pt"):
         open_checkpoint(tmp_path)

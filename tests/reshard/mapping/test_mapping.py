@@ -551,3 +551,22 @@ def test_two_names_of_one_number_are_refused(tmp_path: Path) -> None:
     checkpoint = opened({"e.0": numbers(2), "e.1": numbers(2), "e.01": -numbers(2)}, tmp_path)
     with pytest.raises(KeyMismatchError, match=r"'e.0?1' and 'e.0?1' have the same place"):
         Mapping([Stack("e.{n}", "y", over="n")]).apply(checkpoint)
+
+
+def test_values_that_are_no_tensors_are_renamed_and_dropped_by_their_full_names_only(tmp_path: Path) -> None:
+    """They matched, so that nothing was said, and kept their names."""
+    reshard.save({"model": {"w": torch.ones(2), "kind": "a"}, "step": 3, "note": "x", "rest": [1, 2]}, tmp_path / "c")
+    rules = Mapping([Rename("step", "run.step"), Drop("note"), Rename("kind", "form"), Rename("{x+}", "all.{x+}")])
+    mapped = rules.apply(reshard.open(tmp_path / "c"))
+    assert {**mapped.objects} == {"model.form": "a", "run.step": 3, "rest.0": 1, "rest.1": 2}
+    assert list(mapped) == ["all.model.w"]
+
+    state = {"w": torch.zeros(2), "kind": "", "count": 0, "note": "", "rest": [0]}
+    rules = Mapping([Rename("step", "count"), Rename("model.{x}", "{x}")])
+    reshard.load(state, tmp_path / "c", mapping=rules, strict=False)
+    assert state["count"] == 3
+    for rule in (Rename("rest.{x}", "more.{x}"), Drop("st{x}")):
+        with pytest.raises(
+            KeyMismatchError, match=r"matches no name .* A value that is no tensor .* by its full name$"
+        ):
+            reshard.load(dict(state), tmp_path / "c", mapping=Mapping([rule]), strict=False)
